@@ -1,0 +1,333 @@
+"""Every error that Hearth raises: one root, typed fields, and what to do next.
+
+An error is a frozen set of fields and two sentences. It crosses the wire as `(code, fields)` and comes out at the
+other end as the same class, so an app can catch `ModelDoesNotFit` and read `missing_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+
+@dataclass(eq=False)
+class HearthError(Exception):
+    """Root of all errors. `summary` says what is wrong and where, `advice` what to do; both are templates over the fields."""
+
+    summary: ClassVar[str] = "Something went wrong."
+    advice: ClassVar[str] = "Run `hearth doctor`."
+
+    @property
+    def code(self) -> str:
+        """The class name: stable, and the error's name on the wire and in `--json` output."""
+        return type(self).__name__
+
+    def details(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def explanation(self) -> str:
+        return self.summary.format(**self.details())
+
+    def next_step(self) -> str:
+        return self.advice.format(**self.details())
+
+    def __str__(self) -> str:
+        return f"{self.explanation()} {self.next_step()}"
+
+
+# ---- messages and connections -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class BadMessage(HearthError):
+    """Bytes from a peer that are no valid message or tensor frame."""
+
+    reason: str
+    summary = "A message could not be read: {reason}."
+    advice = "If both ends run the same Hearth version, report this; otherwise update the older one."
+
+
+@dataclass(eq=False)
+class FrameTooLarge(HearthError):
+    num_bytes: int
+    cap_bytes: int
+    summary = "A frame of {num_bytes} bytes is larger than the cap of {cap_bytes} bytes; nothing was allocated for it."
+    advice = "Send it in smaller parts."
+
+
+@dataclass(eq=False)
+class UnknownMessage(HearthError):
+    tag: str
+    summary = "The peer does not know messages of the kind '{tag}'."
+    advice = "Update Hearth on the older device."
+
+
+@dataclass(eq=False)
+class ProtocolMismatch(HearthError):
+    peer: str
+    ours: int
+    theirs: int
+    summary = "{peer} speaks protocol version {theirs}, this side speaks {ours}."
+    advice = "Install the same Hearth version on both."
+
+
+@dataclass(eq=False)
+class WrongKey(HearthError):
+    endpoint: str
+    summary = "{endpoint} refused our key: it belongs to another home, or the key was rotated or revoked."
+    advice = "Export the key where the home lives (`hearth key export`) and import it here (`hearth key import`)."
+
+
+@dataclass(eq=False)
+class NotAuthorised(HearthError):
+    role: str
+    action: str
+    summary = "A key with the role '{role}' may not {action}."
+    advice = "Use a key that may, for instance one from `hearth key export --role admin`."
+
+
+@dataclass(eq=False)
+class AppRevoked(HearthError):
+    app: str
+    summary = "The key of the app '{app}' was revoked."
+    advice = "Make a new one with `hearth key add-app {app}`."
+
+
+@dataclass(eq=False)
+class Unreachable(HearthError):
+    endpoint: str
+    seconds: float
+    summary = "{endpoint} could not be reached within {seconds:g} s."
+    advice = "Is it switched on, and is the port open? `hearth doctor` checks."
+
+
+@dataclass(eq=False)
+class DeadlineExceeded(HearthError):
+    action: str
+    seconds: float
+    summary = "{action} did not finish within {seconds:g} s."
+    advice = "Try again with a longer timeout, or see `hearth status` for what is slow."
+
+
+@dataclass(eq=False)
+class NoCoordinator(HearthError):
+    seconds: float
+    summary = "No coordinator of this home was found on the network within {seconds:g} s."
+    advice = "Start one with `hearth serve MODEL`, or give its address; `hearth doctor` checks multicast."
+
+
+@dataclass(eq=False)
+class NoDevices(HearthError):
+    seconds: float
+    summary = "No device of this home answered within {seconds:g} s."
+    advice = "Start `hearth-agent` on at least one device with this home's key; `hearth doctor` checks the network."
+
+
+# ---- keys and settings --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class KeyMissing(HearthError):
+    path: str
+    summary = "There is no key at {path}."
+    advice = "Make one with `hearth key new`, or bring it from another device with `hearth key import`."
+
+
+@dataclass(eq=False)
+class BadKey(HearthError):
+    source: str
+    reason: str
+    summary = "The key from {source} cannot be used: {reason}."
+    advice = "Export it again with `hearth key export` where the home lives."
+
+
+@dataclass(eq=False)
+class KeyExists(HearthError):
+    path: str
+    summary = "There is a key at {path} already."
+    advice = "Keep it; or use `hearth key rotate` for a new one, or `--force` to overwrite it and lose access to its home."
+
+
+@dataclass(eq=False)
+class BadSetting(HearthError):
+    setting: str
+    reason: str
+    summary = "The setting {setting} cannot be used: {reason}."
+    advice = "Correct it and start again."
+
+
+@dataclass(eq=False)
+class PortInUse(HearthError):
+    port: int
+    setting: str
+    summary = "Port {port} is taken by another program on this device."
+    advice = "Stop that program, or choose another port with {setting}."
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class DeviceLost(HearthError):
+    device: str
+    reason: str
+    summary = "The device {device} was lost: {reason}."
+    advice = "The next request runs on the remaining devices; `hearth devices` shows them."
+
+
+@dataclass(eq=False)
+class WorkerDied(HearthError):
+    device: str
+    reason: str
+    summary = "The worker on {device} died: {reason}."
+    advice = "The next request runs without it; if it ran out of memory, lower that device's share with --memory."
+
+
+@dataclass(eq=False)
+class DuplicateDevice(HearthError):
+    device_id: str
+    first: str
+    second: str
+    summary = "{first} and {second} both claim the device id {device_id}: one is probably a copy of the other's SD card or state directory."
+    advice = "Delete the state directory of `hearth-agent` on the copy and start it again."
+
+
+@dataclass(eq=False)
+class AgentBusy(HearthError):
+    device: str
+    holder: str
+    summary = "{device} already works for the coordinator {holder}."
+    advice = "Use that coordinator, or stop it; its lease ends a few seconds later."
+
+
+@dataclass(eq=False)
+class LeaseLost(HearthError):
+    device: str
+    summary = "The lease on {device} has ended, or another coordinator has taken it."
+    advice = "The coordinator takes a new one by itself; if this repeats, look for a second coordinator with `hearth doctor`."
+
+
+@dataclass(eq=False)
+class StoreFull(HearthError):
+    device: str
+    needed_bytes: int
+    free_bytes: int
+    summary = "The shard store of {device} cannot take {needed_bytes} more bytes: {free_bytes} are free."
+    advice = "Free disk space there, or raise --store-bytes."
+
+
+@dataclass(eq=False)
+class ChunkCorrupt(HearthError):
+    chunk: str
+    where: str
+    summary = "The shard chunk {chunk} on {where} does not match its hash; it was discarded."
+    advice = "It is sent again with the next deployment; if this repeats, check that device's disk."
+
+
+@dataclass(eq=False)
+class ChunkMissing(HearthError):
+    chunk: str
+    device: str
+    summary = "The shard chunk {chunk} is not in the store of {device}."
+    advice = "Deploy again: missing chunks are sent then."
+
+
+# ---- models, plans and requests -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class BadCheckpoint(HearthError):
+    path: str
+    reason: str
+    summary = "The checkpoint {path} cannot be used: {reason}."
+    advice = "Copy or download the model again."
+
+
+@dataclass(eq=False)
+class UnsupportedArchitecture(HearthError):
+    architecture: str
+    supported: str
+    summary = "Models of the architecture '{architecture}' are not supported."
+    advice = "Supported: {supported}."
+
+
+@dataclass(eq=False)
+class ModelDoesNotFit(HearthError):
+    model: str
+    missing_bytes: int
+    summary = "{model} does not fit on the devices at hand: {missing_bytes} bytes are missing."
+    advice = "Add a device, raise a device's memory limit, or use a smaller model or a shorter length."
+
+
+@dataclass(eq=False)
+class BadPlan(HearthError):
+    reason: str
+    summary = "The plan cannot be used: {reason}."
+    advice = "Make a new one with `hearth plan`."
+
+
+@dataclass(eq=False)
+class BadRequest(HearthError):
+    reason: str
+    summary = "The request cannot be served: {reason}."
+    advice = "Correct the request."
+
+
+@dataclass(eq=False)
+class TextTooLong(HearthError):
+    index: int
+    num_tokens: int
+    max_tokens: int
+    summary = "Text {index} has {num_tokens} tokens; the model takes at most {max_tokens}."
+    advice = "Shorten it or split it."
+
+
+@dataclass(eq=False)
+class NotServing(HearthError):
+    state: str
+    summary = "No model is ready: {state}."
+    advice = "Wait until `hearth status` says 'serving', or start one with `hearth serve MODEL`."
+
+
+@dataclass(eq=False)
+class QueueFull(HearthError):
+    limit: int
+    summary = "The coordinator already holds {limit} waiting requests."
+    advice = "Send fewer requests at once, or try again in a moment."
+
+
+@dataclass(eq=False)
+class StepFailed(HearthError):
+    device: str
+    reason: str
+    summary = "A step failed on {device}: {reason}."
+    advice = "Try again; if it repeats, see that device's log (`journalctl -u hearth-agent`)."
+
+
+@dataclass(eq=False)
+class InternalError(HearthError):
+    where: str
+    reason: str
+    summary = "A fault in Hearth on {where}: {reason}."
+    advice = "Please report it with the log of that device."
+
+
+def _all_errors(root: type[HearthError]) -> dict[str, type[HearthError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_all_errors(child))
+    return found
+
+
+def error_from_wire(code: str, details: dict[str, Any]) -> HearthError:
+    """Rebuild an error from `(code, details)`; a code or fields that we do not know become an `InternalError`."""
+    error_type = _all_errors(HearthError).get(code)
+    if error_type is not None:
+        known = {field.name for field in fields(error_type)}
+        try:
+            error = error_type(**{name: value for name, value in details.items() if name in known})
+            str(error)  # a field of the wrong type shows here, not in the app
+            return error
+        except (TypeError, ValueError):
+            pass
+    return InternalError(where="the peer", reason=f"{code} {details}")

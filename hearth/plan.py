@@ -1,0 +1,149 @@
+"""A plan: which device holds what, and how they work together. Printed, saved as JSON, loaded again. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hearth.errors import BadPlan
+from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.model.spec import ModelSpec
+
+Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
+STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
+PLAN_VERSION = 1
+
+
+class WireFormat(BaseModel):
+    """How activations travel: the value format, and whether lz4 (after a byte shuffle) is applied."""
+
+    model_config = ConfigDict(frozen=True)
+
+    values: Literal["exact", "bf16", "fp16", "int8"] = "exact"
+    lz4: Literal["off", "on", "auto"] = "auto"
+
+
+class MemoryUse(BaseModel):
+    """Bytes that one device will hold, by kind."""
+
+    model_config = ConfigDict(frozen=True)
+
+    weights: int = Field(ge=0)
+    embeddings: int = Field(ge=0)
+    activations: int = Field(ge=0)
+    workspace: int = Field(ge=0)  # the process itself, torch and its GEMM buffers, one chunk while loading
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.embeddings + self.activations + self.workspace
+
+
+class PlannedDevice(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    device_id: str
+    name: str
+    memory: MemoryUse
+    budget_bytes: int = Field(ge=0)
+    compute_seconds: float = Field(ge=0)  # busy time of this device in one step, as the simulator prices it
+
+
+class TransformerPlan(BaseModel):
+    """Shares of each rank; ranks are the plan's devices in ring order.
+
+    `heads` (KV groups times query heads per group: plain heads for BERT), `columns` and `vocabulary` are counts of
+    items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. Under `sp`
+    every rank holds all heads and columns, and these shares say nothing.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["transformer"] = "transformer"
+    strategy: Strategy
+    overlap: bool = True  # tile overlap of the rings (hmp only); off is for comparison
+    heads: tuple[int, ...]
+    columns: tuple[int, ...]
+    row_weights: tuple[float, ...]
+    vocabulary: tuple[int, ...]
+
+
+class Prediction(BaseModel):
+    """Seconds of one step of `seq_len` rows, under the simulator."""
+
+    model_config = ConfigDict(frozen=True)
+
+    total_seconds: float = Field(ge=0)
+    compute_seconds: float = Field(ge=0)  # the busiest device
+    transfer_seconds: float = Field(ge=0)  # the busiest link
+
+
+class Alternative(BaseModel):
+    """A strategy that was looked at, and why it was not taken."""
+
+    model_config = ConfigDict(frozen=True)
+
+    strategy: str
+    predicted_seconds: float | None
+    reason: str
+
+
+class Plan(BaseModel):
+    """What runs where. `epoch` numbers deployments: messages of another epoch are dropped and counted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[1] = PLAN_VERSION
+    epoch: int = Field(default=0, ge=0, lt=1 << 63)
+    model: ModelSpec
+    planner: str
+    seq_len: int = Field(ge=1)  # the step length that times and activations are planned for
+    devices: tuple[PlannedDevice, ...] = Field(min_length=1, max_length=256)
+    body: TransformerPlan
+    wire: WireFormat = WireFormat()
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    def with_epoch(self, epoch: int) -> Plan:
+        return self.model_copy(update={"epoch": epoch})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        body, model = self.body, self.model
+        for name, shares, total in (
+            ("heads", body.heads, model.num_heads),
+            ("columns", body.columns, model.ffn_size),
+            ("vocabulary", body.vocabulary, model.vocab_size),
+        ):
+            if len(shares) != self.num_ranks:
+                raise ValueError(f"{name} has {len(shares)} shares for {self.num_ranks} devices")
+            if min(shares) < 0 or sum(shares) != total:
+                raise ValueError(f"{name} {shares} must be non-negative and sum to {total}")
+        for shares, total, grain in (
+            (body.heads, model.num_heads, model.num_heads // model.num_kv_heads),
+            (body.columns, model.ffn_size, COLUMN_GRAIN),
+            (body.vocabulary, model.vocab_size, VOCABULARY_GRAIN),
+        ):
+            for span in spans(shares):
+                grains_of(span, total, grain)
+        if len(body.row_weights) != self.num_ranks or min(body.row_weights) < 0 or sum(body.row_weights) <= 0:
+            raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
+        if body.strategy == "local" and self.num_ranks != 1:
+            raise ValueError("the strategy local takes exactly one device")
+        if len({device.device_id for device in self.devices}) != self.num_ranks:
+            raise ValueError("a device stands in the plan twice")
+        return self
+
+
+def plan_from_json(text: str | bytes) -> Plan:
+    """Read a saved plan. Raises BadPlan that says which field is wrong."""
+    try:
+        return Plan.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the plan"
+        raise BadPlan(reason=f"{where}: {first['msg']}") from None
