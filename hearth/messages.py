@@ -1,0 +1,469 @@
+"""Every message, declared once: frozen, validated, in one tagged union, msgpack on the wire.
+
+A request is imperative (`LoadShard`), an answer says what is so (`WorkerBound`). Tensors and chunk bytes travel as
+payload frames beside a message, never inside it. Unknown fields are ignored; an unknown tag raises `UnknownMessage`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
+from hearth.model.spec import ModelSpec
+from hearth.plan import Plan
+from hearth.profile import BlockProfile, Link
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 4 << 20  # a plan for 256 devices with its chunk list stays below this
+MAX_PAYLOAD_FRAME_BYTES = 64 << 20  # one chunk, or one tensor
+MAX_PAYLOAD_FRAMES = 64  # of one message
+
+Name = Annotated[str, StringConstraints(max_length=256)]
+Text = Annotated[str, StringConstraints(max_length=1 << 16)]
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
+PublicKey = Annotated[str, StringConstraints(min_length=40, max_length=40)]  # Z85
+Epoch = Annotated[int, Field(ge=0, lt=1 << 63)]
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+# ---- any peer -----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    t: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL_VERSION
+    name: Name
+
+
+class Done(_Message):
+    t: Literal["done"] = "done"
+
+
+class Failed(_Message):
+    """The answer to a request that raised a `HearthError`."""
+
+    t: Literal["failed"] = "failed"
+    code: Name
+    details: dict[Name, str | int | float | bool | None]
+
+    @classmethod
+    def of(cls, error: HearthError) -> Failed:
+        return cls(code=error.code, details=error.details())
+
+    def error(self) -> HearthError:
+        return error_from_wire(self.code, self.details)
+
+
+# ---- coordinator to agent -----------------------------------------------------------------------------------------
+
+
+class AgentWelcome(_Message):
+    """`device_id` is stable and bound to the hardware; `boot_id` tells apart runs of the same agent."""
+
+    t: Literal["agent_welcome"] = "agent_welcome"
+    protocol: int = PROTOCOL_VERSION
+    version: Name
+    device_id: Name
+    boot_id: Name
+    name: Name
+    device_public_key: PublicKey
+    link_port: Port
+
+
+class GetTelemetry(_Message):
+    t: Literal["get_telemetry"] = "get_telemetry"
+
+
+class Gpu(_Message):
+    name: Name
+    kind: Literal["cuda", "tegra"]
+    memory_total_bytes: Bytes
+    memory_free_bytes: Bytes
+    load_fraction: float | None = None
+
+
+class Telemetry(_Message):
+    t: Literal["telemetry"] = "telemetry"
+    host_id: Name  # the same for agents on one machine
+    cpu_model: Name
+    num_cores: int
+    load_1min: float
+    frequency_mhz: float | None
+    memory_total_bytes: Bytes
+    memory_available_bytes: Bytes
+    memory_budget_bytes: Bytes  # what a worker may hold: the user's limit, or what is free less a reserve
+    disk_free_bytes: Bytes
+    temperature_celsius: float | None
+    gpu: Gpu | None
+    num_threads: int  # that a worker will use
+    compute_device: Literal["cpu", "cuda"]
+    clock_unix_seconds: float
+    python_version: Name
+    dropped_messages: int
+
+
+class AcquireLease(_Message):
+    t: Literal["acquire_lease"] = "acquire_lease"
+    holder: Name  # random, one per coordinator process
+    holder_name: Name
+    seconds: Annotated[float, Field(gt=0, le=60)]
+
+
+class LeaseGranted(_Message):
+    t: Literal["lease_granted"] = "lease_granted"
+    last_epoch: Epoch  # the newest epoch this agent has seen; a new plan must be newer
+
+
+class ReleaseLease(_Message):
+    t: Literal["release_lease"] = "release_lease"
+    holder: Name
+
+
+class Heartbeat(_Message):
+    """Renews the lease and asks how the worker is."""
+
+    t: Literal["heartbeat"] = "heartbeat"
+    holder: Name
+
+
+WorkerState: TypeAlias = Literal["none", "loading", "bound", "ready", "failed"]
+
+
+class AgentState(_Message):
+    t: Literal["agent_state"] = "agent_state"
+    boot_id: Name
+    worker: WorkerState
+    epoch: Epoch
+    failure: Text
+
+
+class OpenLinkProbe(_Message):
+    """Let one peer measure the link to this device for a while."""
+
+    t: Literal["open_link_probe"] = "open_link_probe"
+    peer_public_key: PublicKey
+    seconds: Annotated[float, Field(gt=0, le=60)]
+
+
+class MeasureLink(_Message):
+    """Measure the link from this device to another, bounded in time and bytes."""
+
+    t: Literal["measure_link"] = "measure_link"
+    host: Name
+    port: Port
+    peer_public_key: PublicKey
+    max_bytes: Annotated[int, Field(gt=0, le=1 << 30)]
+    max_seconds: Annotated[float, Field(gt=0, le=30)]
+
+
+class LinkMeasured(_Message):
+    t: Literal["link_measured"] = "link_measured"
+    bytes_per_second: Annotated[float, Field(gt=0)]
+    round_trip_seconds: Annotated[float, Field(ge=0)]
+    num_bytes: Bytes
+    stable: bool
+
+
+class ProfileBlocks(_Message):
+    t: Literal["profile_blocks"] = "profile_blocks"
+    model: ModelSpec
+    seq_len: Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class BlocksProfiled(_Message):
+    t: Literal["blocks_profiled"] = "blocks_profiled"
+    blocks: BlockProfile
+
+
+class ChunkRef(_Message):
+    """One hash-named piece of a checkpoint, and the grain it holds (see `hearth.model.sharding`)."""
+
+    hash: Hash
+    num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]
+    kind: Literal["attention", "mlp", "connective", "vocabulary", "embedding"]
+    layer: Annotated[int, Field(ge=0)]  # 0 for embeddings
+    grain: Annotated[int, Field(ge=0)]  # 0 where the kind has one chunk per layer
+
+
+class FindMissing(_Message):
+    t: Literal["find_missing"] = "find_missing"
+    holder: Name
+    hashes: tuple[Hash, ...] = Field(max_length=50_000)
+
+
+class ChunksMissing(_Message):
+    t: Literal["chunks_missing"] = "chunks_missing"
+    hashes: tuple[Hash, ...]
+
+
+class PutChunk(_Message):
+    """The chunk's bytes are the one payload frame."""
+
+    t: Literal["put_chunk"] = "put_chunk"
+    holder: Name
+    hash: Hash
+
+
+class LoadShard(_Message):
+    """Start a worker for this rank of the plan; its chunks must be in the store already."""
+
+    t: Literal["load_shard"] = "load_shard"
+    holder: Name
+    plan: Plan
+    rank: Annotated[int, Field(ge=0)]
+    chunks: tuple[ChunkRef, ...] = Field(max_length=50_000)
+    encrypt_data_plane: bool = True
+    plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]  # opens every data-plane message
+
+
+class WorkerBound(_Message):
+    t: Literal["worker_bound"] = "worker_bound"
+    port: Port
+    public_key: PublicKey  # ephemeral, of this plan only
+    num_bytes_loaded: Bytes
+
+
+class Peer(_Message):
+    rank: Annotated[int, Field(ge=0)]
+    host: Name
+    port: Port
+    public_key: PublicKey
+    bytes_per_second: Annotated[float, Field(gt=0)]  # of the link to this peer, as measured
+
+
+class ConnectPeers(_Message):
+    t: Literal["connect_peers"] = "connect_peers"
+    holder: Name
+    epoch: Epoch
+    peers: tuple[Peer, ...] = Field(max_length=256)
+
+
+class RunStep(_Message):
+    """One forward pass over packed sequences. Payload: token ids [T] int32, cumulative lengths [N+1] int32."""
+
+    t: Literal["run_step"] = "run_step"
+    holder: Name
+    epoch: Epoch
+    step: Annotated[int, Field(ge=0, lt=1 << 32)]
+    output: Literal["hidden", "mean"]  # rows, or their sum per sequence (for mean pooling)
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)]  # of each wait for a peer
+    trace: bool = False
+
+
+class TraceEvent(_Message):
+    """One bar of a timeline, in seconds of the worker's monotonic clock since the step began."""
+
+    name: Name
+    lane: Literal["compute", "send", "receive", "wait"]
+    start_seconds: float
+    end_seconds: float
+    num_bytes: Bytes = 0
+
+
+class WireStats(_Message):
+    """What the codec did on one device's outgoing links."""
+
+    num_tiles: int = 0
+    raw_bytes: Bytes = 0
+    sent_bytes: Bytes = 0
+    lz4_tiles: int = 0
+
+
+class StepDone(_Message):
+    """Payload: `hidden`: this rank's rows [s,H]; `mean`: sums over its rows of each sequence [N,H]; float32."""
+
+    t: Literal["step_done"] = "step_done"
+    first_row: Annotated[int, Field(ge=0)]
+    num_rows: Annotated[int, Field(ge=0)]
+    compute_seconds: float
+    wire: WireStats
+    trace: tuple[TraceEvent, ...] = ()
+
+
+class Unload(_Message):
+    t: Literal["unload"] = "unload"
+    holder: Name
+    epoch: Epoch
+
+
+# ---- daemon to its own worker -------------------------------------------------------------------------------------
+
+
+class StartWorker(_Message):
+    """All that a worker process must know; the first message on its private socket."""
+
+    t: Literal["start_worker"] = "start_worker"
+    load: LoadShard
+    store_path: Text
+    bind_host: Name
+    ports: tuple[int, int]  # first and last that may be bound; (0, 0): any
+    num_threads: Annotated[int, Field(ge=1)]
+    compute_device: Literal["cpu", "cuda"]
+
+
+class AbortStep(_Message):
+    """Give up the running step: a peer is gone."""
+
+    t: Literal["abort_step"] = "abort_step"
+    reason: Text
+
+
+# ---- client to coordinator ----------------------------------------------------------------------------------------
+
+
+class CoordinatorWelcome(_Message):
+    t: Literal["coordinator_welcome"] = "coordinator_welcome"
+    protocol: int = PROTOCOL_VERSION
+    version: Name
+    name: Name
+
+
+class GetReadiness(_Message):
+    t: Literal["get_readiness"] = "get_readiness"
+
+
+class Readiness(_Message):
+    t: Literal["readiness"] = "readiness"
+    ready: bool
+    state: Text
+    model: Name
+
+
+class Embed(_Message):
+    """Sentence embeddings, normalised. The answer is `Vectors` with payload [N,H] float32."""
+
+    t: Literal["embed"] = "embed"
+    texts: tuple[Text, ...] = Field(min_length=1, max_length=4096)
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    trace: bool = False
+
+
+class GetHiddenStates(_Message):
+    """Last hidden states of one sequence. Payload: token ids [T] int32. The answer's payload is [T,H] float32."""
+
+    t: Literal["get_hidden_states"] = "get_hidden_states"
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class DeviceTrace(_Message):
+    device: Name
+    events: tuple[TraceEvent, ...]
+
+
+class Vectors(_Message):
+    t: Literal["vectors"] = "vectors"
+    latency_seconds: float  # from the start of the step to its last row, without the time in the queue
+    num_tokens: int
+    traces: tuple[DeviceTrace, ...] = ()
+
+
+class ListDevices(_Message):
+    t: Literal["list_devices"] = "list_devices"
+
+
+class DeviceInfo(_Message):
+    device_id: Name
+    name: Name
+    host: Name
+    state: Literal["alive", "suspect", "dead", "busy", "refused"]
+    reason: Text = ""
+    worker: WorkerState
+    telemetry: Telemetry | None
+
+
+class DeviceList(_Message):
+    t: Literal["device_list"] = "device_list"
+    devices: tuple[DeviceInfo, ...]
+    links: tuple[Link, ...]
+
+
+class GetStatus(_Message):
+    t: Literal["get_status"] = "get_status"
+
+
+class Status(_Message):
+    t: Literal["status"] = "status"
+    name: Name
+    version: Name
+    state: Text
+    model_path: Text
+    plan: Plan | None
+    queued_requests: int
+    served_requests: int
+    failed_requests: int
+    last_error: Text
+    last_latency_seconds: float | None
+    wire: WireStats
+    dropped_messages: int
+
+
+class AddApp(_Message):
+    t: Literal["add_app"] = "add_app"
+    name: Name
+    public_key: PublicKey
+
+
+class RevokeApp(_Message):
+    t: Literal["revoke_app"] = "revoke_app"
+    name: Name
+
+
+class ListApps(_Message):
+    t: Literal["list_apps"] = "list_apps"
+
+
+class AppList(_Message):
+    t: Literal["app_list"] = "app_list"
+    names: tuple[Name, ...]
+    revoked: tuple[Name, ...]
+
+
+Message: TypeAlias = Union[
+    Hello, Done, Failed,
+    AgentWelcome, GetTelemetry, Telemetry, AcquireLease, LeaseGranted, ReleaseLease, Heartbeat, AgentState,
+    OpenLinkProbe, MeasureLink, LinkMeasured, ProfileBlocks, BlocksProfiled, FindMissing, ChunksMissing, PutChunk,
+    LoadShard, WorkerBound, ConnectPeers, RunStep, StepDone, Unload, StartWorker, AbortStep,
+    CoordinatorWelcome, GetReadiness, Readiness, Embed, GetHiddenStates, Vectors, ListDevices, DeviceList,
+    GetStatus, Status, AddApp, RevokeApp, ListApps, AppList,
+]  # fmt: skip
+
+MESSAGE_TYPES: tuple[type[BaseModel], ...] = get_args(Message)
+_TAGS = frozenset(message_type.model_fields["t"].default for message_type in MESSAGE_TYPES)
+_ADAPTER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="t")])
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes. Raises FrameTooLarge rather than send what the peer must refuse."""
+    data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
+    return data
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Read one message. Raises FrameTooLarge, BadMessage or UnknownMessage, and nothing else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
+    try:
+        fields: Any = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+        raise BadMessage(reason=f"no valid msgpack ({type(error).__name__})") from None
+    if not isinstance(fields, dict):
+        raise BadMessage(reason=f"a map was expected, not {type(fields).__name__}")
+    tag = fields.get("t")
+    if tag not in _TAGS if isinstance(tag, str) else True:
+        raise UnknownMessage(tag=str(tag)[:64])
+    try:
+        return _ADAPTER.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadMessage(reason=f"{where}: {first['msg']}") from None
