@@ -259,7 +259,11 @@ class RunStep(_Message):
 
 
 class TraceEvent(_Message):
-    """One bar of a timeline, in seconds of the worker's monotonic clock since the step began."""
+    """One bar of a timeline, in seconds of the worker's monotonic clock.
+
+    `send` and `receive` are instants: a tile handed to the transport, a tile arrived. Both ends give one tile the same
+    name, so that `hearth.trace` can draw the transfer between them.
+    """
 
     name: Name
     lane: Literal["compute", "send", "receive", "wait"]
@@ -283,8 +287,10 @@ class StepDone(_Message):
     t: Literal["step_done"] = "step_done"
     first_row: Annotated[int, Field(ge=0)]
     num_rows: Annotated[int, Field(ge=0)]
-    compute_seconds: float
-    wire: WireStats
+    began_seconds: float  # on the worker's monotonic clock, like the trace
+    ended_seconds: float
+    wire: WireStats  # since the plan was loaded
+    dropped_messages: int
     trace: tuple[TraceEvent, ...] = ()
 
 

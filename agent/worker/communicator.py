@@ -1,0 +1,196 @@
+"""The communication thread: takes tiles off the transport, forwards gathered ones at once, and hands them over.
+
+A tile that arrives during a GEMM must not wait for it (ALGORITHMS.md section 1, pitfall a), so forwarding happens here,
+by the rule of `schedules.forwards_to`, which needs no state of the step. The compute thread takes tiles as they come.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from agent.worker.tracing import Recorder, transfer_name
+from hearth import schedules
+from hearth.codec import Codec
+from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
+from hearth.framing import Phase, TileKey, decode_tile, encode_tile, peek_key
+from hearth.transport.base import Received, Transport
+
+log = logging.getLogger(__name__)
+
+# A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended.
+STEPS_AHEAD = 2
+_RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
+
+GATHERS = frozenset(
+    {
+        Phase.GATHER_ATTENTION,
+        Phase.GATHER_MLP,
+        Phase.GATHER_KEYS,
+        Phase.GATHER_VALUES,
+        Phase.REDUCE_GATHER_ATTENTION,
+        Phase.REDUCE_GATHER_MLP,
+    }
+)
+
+
+class Communicator:
+    """Moves the tiles of one plan for one rank. `codecs` holds one codec per peer, used by the sending side.
+
+    Started with `start()`; `close()` ends both threads and the transport. `take` and `take_any` raise StepFailed when
+    a tile does not come in time or the step was aborted.
+    """
+
+    def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
+        self.rank = transport.rank
+        self.num_ranks = transport.num_ranks
+        self.dropped = 0
+        self._transport = transport
+        self._epoch = epoch
+        self._token = token
+        self._codecs = codecs
+        self._step = 0
+        self._timeout_seconds = 1.0
+        self._recorder = Recorder(enabled=False)
+        self._arrived: dict[TileKey, np.ndarray[Any, Any]] = {}
+        self._changed = threading.Condition()
+        self._failure: HearthError | None = None
+        self._closing = False
+        self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
+            threading.Thread(target=self._send_loop, name="deferred-send", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self.abort(StepFailed(device="this device", reason="the plan was unloaded"))
+        self._outgoing.put(None)
+        self._transport.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
+
+    # ---- the step, from the compute thread ------------------------------------------------------------------------
+
+    def begin_step(self, step: int, timeout_seconds: float, recorder: Recorder) -> None:
+        """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile."""
+        with self._changed:
+            self._step = step
+            self._timeout_seconds = timeout_seconds
+            self._recorder = recorder
+            self._failure = None
+            self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= step}
+
+    def abort(self, error: HearthError) -> None:
+        """Make every wait of the running step raise `error`."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def key(self, layer: int, phase: Phase, tile: int, source: int) -> TileKey:
+        return TileKey(self._epoch, self._step, layer, phase, tile, source)
+
+    def send(self, target: int, key: TileKey, tile: np.ndarray[Any, Any]) -> None:
+        """Encode for that link and queue. The array must not change afterwards."""
+        frames = encode_tile(self._token, key, tile, self._codecs[target])
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in frames)
+            self._recorder.instant(transfer_name(key, self.rank, target), "send", num_bytes)
+        self._transport.send(target, frames)
+
+    def send_when_ready(
+        self, target: int, key: TileKey, ready: Callable[[], np.ndarray[Any, Any]] | np.ndarray[Any, Any]
+    ) -> None:
+        """As `send`, for a tile that a GPU is still copying: waiting for it must not hold up the next GEMM's launch."""
+        if callable(ready):
+            self._outgoing.put(lambda: self.send(target, key, ready()))
+        else:
+            self.send(target, key, ready)
+
+    def take(self, key: TileKey) -> np.ndarray[Any, Any]:
+        return self.take_any((key,))[1]
+
+    def take_any(self, keys: Collection[TileKey]) -> tuple[TileKey, np.ndarray[Any, Any]]:
+        """The first of `keys` to arrive; of several that are there, the first in the order given."""
+        deadline = time.monotonic() + self._timeout_seconds
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                for key in keys:
+                    if key in self._arrived:
+                        return key, self._arrived.pop(key)
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    waiting = next(iter(keys))
+                    raise StepFailed(
+                        device=f"rank {self.rank}",
+                        reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {waiting.phase.name}"
+                        f" tile {waiting.tile} of layer {waiting.layer} from rank {waiting.source}",
+                    )
+                self._changed.wait(remaining)
+
+    # ---- the two threads ------------------------------------------------------------------------------------------
+
+    def _receive_loop(self) -> None:
+        while not self._closing:
+            received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
+            if received is not None:
+                try:
+                    self._accept(received)
+                except (BadMessage, FrameTooLarge) as error:
+                    self._drop(str(error))
+
+    def _accept(self, received: Received) -> None:
+        key = peek_key(self._token, received.frames)
+        if key.epoch != self._epoch or not self._step <= key.step <= self._step + STEPS_AHEAD:
+            self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
+            return
+        previous = (self.rank - 1) % self.num_ranks
+        expected = key.source if key.phase is Phase.EMBED else previous
+        if received.source != expected or key.source >= self.num_ranks or key.tile >= self.num_ranks:
+            self._drop(f"{key} came from rank {received.source}")
+            return
+        if key.phase in GATHERS:
+            self._forward(key, received)
+        _, tile = decode_tile(self._token, received.frames)
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in received.frames)
+            self._recorder.instant(transfer_name(key, received.source, self.rank), "receive", num_bytes)
+        with self._changed:
+            self._arrived[key] = tile
+            self._changed.notify_all()
+
+    def _forward(self, key: TileKey, received: Received) -> None:
+        following = schedules.forwards_to(self.num_ranks, self.rank, key.tile)
+        if following is not None:
+            if self._recorder.enabled:
+                num_bytes = sum(len(frame) for frame in received.frames)
+                self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
+            self._transport.send(following, received.frames)
+
+    def _drop(self, what: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
+            log.warning("dropped %s", what)
+
+    def _send_loop(self) -> None:
+        while (send := self._outgoing.get()) is not None:
+            try:
+                send()
+            except HearthError as error:
+                self.abort(error)
+            except Exception as error:  # a CUDA fault in the copy: the step must not wait for its deadline
+                log.exception("a deferred send failed")
+                self.abort(StepFailed(device=f"rank {self.rank}", reason=f"sending failed: {error}"))

@@ -1,0 +1,51 @@
+"""A step's timeline, recorded only when a request asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from hearth.framing import TileKey
+from hearth.messages import TraceEvent
+
+
+def transfer_name(key: TileKey, sender: int, receiver: int) -> str:
+    """The name that both ends give to one tile on one hop."""
+    return f"layer {key.layer} {key.phase.name.lower()} tile {key.tile} {sender}->{receiver}"
+
+
+class Recorder:
+    """Collects events; appending to a list is atomic, so the compute and communication threads share one recorder."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._events: list[TraceEvent] = []
+
+    @contextmanager
+    def bar(self, name: str, lane: Literal["compute", "wait"] = "compute") -> Iterator[None]:
+        if not self._enabled:
+            yield
+            return
+        start = time.monotonic()
+        yield
+        self._add(name, lane, start, time.monotonic(), 0)
+
+    def instant(self, name: str, lane: Literal["send", "receive"], num_bytes: int) -> None:
+        now = time.monotonic()
+        self._add(name, lane, now, now, num_bytes)
+
+    @property
+    def enabled(self) -> bool:
+        return self._enabled
+
+    def events(self) -> tuple[TraceEvent, ...]:
+        return tuple(self._events)
+
+    def _add(
+        self, name: str, lane: Literal["compute", "wait", "send", "receive"], start: float, end: float, num_bytes: int
+    ) -> None:
+        self._events.append(
+            TraceEvent(name=name, lane=lane, start_seconds=start, end_seconds=end, num_bytes=num_bytes)
+        )
