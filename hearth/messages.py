@@ -6,6 +6,7 @@ payload frames beside a message, never inside it. Unknown fields are ignored; an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args
 
 import msgpack
@@ -279,6 +280,11 @@ class WireStats(_Message):
     raw_bytes: Bytes = 0
     sent_bytes: Bytes = 0
     lz4_tiles: int = 0
+
+    @classmethod
+    def sum(cls, parts: Iterable[WireStats]) -> WireStats:
+        parts = list(parts)
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in cls.model_fields})
 
 
 class StepDone(_Message):

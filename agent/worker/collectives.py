@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from agent.worker.communicator import Communicator
-from agent.worker.staging import Staging
+from agent.worker.staging import Staging, WireTile
 from hearth import schedules
+from hearth.errors import BadMessage
 from hearth.framing import Phase
 from hearth.geometry import Span
 
@@ -77,7 +78,7 @@ class Collectives:
             if step.receive is not None and self.tiles[tile].size:
                 key = self._communicator.key(layer, phase, tile, self._previous)
                 received = torch.empty_like(summed)
-                self._staging.from_wire(self._communicator.take(key), received)
+                self._copy(self._communicator.take(key), received)
                 summed = received.add_(summed)
             if step.send is not None:
                 key = self._communicator.key(layer, phase, tile, self.rank)
@@ -97,7 +98,12 @@ class Collectives:
     def collect_rows(self, phase: Phase, source: int, into: Tensor) -> None:
         """Wait for the rows that `source` sent us with `scatter_rows`, and write them to `into`."""
         key = self._communicator.key(0, phase, self.rank, source)
-        self._staging.from_wire(self._communicator.take(key), into)
+        self._copy(self._communicator.take(key), into)
+
+    def _copy(self, tile: WireTile, into: Tensor) -> None:
+        if tile.shape != tuple(into.shape):
+            raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
+        self._staging.from_wire(tile, into)
 
     def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
         order = [step.compute for step in schedules.ring_all_gather(self.num_ranks, self.rank)]
@@ -110,7 +116,7 @@ class Collectives:
             key, tile = self._communicator.take_any(waiting)
             waiting.remove(key)
             rows = gathered_TH[slice(*self.tiles[key.tile])]
-            self._staging.from_wire(tile, rows)
+            self._copy(tile, rows)
             yield key.tile, rows
 
 

@@ -20,6 +20,7 @@ from hearth import schedules
 from hearth.codec import Codec
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.framing import Phase, TileKey, decode_tile, encode_tile, peek_key
+from hearth.messages import WireStats
 from hearth.transport.base import Received, Transport
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,10 @@ class Communicator:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
+
+    def wire_stats(self) -> WireStats:
+        """What the codecs of all outgoing links did since the plan was loaded."""
+        return WireStats.sum(codec.stats for codec in self._codecs.values())
 
     def key(self, layer: int, phase: Phase, tile: int, source: int) -> TileKey:
         return TileKey(self._epoch, self._step, layer, phase, tile, source)

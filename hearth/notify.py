@@ -1,0 +1,22 @@
+"""Tell systemd how the service is (sd_notify): ready, a status line, the watchdog. Without systemd, nothing happens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+
+class Notifier:
+    """`environ` is the process environment; systemd names its socket and the watchdog interval there."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._address = environ.get("NOTIFY_SOCKET", "")
+        self.watchdog_seconds = int(environ.get("WATCHDOG_USEC", "0")) / 1e6  # 0: no watchdog
+
+    def send(self, *assignments: str) -> None:
+        """Send lines such as `READY=1`, `STATUS=...`, `WATCHDOG=1`, `STOPPING=1`."""
+        if not self._address:
+            return
+        address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto("\n".join(assignments).encode(), address)
