@@ -1,0 +1,33 @@
+"""Hearth: the small computers of a home, run as one machine for neural networks.
+
+An app needs two lines::
+
+    with hearth.connect() as home:
+        vectors = home.embed(["Turn on the kitchen light."])
+
+Importing this package is quick and loads no torch; see `hearth.client` for the calls and `hearth.errors` for what they raise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["AsyncHome", "HearthError", "Home", "__version__", "connect", "connect_async"]
+
+if TYPE_CHECKING:
+    from hearth.client import AsyncHome, Home, connect, connect_async
+    from hearth.errors import HearthError
+
+
+def __getattr__(name: str) -> Any:
+    """Load the client when it is first used: `import hearth` itself stays quick."""
+    if name == "HearthError":
+        from hearth.errors import HearthError
+
+        return HearthError
+    if name in __all__:
+        from hearth import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module 'hearth' has no attribute '{name}'")

@@ -300,6 +300,15 @@ class StepDone(_Message):
     trace: tuple[TraceEvent, ...] = ()
 
 
+class AbortStep(_Message):
+    """Give up the running step: a peer of it is gone."""
+
+    t: Literal["abort_step"] = "abort_step"
+    holder: Name
+    epoch: Epoch
+    reason: Text
+
+
 class Unload(_Message):
     t: Literal["unload"] = "unload"
     holder: Name
@@ -319,13 +328,6 @@ class StartWorker(_Message):
     ports: tuple[int, int]  # first and last that may be bound; (0, 0): any
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: Literal["cpu", "cuda"]
-
-
-class AbortStep(_Message):
-    """Give up the running step: a peer is gone."""
-
-    t: Literal["abort_step"] = "abort_step"
-    reason: Text
 
 
 # ---- client to coordinator ----------------------------------------------------------------------------------------

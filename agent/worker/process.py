@@ -45,7 +45,6 @@ from hearth.transport.sockets import SocketTransport
 
 log = logging.getLogger("hearth.worker")
 
-_START_SECONDS = 30.0  # the daemon sends StartWorker right after it started us
 _OOM_SCORE_ADJUST = "500"  # when memory runs out the kernel takes the worker, never the daemon
 _PR_SET_PDEATHSIG = 1
 
@@ -110,7 +109,7 @@ class _Control:
     """The control thread: requests from the daemon into a queue, answers from the main thread back to the daemon."""
 
     def __init__(self, address: str) -> None:
-        self.requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]] | None] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]]] = queue.SimpleQueue()
         self.worker: Worker | None = None
         self._context = zmq.Context.instance()
         self._answers = self._context.socket(zmq.PAIR)
@@ -188,10 +187,7 @@ def main() -> None:
         log.info("oom_score_adj was not raised: %s", error)
     control = _Control(sys.argv[1])
     while True:
-        request = control.requests.get()
-        if request is None:
-            return
-        request_id, message, payload = request
+        request_id, message, payload = control.requests.get()
         control.answer(request_id, *_answer(control, message, payload))
 
 

@@ -1,0 +1,289 @@
+"""The agent daemon: one control socket, one lease, one worker, one store. Loads neither torch nor numpy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import zmq.asyncio
+
+import hearth
+from agent.config import AgentSettings
+from agent.gpu import GpuReader
+from agent.identity import Identity
+from agent.lease import Lease, acquire, require
+from agent.links import LinkServer, measure_link
+from agent.store import ShardStore
+from agent.supervisor import WorkerProcess, run_child
+from agent.telemetry import TelemetryReader
+from hearth.errors import BadRequest, NotAuthorised, ProtocolMismatch, StepFailed
+from hearth.messages import (
+    PROTOCOL_VERSION,
+    AbortStep,
+    AcquireLease,
+    AgentState,
+    AgentWelcome,
+    BlocksProfiled,
+    ChunksMissing,
+    ConnectPeers,
+    Done,
+    FindMissing,
+    GetTelemetry,
+    Heartbeat,
+    Hello,
+    LeaseGranted,
+    LinkMeasured,
+    LoadShard,
+    MeasureLink,
+    Message,
+    OpenLinkProbe,
+    ProfileBlocks,
+    PutChunk,
+    ReleaseLease,
+    RunStep,
+    StartWorker,
+    Unload,
+)
+from hearth.profile import BlockProfile
+from hearth.rpc import Caller, Reply
+
+log = logging.getLogger(__name__)
+
+_LEASE_CHECK_SECONDS = 1.0
+_PROFILE_SECONDS = 120.0  # torch's import and 20 measured points on the slowest board
+
+Handler = Callable[[Any, Sequence[Any]], Awaitable["Message | Reply"]]
+
+
+class AgentDaemon:
+    """Answers requests of this home's coordinators; reads are open to its admins too."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        identity: Identity,
+        store: ShardStore,
+        telemetry: TelemetryReader,
+        gpu: GpuReader,
+        links: LinkServer,
+        context: zmq.asyncio.Context,
+        coordinator_public_key: str,
+        bind_host: str,
+    ) -> None:
+        self.boot_id = secrets.token_hex(8)
+        self._settings = settings
+        self._identity = identity
+        self._store = store
+        self._telemetry = telemetry
+        self._gpu = gpu
+        self._links = links
+        self._context = context
+        self._coordinator_public_key = coordinator_public_key
+        self._bind_host = bind_host
+        self._lease: Lease | None = None
+        self._worker: WorkerProcess | None = None
+        self._last_epoch = 0
+        self._loading = asyncio.Lock()
+        self._busy_measuring = asyncio.Lock()  # one measurement at a time, or they would measure each other
+        self._reads: Mapping[type[Any], Handler] = {Hello: self._hello, GetTelemetry: self._get_telemetry}
+        self._commands: Mapping[type[Any], Handler] = {
+            AcquireLease: self._acquire_lease,
+            ReleaseLease: self._release_lease,
+            Heartbeat: self._heartbeat,
+            OpenLinkProbe: self._open_link_probe,
+            MeasureLink: self._measure_link,
+            ProfileBlocks: self._profile_blocks,
+            FindMissing: self._find_missing,
+            PutChunk: self._put_chunk,
+            LoadShard: self._load_shard,
+            ConnectPeers: self._connect_peers,
+            RunStep: self._run_step,
+            AbortStep: self._abort_step,
+            Unload: self._unload,
+        }
+
+    @property
+    def name(self) -> str:
+        return self._settings.name
+
+    def status_line(self) -> str:
+        holder = self._lease.holder_name if self._lease and self._lease_is_live() else "no coordinator"
+        worker = self._worker.state if self._worker else "none"
+        return f"works for {holder}; worker: {worker}"
+
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
+        """Answer one request. Raises HearthError, which goes back to the caller."""
+        if handler := self._reads.get(type(message)):
+            return await handler(message, payload)
+        if handler := self._commands.get(type(message)):
+            if caller.public_key != self._coordinator_public_key:
+                raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
+            return await handler(message, payload)
+        raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
+
+    async def watch_lease(self) -> None:
+        """Free the worker's memory when its coordinator has gone. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LEASE_CHECK_SECONDS)
+            if self._lease is not None and not self._lease_is_live():
+                log.info("the lease of %s has expired", self._lease.holder_name)
+                self._lease = None
+                await self._stop_worker()
+
+    async def close(self) -> None:
+        await self._stop_worker()
+
+    # ---- reads ----------------------------------------------------------------------------------------------------
+
+    async def _hello(self, message: Hello, _: Sequence[Any]) -> Message:
+        if message.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
+        return AgentWelcome(
+            version=hearth.__version__,
+            device_id=self._identity.device_id,
+            boot_id=self.boot_id,
+            name=self.name,
+            device_public_key=self._identity.keypair.public,
+            link_port=self._links.port,
+        )
+
+    async def _get_telemetry(self, _message: GetTelemetry, _: Sequence[Any]) -> Message:
+        return self._telemetry.read(time.time())
+
+    # ---- lease ----------------------------------------------------------------------------------------------------
+
+    def _lease_is_live(self) -> bool:
+        return self._lease is not None and time.monotonic() < self._lease.expires
+
+    def _require_lease(self, holder: str) -> None:
+        require(self._lease, self.name, holder, time.monotonic())
+
+    async def _acquire_lease(self, message: AcquireLease, _: Sequence[Any]) -> Message:
+        previous = self._lease
+        self._lease = acquire(
+            self._lease, self.name, message.holder, message.holder_name, message.seconds, time.monotonic()
+        )
+        if previous is not None and previous.holder != message.holder:
+            await self._stop_worker()
+        return LeaseGranted(last_epoch=self._last_epoch)
+
+    async def _release_lease(self, message: ReleaseLease, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        self._lease = None
+        await self._stop_worker()
+        return Done()
+
+    async def _heartbeat(self, message: Heartbeat, _: Sequence[Any]) -> Message:
+        lease = require(self._lease, self.name, message.holder, time.monotonic())
+        self._lease = lease.renewed(time.monotonic())
+        worker = self._worker
+        return AgentState(
+            boot_id=self.boot_id,
+            worker=worker.state if worker else "none",
+            epoch=worker.epoch if worker else 0,
+            failure=str(worker.failure) if worker and worker.failure else "",
+        )
+
+    # ---- measurements ---------------------------------------------------------------------------------------------
+
+    async def _open_link_probe(self, message: OpenLinkProbe, _: Sequence[Any]) -> Message:
+        self._links.open(message)
+        return Done()
+
+    async def _measure_link(self, message: MeasureLink, _: Sequence[Any]) -> LinkMeasured:
+        async with self._busy_measuring:
+            return await measure_link(message, self._identity.keypair)
+
+    async def _profile_blocks(self, message: ProfileBlocks, _: Sequence[Any]) -> Message:
+        device = self._telemetry.read(time.time())
+        request = {
+            "model": message.model.model_dump(),
+            "seq_len": message.seq_len,
+            "num_threads": device.num_threads,
+            "compute_device": device.compute_device,
+        }
+        async with self._busy_measuring:
+            output = await run_child(
+                "agent.worker.profiler", json.dumps(request), _PROFILE_SECONDS, device=self.name
+            )
+        return BlocksProfiled(blocks=BlockProfile.model_validate_json(output))
+
+    # ---- chunks ---------------------------------------------------------------------------------------------------
+
+    async def _find_missing(self, message: FindMissing, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        return ChunksMissing(hashes=self._store.missing(message.hashes))
+
+    async def _put_chunk(self, message: PutChunk, payload: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        if len(payload) != 1:
+            raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
+        await asyncio.to_thread(self._store.put, message.hash, payload[0])
+        return Done()
+
+    # ---- the worker -----------------------------------------------------------------------------------------------
+
+    async def _load_shard(self, message: LoadShard, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        if message.plan.epoch <= self._last_epoch:
+            raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {self._last_epoch}")
+        if message.rank >= message.plan.num_ranks:
+            raise BadRequest(reason=f"rank {message.rank} is not in a plan of {message.plan.num_ranks} devices")
+        async with self._loading:
+            await self._stop_worker()
+            self._last_epoch = message.plan.epoch
+            hashes = tuple(chunk.hash for chunk in message.chunks)
+            self._store.pin(hashes)
+            for chunk in hashes:
+                await asyncio.to_thread(self._store.verify, chunk)
+            device = self._telemetry.read(time.time())
+            self._worker = WorkerProcess(self._context, self.name)
+            return await self._worker.start(
+                StartWorker(
+                    load=message,
+                    store_path=str(self._store.path),
+                    bind_host=self._bind_host,
+                    ports=self._settings.data_ports,
+                    num_threads=device.num_threads,
+                    compute_device=device.compute_device,
+                )
+            )
+
+    async def _connect_peers(self, message: ConnectPeers, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        await self._current_worker(message.epoch).connect(message)
+        return Done()
+
+    async def _run_step(self, message: RunStep, payload: Sequence[Any]) -> Reply:
+        self._require_lease(message.holder)
+        reply, frames = await self._current_worker(message.epoch).run(message, payload)
+        return Reply(reply, frames)
+
+    async def _abort_step(self, message: AbortStep, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        await self._current_worker(message.epoch).abort(message)
+        return Done()
+
+    async def _unload(self, message: Unload, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        if self._worker is not None and self._worker.epoch == message.epoch:
+            await self._stop_worker()
+        return Done()
+
+    def _current_worker(self, epoch: int) -> WorkerProcess:
+        worker = self._worker
+        if worker is None or worker.epoch != epoch:
+            raise StepFailed(device=self.name, reason=f"the plan of epoch {epoch} is not loaded here")
+        return worker
+
+    async def _stop_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        self._store.unpin_all()
+        if worker is not None:
+            await worker.stop()
+

@@ -1,0 +1,314 @@
+"""The client library: what an app calls. Layers: `hearth.rpc` moves messages, `AsyncHome` speaks in verbs, `Home` is the
+same for programs without an event loop.
+
+Every call has a timeout and raises a `HearthError`. A connection that was lost is taken up again by itself; a
+coordinator that moved to another address is looked for again over mDNS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import zmq.asyncio
+
+from hearth.errors import BadMessage, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
+from hearth.messages import (
+    AddApp,
+    AppList,
+    CoordinatorWelcome,
+    DeviceList,
+    DeviceTrace,
+    Done,
+    Embed,
+    GetHiddenStates,
+    GetReadiness,
+    GetStatus,
+    ListApps,
+    ListDevices,
+    Message,
+    Readiness,
+    RevokeApp,
+    Status,
+    Vectors,
+)
+from hearth.rpc import Reply, RpcClient
+from hearth.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
+
+if TYPE_CHECKING:
+    import numpy as np
+
+COORDINATOR_PORT = 47830
+_CALL_SECONDS = 10.0  # for calls that compute nothing
+_READY_POLL_SECONDS = 0.2
+
+_T = TypeVar("_T")
+
+
+class Result(NamedTuple):
+    """`vectors` is float32, [N,H] for texts and [T,H] for tokens; `latency_seconds` leaves out the time in the queue."""
+
+    vectors: np.ndarray[Any, Any]
+    latency_seconds: float
+    num_tokens: int
+    traces: tuple[DeviceTrace, ...]
+
+
+class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
+    """A connection to this home's coordinator, for asyncio programs. Made by `connect_async`."""
+
+    def __init__(self, access: Access, address: str | None, interfaces: Sequence[str] | None) -> None:
+        self._access = access
+        self._address = address
+        self._interfaces = interfaces
+        self._context = zmq.asyncio.Context()
+        self._client: RpcClient | None = None
+
+    async def open(self, timeout_seconds: float) -> AsyncHome:
+        """Find the coordinator and check that both speak the same protocol. Raises NoCoordinator, WrongKey, ..."""
+        endpoint = await self._find(timeout_seconds)
+        await self._close_client()
+        self._client = RpcClient(self._context, endpoint, self._access, name="client")
+        await self._client.hello(CoordinatorWelcome, timeout_seconds=timeout_seconds)
+        return self
+
+    async def close(self) -> None:
+        await self._close_client()
+        self._context.destroy(linger=0)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- inference ------------------------------------------------------------------------------------------------
+
+    async def embed(self, texts: Sequence[str], timeout_seconds: float = 60.0) -> np.ndarray[Any, Any]:
+        """Normalised sentence embeddings [N,H], float32. Raises TextTooLong, NotServing, QueueFull, WorkerDied, ..."""
+        return (await self.request_embeddings(texts, timeout_seconds)).vectors
+
+    async def request_embeddings(
+        self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
+    ) -> Result:
+        """As `embed`, with latency and, on request, each device's timeline."""
+        return await self._vectors(
+            Embed(texts=tuple(texts), timeout_seconds=timeout_seconds, trace=trace), (), timeout_seconds
+        )
+
+    async def hidden_states(
+        self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
+    ) -> np.ndarray[Any, Any]:
+        """Last hidden states [T,H], float32, of one sequence of T token ids."""
+        import numpy as np
+
+        from hearth.framing import pack_array
+
+        payload = pack_array(np.asarray(token_ids, dtype=np.int32))
+        request = GetHiddenStates(timeout_seconds=timeout_seconds)
+        return (await self._vectors(request, payload, timeout_seconds)).vectors
+
+    async def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
+        """Whether a model is being served, which, and if not, why."""
+        return await self._ask(GetReadiness(), Readiness, timeout_seconds)
+
+    async def ready(self, timeout_seconds: float = _CALL_SECONDS) -> bool:
+        """Whether requests are answered now."""
+        return (await self.readiness(timeout_seconds)).ready
+
+    async def wait_ready(self, timeout_seconds: float) -> None:
+        """Wait until requests are answered. Raises DeadlineExceeded that says what is still going on."""
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
+        while not (state := await self.readiness()).ready:
+            if asyncio.get_running_loop().time() > deadline:
+                raise DeadlineExceeded(action=f"getting ready ({state.state})", seconds=timeout_seconds)
+            await asyncio.sleep(_READY_POLL_SECONDS)
+
+    # ---- with an admin key ----------------------------------------------------------------------------------------
+
+    async def devices(self, timeout_seconds: float = _CALL_SECONDS) -> DeviceList:
+        """The devices of the home as the coordinator sees them, and the links it has measured."""
+        return await self._ask(ListDevices(), DeviceList, timeout_seconds)
+
+    async def status(self, timeout_seconds: float = _CALL_SECONDS) -> Status:
+        """What the coordinator does: model, plan, queue, counters, last error."""
+        return await self._ask(GetStatus(), Status, timeout_seconds)
+
+    async def add_app(self, name: str, public_key: str, timeout_seconds: float = _CALL_SECONDS) -> None:
+        """Admit an app's key for inference."""
+        await self._ask(AddApp(name=name, public_key=public_key), Done, timeout_seconds)
+
+    async def revoke_app(self, name: str, timeout_seconds: float = _CALL_SECONDS) -> None:
+        """Shut an app out; it is refused from its next request on."""
+        await self._ask(RevokeApp(name=name), Done, timeout_seconds)
+
+    async def apps(self, timeout_seconds: float = _CALL_SECONDS) -> AppList:
+        return await self._ask(ListApps(), AppList, timeout_seconds)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    async def _vectors(self, request: Message, payload: Sequence[Any], timeout_seconds: float) -> Result:
+        from hearth.framing import unpack_array
+
+        reply = await self._call(request, payload, timeout_seconds)
+        if not isinstance(reply.message, Vectors):
+            raise BadMessage(reason=f"the coordinator answered with {type(reply.message).__name__}")
+        vectors = unpack_array(reply.payload)
+        return Result(vectors, reply.message.latency_seconds, reply.message.num_tokens, reply.message.traces)
+
+    async def _ask(self, request: Message, expected: type[_T], timeout_seconds: float) -> _T:
+        reply = await self._call(request, (), timeout_seconds)
+        if not isinstance(reply.message, expected):
+            raise BadMessage(reason=f"the coordinator answered with {type(reply.message).__name__}")
+        return reply.message
+
+    async def _call(self, request: Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        if self._client is None:
+            await self.open(timeout_seconds)
+        assert self._client is not None
+        try:
+            return await self._client.call(request, payload, timeout_seconds=deadline - loop.time())
+        except Unreachable:
+            # Nothing was delivered, so asking again is safe; found over mDNS, it may have a new address by now.
+            if self._address is not None or (remaining := deadline - loop.time()) <= 0.1:
+                raise
+            await self.open(remaining)
+            return await self._client.call(request, payload, timeout_seconds=max(deadline - loop.time(), 0.1))
+
+    async def _find(self, timeout_seconds: float) -> str:
+        if self._address is not None:
+            return endpoint_of(self._address)
+        from hearth.discovery import find_coordinator
+
+        found = await find_coordinator(
+            fingerprint(self._access.server_public), timeout_seconds, self._interfaces
+        )
+        if found is None:
+            raise NoCoordinator(seconds=timeout_seconds)
+        return f"tcp://{found.hosts[0]}:{found.port}"
+
+    async def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+
+class Home(AbstractContextManager["Home"]):
+    """The same connection for programs without an event loop; safe to share between threads. Made by `connect`."""
+
+    def __init__(self, home: AsyncHome) -> None:
+        self._home = home
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._run(self._home.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def embed(self, texts: Sequence[str], timeout_seconds: float = 60.0) -> np.ndarray[Any, Any]:
+        """Normalised sentence embeddings [N,H], float32. Raises TextTooLong, NotServing, QueueFull, WorkerDied, ..."""
+        return self._run(self._home.embed(texts, timeout_seconds))
+
+    def request_embeddings(
+        self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
+    ) -> Result:
+        """As `embed`, with latency and, on request, each device's timeline."""
+        return self._run(self._home.request_embeddings(texts, timeout_seconds, trace))
+
+    def hidden_states(
+        self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
+    ) -> np.ndarray[Any, Any]:
+        """Last hidden states [T,H], float32, of one sequence of T token ids."""
+        return self._run(self._home.hidden_states(token_ids, timeout_seconds))
+
+    def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
+        """Whether a model is being served, which, and if not, why."""
+        return self._run(self._home.readiness(timeout_seconds))
+
+    def ready(self, timeout_seconds: float = _CALL_SECONDS) -> bool:
+        """Whether requests are answered now."""
+        return self._run(self._home.ready(timeout_seconds))
+
+    def wait_ready(self, timeout_seconds: float) -> None:
+        """Wait until requests are answered. Raises DeadlineExceeded that says what is still going on."""
+        self._run(self._home.wait_ready(timeout_seconds))
+
+    def devices(self, timeout_seconds: float = _CALL_SECONDS) -> DeviceList:
+        """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
+        return self._run(self._home.devices(timeout_seconds))
+
+    def status(self, timeout_seconds: float = _CALL_SECONDS) -> Status:
+        """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
+        return self._run(self._home.status(timeout_seconds))
+
+    def add_app(self, name: str, public_key: str, timeout_seconds: float = _CALL_SECONDS) -> None:
+        """Admit an app's key for inference (admin key)."""
+        self._run(self._home.add_app(name, public_key, timeout_seconds))
+
+    def revoke_app(self, name: str, timeout_seconds: float = _CALL_SECONDS) -> None:
+        """Shut an app out; it is refused from its next request on (admin key)."""
+        self._run(self._home.revoke_app(name, timeout_seconds))
+
+    def apps(self, timeout_seconds: float = _CALL_SECONDS) -> AppList:
+        """The apps that were admitted and revoked (admin key)."""
+        return self._run(self._home.apps(timeout_seconds))
+
+    def _open(self, timeout_seconds: float) -> None:
+        self._run(self._home.open(timeout_seconds))
+
+    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def endpoint_of(address: str) -> str:
+    """`host`, `host:port` or `[v6]:port` as a ZeroMQ endpoint; the coordinator's port where none is given."""
+    from hearth.discovery import parse_static_peers
+
+    ((host, port),) = parse_static_peers(address, default_port=COORDINATOR_PORT)
+    return f"tcp://{host}:{port}"
+
+
+def connect(
+    address: str | None = None,
+    key: str | Path | Credential | None = None,
+    timeout_seconds: float = 10.0,
+    interfaces: Sequence[str] | None = None,
+) -> Home:
+    """Connect to this home's coordinator: found over mDNS, or at `address` ("host" or "host:port").
+
+    `key` is a credential, its one-line text or its file; by default the file that `hearth key import` writes.
+    `interfaces` are the local addresses on which to ask over mDNS. Raises KeyMissing, NoCoordinator, Unreachable,
+    WrongKey, ProtocolMismatch. Use it as a context manager, or call `close()`.
+    """
+    home = Home(AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces))
+    try:
+        home._open(timeout_seconds)
+    except HearthError:
+        home.close()
+        raise
+    return home
+
+
+async def connect_async(
+    address: str | None = None,
+    key: str | Path | Credential | None = None,
+    timeout_seconds: float = 10.0,
+    interfaces: Sequence[str] | None = None,
+) -> AsyncHome:
+    """As `connect`, for asyncio programs: `async with await hearth.connect_async() as home: ...`."""
+    home = AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces)
+    try:
+        return await home.open(timeout_seconds)
+    except HearthError:
+        await home.close()
+        raise
