@@ -1,0 +1,279 @@
+"""One deployed plan: its shards are pushed, its workers connected, its steps run. Ends when it fails or is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coordinator.fleet import Fleet
+from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.framing import pack_array, unpack_array
+from hearth.messages import (
+    AbortStep,
+    ChunkRef,
+    ChunksMissing,
+    ConnectPeers,
+    DeviceTrace,
+    Done,
+    FindMissing,
+    LoadShard,
+    Peer,
+    PutChunk,
+    RunStep,
+    StepDone,
+    Unload,
+    WireStats,
+    WorkerBound,
+)
+from hearth.model.checkpoint import Checkpoint
+from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
+from hearth.plan import Plan
+from hearth.profile import ClusterProfile
+from hearth.trace import shift_to_common_clock
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CHUNKS_IN_FLIGHT = 4  # per device: hides the round trip, bounds the coordinator's memory
+_CHUNK_SECONDS = 120.0
+_LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
+_ABORT_GRACE_SECONDS = 1.0
+# A step may take this many times its predicted time before a wait inside it gives up ...
+_TIMEOUT_FACTOR = 20.0
+# ... but never less: the prediction knows nothing of a cold cache or a busy household.
+_MIN_TIMEOUT_SECONDS = 2.0
+_UNKNOWN_LINK_BYTES_PER_SECOND = 12.5e6
+
+Progress = Callable[[str, int, int], None]  # device name, bytes sent, bytes to send in all
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`rows` is [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence."""
+
+    rows: np.ndarray[Any, Any]
+    latency_seconds: float
+    traces: tuple[DeviceTrace, ...]
+
+
+class Deployment:
+    """Made by `deploy`. `fail` may be called from outside, when a device is lost."""
+
+    def __init__(self, fleet: Fleet, plan: Plan) -> None:
+        self.plan = plan
+        self.sent_bytes = 0  # weights that had to be pushed
+        self.wire = WireStats()
+        self.dropped_messages = 0
+        self._fleet = fleet
+        self._step = 0
+        self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def failure(self) -> HearthError | None:
+        return self._failed.result() if self._failed.done() else None
+
+    def fail(self, error: HearthError) -> None:
+        """A device or worker of this plan is gone: the running step, if any, ends with `error`."""
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    # ---- bringing it up -------------------------------------------------------------------------------------------
+
+    async def push(self, model_dir: Path, cache_dir: Path, progress: Progress) -> list[tuple[ChunkRef, ...]]:
+        """Send every device the chunks that it needs and does not have. Returns each rank's chunks."""
+        with Checkpoint(model_dir) as checkpoint:
+            spec = self.plan.model
+            manifest = await asyncio.to_thread(cached_manifest, checkpoint, spec, cache_dir)
+            per_rank = [chunks_for_rank(manifest, self.plan, rank) for rank in range(self.plan.num_ranks)]
+
+            async def push_to(rank: int) -> None:
+                device = self.plan.devices[rank]
+                hashes = tuple(chunk.hash for chunk in per_rank[rank])
+                request = FindMissing(holder=self._fleet.holder, hashes=hashes)
+                missing = (await self._fleet.ask(device.device_id, request, ChunksMissing)).hashes
+                wanted = [chunk for chunk in per_rank[rank] if chunk.hash in set(missing)]
+                total = sum(chunk.num_bytes for chunk in wanted)
+                done = 0
+                progress(device.name, 0, total)
+                in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
+
+                async def put(chunk: ChunkRef) -> None:
+                    nonlocal done
+                    async with in_flight:
+                        data = await asyncio.to_thread(
+                            chunk_bytes, checkpoint, spec, chunk.kind, chunk.layer, chunk.grain
+                        )
+                        put_chunk = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
+                        await self._fleet.call(device.device_id, put_chunk, [data], timeout_seconds=_CHUNK_SECONDS)
+                    done += chunk.num_bytes
+                    self.sent_bytes += chunk.num_bytes
+                    progress(device.name, done, total)
+
+                await _all_or_first_error(put(chunk) for chunk in wanted)
+
+            await _all_or_first_error(push_to(rank) for rank in range(self.plan.num_ranks))
+        return per_rank
+
+    async def load(
+        self, chunks: Sequence[tuple[ChunkRef, ...]], cluster: ClusterProfile | None, encrypt: bool
+    ) -> None:
+        """Start the workers, and connect them when all are bound."""
+        token = secrets.token_bytes(16)
+        devices = self.plan.devices
+        bound = await self._on_all(
+            lambda rank: self._fleet.ask(
+                devices[rank].device_id,
+                LoadShard(
+                    holder=self._fleet.holder,
+                    plan=self.plan,
+                    rank=rank,
+                    chunks=chunks[rank],
+                    encrypt_data_plane=encrypt,
+                    plan_token=token,
+                ),
+                WorkerBound,
+                timeout_seconds=_LOAD_SECONDS,
+            )
+        )
+        rates = {(link.source, link.target): link.bytes_per_second for link in (cluster.links if cluster else ())}
+
+        def connect(rank: int) -> Awaitable[Done]:
+            peers = tuple(
+                Peer(
+                    rank=other,
+                    host=self._fleet.devices[devices[other].device_id].host,
+                    port=bound[other].port,
+                    public_key=bound[other].public_key,
+                    bytes_per_second=rates.get(
+                        (devices[rank].device_id, devices[other].device_id), _UNKNOWN_LINK_BYTES_PER_SECOND
+                    ),
+                )
+                for other in range(self.plan.num_ranks)
+                if other != rank
+            )
+            request = ConnectPeers(holder=self._fleet.holder, epoch=self.plan.epoch, peers=peers)
+            return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=35.0)
+
+        await self._on_all(connect)
+
+    async def close(self) -> None:
+        """Stop the workers, so that the next plan finds their memory free."""
+        self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
+        request = Unload(holder=self._fleet.holder, epoch=self.plan.epoch)
+        calls = (
+            self._fleet.call(device.device_id, request, timeout_seconds=5.0)
+            for device in self.plan.devices
+            if self._fleet.devices[device.device_id].health == "alive"
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # ---- running --------------------------------------------------------------------------------------------------
+
+    def timeout_seconds(self, num_rows: int) -> float:
+        """How long a wait for a tile may last, from the plan's own prediction."""
+        scale = max(num_rows / self.plan.seq_len, 1.0)
+        return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self.plan.predicted.total_seconds * scale)
+
+    async def run_step(
+        self,
+        token_ids: np.ndarray[Any, Any],
+        cumulative_lengths: np.ndarray[Any, Any],
+        output: str,
+        trace: bool = False,
+    ) -> StepResult:
+        """One forward pass on all ranks. Raises the error that caused the failure, not those that followed from it."""
+        import numpy as np
+
+        if self.failure is not None:
+            raise self.failure
+        self._step += 1
+        timeout = self.timeout_seconds(len(token_ids))
+        request = RunStep(
+            holder=self._fleet.holder,
+            epoch=self.plan.epoch,
+            step=self._step,
+            output=output,
+            timeout_seconds=timeout,
+            trace=trace,
+        )
+        payload = [*pack_array(token_ids), *pack_array(cumulative_lengths)]
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        clocks: dict[int, tuple[float, float]] = {}
+
+        async def one(rank: int) -> tuple[StepDone, np.ndarray[Any, Any]]:
+            sent = loop.time()
+            reply = await self._fleet.call(
+                self.plan.devices[rank].device_id, request, payload, timeout_seconds=4 * timeout + 30.0
+            )
+            clocks[rank] = (sent, loop.time())
+            if not isinstance(reply.message, StepDone):
+                raise BadMessage(reason=f"a worker answered with {type(reply.message).__name__}")
+            return reply.message, unpack_array(reply.payload)
+
+        tasks = [asyncio.ensure_future(one(rank)) for rank in range(self.plan.num_ranks)]
+        await asyncio.wait({*tasks, self._failed}, return_when=asyncio.FIRST_EXCEPTION)
+        while not all(task.done() for task in tasks) and self.failure is None and not _errors(tasks):
+            await asyncio.wait({*tasks, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        if self.failure is not None or _errors(tasks):
+            raise await self._give_up(tasks)
+        latency = loop.time() - began
+        results = [task.result() for task in tasks]
+        self.wire = WireStats.sum(done.wire for done, _ in results)
+        self.dropped_messages = sum(done.dropped_messages for done, _ in results)
+        if output == "mean":
+            rows = results[0][1].copy()
+            for _, part in results[1:]:  # in rank order, so that results repeat bit for bit
+                rows += part
+        else:
+            rows = np.concatenate([part for _, part in results])
+        traces = tuple(
+            DeviceTrace(device=device.name, events=shift_to_common_clock(done, *clocks[rank]))
+            for rank, (device, (done, _)) in enumerate(zip(self.plan.devices, results, strict=True))
+            if trace
+        )
+        return StepResult(rows, latency, traces)
+
+    async def _give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
+        """End the step everywhere, and find the error at the bottom of it."""
+        reason = str(self.failure or _errors(tasks)[0])[:1000]
+        request = AbortStep(holder=self._fleet.holder, epoch=self.plan.epoch, reason=reason)
+        aborts = [
+            asyncio.ensure_future(self._fleet.call(device.device_id, request, timeout_seconds=_ABORT_GRACE_SECONDS))
+            for device in self.plan.devices
+        ]
+        await asyncio.wait([*tasks, *aborts], timeout=_ABORT_GRACE_SECONDS)
+        for task in (*tasks, *aborts):
+            task.cancel()
+        await asyncio.gather(*tasks, *aborts, return_exceptions=True)
+        found = [*([self.failure] if self.failure else []), *_errors(tasks)]
+        return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
+
+    async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
+        return await _all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
+
+
+def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
+    found = []
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, HearthError):
+                raise error
+            found.append(error)
+    return found
+
+
+async def _all_or_first_error(calls: Any) -> list[Any]:
+    """As gather, but when one fails the others are cancelled and awaited, so that nothing runs on unseen."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

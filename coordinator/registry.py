@@ -1,0 +1,95 @@
+"""The devices of the home, as seen by one coordinator. Pure: events in, a new record out; `now` is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hearth.errors import DuplicateDevice
+from hearth.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry
+
+# Wi-Fi routinely loses a second; three are no accident (DESIGN.md "When things go wrong").
+HEARTBEAT_SECONDS = 0.5
+SUSPECT_SECONDS = 1.5
+DEAD_SECONDS = 3.0
+# A device whose worker died may only have run out of memory once: it is left out of plans for this long.
+WORKER_PENALTY_SECONDS = 60.0
+
+Health = Literal["alive", "suspect", "dead", "busy", "refused"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One agent that said hello. `reason` explains a health other than alive."""
+
+    welcome: AgentWelcome
+    host: str
+    port: int
+    last_seen: float
+    health: Health = "alive"
+    reason: str = ""
+    state: AgentState | None = None
+    telemetry: Telemetry | None = None
+    penalty_until: float = 0.0
+
+    @property
+    def device_id(self) -> str:
+        return self.welcome.device_id
+
+    @property
+    def name(self) -> str:
+        return self.welcome.name
+
+    def info(self) -> DeviceInfo:
+        return DeviceInfo(
+            device_id=self.device_id,
+            name=self.name,
+            host=f"{self.host}:{self.port}",
+            state=self.health,
+            reason=self.reason,
+            worker=self.state.worker if self.state else "none",
+            telemetry=self.telemetry,
+        )
+
+
+def answered(device: Device, state: AgentState, now: float) -> Device:
+    """A heartbeat came back."""
+    return replace(device, state=state, last_seen=now, health="alive", reason="")
+
+
+def silent(device: Device, now: float) -> Device:
+    """A heartbeat did not come back: alive, then suspect, then dead."""
+    quiet = now - device.last_seen
+    if device.health in ("busy", "refused") or quiet < SUSPECT_SECONDS:
+        return device
+    health: Health = "dead" if quiet >= DEAD_SECONDS else "suspect"
+    return replace(device, health=health, reason=f"no answer for {quiet:.1f} s")
+
+
+def refused(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:
+    """The agent answers, but not to us."""
+    return replace(device, health=health, reason=reason)
+
+
+def punished(device: Device, now: float) -> Device:
+    """Its worker died: leave it out of plans for a while."""
+    return replace(device, penalty_until=now + WORKER_PENALTY_SECONDS)
+
+
+def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
+    """Raise DuplicateDevice when a second, living agent claims the id of one that we know."""
+    if known is None or known.welcome.boot_id == welcome.boot_id or known.health == "dead":
+        return
+    if (known.host, known.port) == (host, port):
+        return  # the same agent, started anew
+    raise DuplicateDevice(
+        device_id=welcome.device_id,
+        first=f"{known.name} ({known.host}:{known.port})",
+        second=f"{welcome.name} ({host}:{port})",
+    )
+
+
+def usable(devices: list[Device], now: float) -> list[Device]:
+    """The devices that a plan may use: alive and not punished; if all are punished, all that are alive."""
+    alive = [device for device in devices if device.health in ("alive", "suspect")]
+    return [device for device in alive if device.penalty_until <= now] or alive

@@ -1,0 +1,75 @@
+"""What must survive a power cut: the model that was served, its plan, and the newest epoch. One JSON file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hearth.plan import Plan, Strategy, WireFormat
+
+log = logging.getLogger(__name__)
+
+
+class ServingGoal(BaseModel):
+    """What the user asked to be served."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model_dir: str
+    strategy: Strategy | Literal["auto"] = "auto"
+    seq_len: int | None = None
+    wire: WireFormat = WireFormat()
+    exclude: tuple[str, ...] = ()
+
+
+class SavedState(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    goal: ServingGoal | None = None
+    plan: Plan | None = None
+    last_epoch: int = 0
+
+
+class StateFile:
+    """Reads and writes `serving.json`; a write is complete or not there at all."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "serving.json"
+
+    def load(self) -> SavedState:
+        try:
+            return SavedState.model_validate_json(self._path.read_text())
+        except FileNotFoundError:
+            return SavedState()
+        except (ValidationError, ValueError, OSError) as error:
+            aside = self._path.with_suffix(".unreadable")
+            log.warning("%s cannot be read and was kept as %s: %s", self._path, aside.name, error)
+            self._path.replace(aside)
+            return SavedState()
+
+    def save(self, state: SavedState) -> None:
+        write_atomically(self._path, state.model_dump_json(indent=1))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write beside, flush to the disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def read_json(path: Path) -> object | None:
+    """A cache file's content, or None when it is absent or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
