@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from coordinator.fleet import Fleet
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
@@ -182,7 +182,7 @@ class Deployment:
         self,
         token_ids: np.ndarray[Any, Any],
         cumulative_lengths: np.ndarray[Any, Any],
-        output: str,
+        output: Literal["hidden", "mean"],
         trace: bool = False,
     ) -> StepResult:
         """One forward pass on all ranks. Raises the error that caused the failure, not those that followed from it."""
@@ -216,9 +216,8 @@ class Deployment:
             return reply.message, unpack_array(reply.payload)
 
         tasks = [asyncio.ensure_future(one(rank)) for rank in range(self.plan.num_ranks)]
-        await asyncio.wait({*tasks, self._failed}, return_when=asyncio.FIRST_EXCEPTION)
-        while not all(task.done() for task in tasks) and self.failure is None and not _errors(tasks):
-            await asyncio.wait({*tasks, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        while (pending := {task for task in tasks if not task.done()}) and not self.failure and not _errors(tasks):
+            await asyncio.wait({*pending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         if self.failure is not None or _errors(tasks):
             raise await self._give_up(tasks)
         latency = loop.time() - began
