@@ -1,0 +1,144 @@
+"""The data plane over ZeroMQ: each worker binds one PULL, every peer PUSHes to it.
+
+Encrypted (CURVE): keys are ephemeral, ZAP admits only the plan's peers, and the authenticated User-Id names the source.
+Plain, where the user asked for it by name: the source travels as a leading frame, and only the plan's token in every
+tile header guards the socket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from hearth.errors import PortInUse
+from hearth.messages import Peer
+from hearth.security import KeyPair, plain_socket, secure_client, secure_server, thread_gatekeeper, user_id
+from hearth.transport.base import Buffer, Received
+
+MAX_FRAMES = 8  # of one tile message
+_COPY_BELOW_BYTES = 64 << 10  # for small frames a copy is cheaper than telling Python when it was sent
+# A peer that was connected before us may knock before we know its key: it is made to wait at the door this long.
+_PEERS_KNOWN_SECONDS = 30.0
+_DOMAIN = "data"
+
+
+class SocketTransport:
+    """The ZeroMQ `Transport`. Bind first, then `connect` to all peers; `dropped` counts messages that were refused."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, bind_host: str, ports: tuple[int, int], keypair: KeyPair | None
+    ) -> None:
+        """Bind in `ports` (first, last); (0, 0) takes any. Without a key pair, nothing is encrypted."""
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.dropped = 0
+        self.public_key = keypair.public if keypair else "0" * 40
+        self._keypair = keypair
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._rank_of_key: dict[str, int] = {}
+        self._peers_known = threading.Event()
+        self._closed = threading.Event()
+        self._gatekeeper = thread_gatekeeper(self._context)
+        self._pull = self._context.socket(zmq.PULL)
+        if keypair is not None:
+            self._gatekeeper.admit(_DOMAIN, self._admits)
+            self._gatekeeper.start()
+            secure_server(self._pull, keypair, _DOMAIN)
+        else:
+            plain_socket(self._pull)
+        self._pull.rcvhwm = 0  # a plan bounds what can be in flight; a full queue would stall the ring
+        self.port = self._bind(bind_host, ports)
+        self._push: dict[int, tuple[zmq.Socket[Any], threading.Lock]] = {}
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.bind("inproc://wake")
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.connect("inproc://wake")
+        self._poller = zmq.Poller()
+        self._poller.register(self._pull, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
+
+    def connect(self, peers: Sequence[Peer]) -> None:
+        """Admit these peers and connect to each."""
+        self._rank_of_key = {peer.public_key: peer.rank for peer in peers}
+        for peer in peers:
+            push = self._context.socket(zmq.PUSH)
+            if self._keypair is not None:
+                secure_client(push, self._keypair, peer.public_key)
+            else:
+                plain_socket(push)
+            push.sndhwm = 0  # sending never blocks the compute thread; a plan bounds what can be in flight
+            host = f"[{peer.host}]" if ":" in peer.host else peer.host
+            push.connect(f"tcp://{host}:{peer.port}")
+            self._push[peer.rank] = (push, threading.Lock())
+        self._peers_known.set()
+
+    def send(self, target: int, frames: Sequence[Buffer]) -> None:
+        if self._keypair is None:
+            frames = [bytes([self.rank]), *frames]
+        push, lock = self._push[target]
+        last = len(frames) - 1
+        with lock:
+            if self._closed.is_set():
+                return
+            for index, frame in enumerate(frames):
+                more = zmq.SNDMORE if index < last else 0
+                push.send(frame, more, copy=len(frame) < _COPY_BELOW_BYTES)
+
+    def receive(self, timeout_seconds: float) -> Received | None:
+        for socket, _ in self._poller.poll(timeout_seconds * 1000):
+            if socket is self._pull and not self._closed.is_set():
+                return self._read(self._pull.recv_multipart(copy=False))
+        return None
+
+    def close(self) -> None:
+        """Wake the receiver and free the sockets; the receiving thread must have ended, or ends by this."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._peers_known.set()
+        self._wake.send(b"")
+        for push, lock in self._push.values():
+            with lock:
+                push.close()
+        if self._keypair is not None:
+            self._gatekeeper.stop()
+
+    def release(self) -> None:
+        """After `close`, when no thread is in `receive` any more: close what that thread polled."""
+        for socket in (self._pull, self._woken, self._wake):
+            socket.close()
+        self._context.term()
+
+    def _read(self, frames: list[zmq.Frame]) -> Received | None:
+        if len(frames) > MAX_FRAMES:
+            self.dropped += 1
+            return None
+        if self._keypair is not None:
+            source = self._rank_of_key.get(user_id(frames[0]))
+        else:
+            leading = frames.pop(0).buffer
+            source = leading[0] if len(leading) == 1 and leading[0] in self._push else None
+        if source is None or not frames:
+            self.dropped += 1
+            return None
+        return Received(source, [frame.buffer for frame in frames])
+
+    def _admits(self, public_key: str) -> bool:
+        self._peers_known.wait(_PEERS_KNOWN_SECONDS)
+        return public_key in self._rank_of_key
+
+    def _bind(self, host: str, ports: tuple[int, int]) -> int:
+        host = f"[{host}]" if ":" in host else host
+        if ports == (0, 0):
+            return int(self._pull.bind_to_random_port(f"tcp://{host}"))
+        for port in range(ports[0], ports[1] + 1):
+            try:
+                self._pull.bind(f"tcp://{host}:{port}")
+                return port
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+        raise PortInUse(port=ports[0], setting="--data-ports")
