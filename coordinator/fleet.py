@@ -18,6 +18,7 @@ from hearth.discovery import AGENT_SERVICE, Browser, Found, parse_static_peers
 from hearth.errors import (
     AgentBusy,
     BadMessage,
+    ConnectionLost,
     DeadlineExceeded,
     DeviceLost,
     DuplicateDevice,
@@ -134,7 +135,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             raise DeviceLost(device=name, reason="it is not connected")
         try:
             return await connection.client.call(message, payload, timeout_seconds=timeout_seconds)
-        except Unreachable as error:
+        except (Unreachable, ConnectionLost) as error:
             raise DeviceLost(device=name, reason=error.explanation()) from None
 
     async def ask(
@@ -194,7 +195,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 await self._beat(connection, welcome.device_id)
             except DuplicateDevice as error:
                 self._refuse(error)
-            except (Unreachable, DeadlineExceeded):
+            except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
             except HearthError as error:  # for instance another protocol version, or another home's key
                 self._refuse(error)
@@ -259,7 +260,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except LeaseLost:
                 if await self._acquire(connection, device_id):
                     log.info("took the lease on %s again", device.name)
-            except (Unreachable, DeadlineExceeded):
+            except (Unreachable, ConnectionLost, DeadlineExceeded):
                 after = registry.silent(device, time.monotonic())
                 self.devices[device_id] = after
                 if after.health != device.health:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import zmq.asyncio
 
-from hearth.errors import BadMessage, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
+from hearth.errors import BadMessage, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
 from hearth.messages import (
     AddApp,
     AppList,
@@ -171,11 +171,12 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         assert self._client is not None
         try:
             return await self._client.call(request, payload, timeout_seconds=deadline - loop.time())
-        except Unreachable:
-            # Nothing was delivered, so asking again is safe; found over mDNS, it may have a new address by now.
-            if self._address is not None or (remaining := deadline - loop.time()) <= 0.1:
+        except (Unreachable, ConnectionLost):
+            # Every request can be asked twice without harm; found over mDNS, it may have a new address by now.
+            if (remaining := deadline - loop.time()) <= 0.1:
                 raise
-            await self.open(remaining)
+            if self._address is None:
+                await self.open(remaining)
             return await self._client.call(request, payload, timeout_seconds=max(deadline - loop.time(), 0.1))
 
     async def _find(self, timeout_seconds: float) -> str:

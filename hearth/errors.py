@@ -102,6 +102,13 @@ class Unreachable(HearthError):
 
 
 @dataclass(eq=False)
+class ConnectionLost(HearthError):
+    endpoint: str
+    summary = "The connection to {endpoint} broke while it was working on the request."
+    advice = "Try again; the connection is taken up again by itself."
+
+
+@dataclass(eq=False)
 class DeadlineExceeded(HearthError):
     action: str
     seconds: float

@@ -18,6 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hearth.errors import (
     BadMessage,
+    ConnectionLost,
     DeadlineExceeded,
     FrameTooLarge,
     HearthError,
@@ -199,7 +200,8 @@ class RpcClient:
         return reply.message
 
     async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
-        """Ask and wait. Raises what the server raised; Unreachable (nothing was sent), WrongKey, DeadlineExceeded."""
+        """Ask and wait. Raises what the server raised; Unreachable (nothing was sent), WrongKey,
+        ConnectionLost, DeadlineExceeded."""
         body = encode(message)
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         await self._wait_connected(timeout_seconds)
@@ -246,8 +248,14 @@ class RpcClient:
                 self._connected.set()
             else:
                 self._connected.clear()
+                self._fail_pending(ConnectionLost(endpoint=self.endpoint))
                 if event in _REFUSALS:
                     self._refused.set()
+
+    def _fail_pending(self, error: HearthError) -> None:
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     async def _receive_loop(self) -> None:
         while True:

@@ -1,0 +1,213 @@
+"""The coordinator as a service: answers clients, advertises itself, and keeps the fleet and the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import zmq.asyncio
+
+import hearth
+from coordinator.apps import AppRegistry
+from coordinator.config import CoordinatorSettings
+from coordinator.deployment import Progress
+from coordinator.fleet import Fleet
+from coordinator.serving import Answer, Server
+from coordinator.state import ServingGoal
+from hearth.discovery import COORDINATOR_SERVICE, Advertiser
+from hearth.errors import AppRevoked, BadRequest, NotAuthorised, ProtocolMismatch
+from hearth.framing import pack_array, unpack_array
+from hearth.messages import (
+    PROTOCOL_VERSION,
+    AddApp,
+    AppList,
+    CoordinatorWelcome,
+    DeviceList,
+    Done,
+    Embed,
+    GetHiddenStates,
+    GetReadiness,
+    GetStatus,
+    Hello,
+    ListApps,
+    ListDevices,
+    Message,
+    Readiness,
+    RevokeApp,
+    Status,
+    Vectors,
+)
+from hearth.notify import Notifier
+from hearth.plan import Plan
+from hearth.rpc import Caller, Reply, RpcServer
+from hearth.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
+
+log = logging.getLogger(__name__)
+
+ZAP_DOMAIN = "coordinator"
+# What an app's key may ask; everything else takes an admin's.
+_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates)
+
+
+class Service:
+    """Answers clients. The caller's role is looked up at every request: ZAP runs only at the handshake."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        home: HomeKey,
+        report: Callable[[str], None],
+        progress: Progress = lambda name, done, total: None,
+    ) -> None:
+        self._settings = settings
+        self._keypair = derive_keypair(home.key_bytes(), "coordinator")
+        self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
+        self._apps = AppRegistry(settings.state_dir / "apps.json")
+        self._fleet = Fleet(
+            agent_access(home),
+            lease_name=settings.name,
+            interfaces=settings.interfaces,
+            static_devices=settings.devices,
+            on_change=lambda device: self._server.device_changed(device),
+        )
+        self._server = Server(settings, self._fleet, report, progress)
+        self._report = report
+
+    async def run(self, goal: ServingGoal | None, plan: Plan | None = None) -> None:
+        """Serve until SIGTERM or SIGINT. Raises what `Server.start` raises, PortInUse."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        notifier = Notifier(os.environ)
+        self._server.start(goal, plan)
+        async with AsyncExitStack() as stack:
+            context = zmq.asyncio.Context()
+            stack.callback(context.destroy, linger=0)
+            gatekeeper = asyncio_gatekeeper(context)
+            gatekeeper.admit(ZAP_DOMAIN, self._admits)
+            gatekeeper.start()
+            stack.callback(gatekeeper.stop)
+            server = RpcServer(
+                context, self._settings.bind_host, self._settings.port, self._keypair, ZAP_DOMAIN, self.handle,
+                port_setting="--port",
+            )  # fmt: skip
+            await server.start()
+            stack.push_async_callback(server.close)
+            if self._settings.advertise:
+                advertiser = Advertiser(
+                    COORDINATOR_SERVICE, server.port, fingerprint(self._keypair.public), secrets.token_hex(8),
+                    self._settings.interfaces,
+                )  # fmt: skip
+                await advertiser.start()
+                stack.push_async_callback(advertiser.stop)
+            await stack.enter_async_context(self._fleet)
+            stack.push_async_callback(self._server.close)
+            self._report(f"listening on port {server.port}")
+            notifier.send("READY=1")
+            tasks = [asyncio.create_task(self._server.run()), asyncio.create_task(self._watchdog(notifier))]
+            stopped = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    if task.done():
+                        task.result()
+            finally:
+                notifier.send("STOPPING=1")
+                for task in (*tasks, stopped):
+                    task.cancel()
+                await asyncio.gather(*tasks, stopped, return_exceptions=True)
+
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
+        """Answer one request. Raises HearthError, which goes back to the client."""
+        self._authorise(caller.public_key, message)
+        if isinstance(message, Hello):
+            if message.protocol != PROTOCOL_VERSION:
+                raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
+            return CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
+        if isinstance(message, GetReadiness):
+            model = self._server.goal.model_dir if self._server.goal else ""
+            return Readiness(ready=self._server.ready, state=self._server.state, model=model[-256:])
+        if isinstance(message, Embed):
+            return _reply(await self._server.embed(message.texts, message.timeout_seconds, message.trace))
+        if isinstance(message, GetHiddenStates):
+            if len(payload) != 2:
+                raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
+            return _reply(await self._server.hidden_states(unpack_array(payload), message.timeout_seconds))
+        if isinstance(message, ListDevices):
+            return await self._devices()
+        if isinstance(message, GetStatus):
+            return self._status()
+        if isinstance(message, AddApp):
+            self._apps.add(message.name, message.public_key)
+            return Done()
+        if isinstance(message, RevokeApp):
+            self._apps.revoke(message.name)
+            return Done()
+        if isinstance(message, ListApps):
+            return AppList(names=tuple(self._apps.names()), revoked=tuple(self._apps.revoked_names()))
+        raise BadRequest(reason=f"a coordinator does not take {type(message).__name__}")
+
+    # ---- trust ----------------------------------------------------------------------------------------------------
+
+    def _admits(self, public_key: str) -> bool:
+        """The handshake. A revoked app may still connect: at its first request it is told that it was revoked."""
+        return public_key in self._admins or self._apps.name_of(public_key) is not None or self._apps.is_revoked(
+            public_key
+        )
+
+    def _authorise(self, public_key: str, message: Message) -> None:
+        if public_key in self._admins:
+            return
+        if self._apps.is_revoked(public_key):
+            raise AppRevoked(app=self._apps.name_of(public_key) or "unknown")
+        if self._apps.name_of(public_key) is None:
+            raise NotAuthorised(role="none", action="ask this coordinator")
+        if not isinstance(message, _FOR_APPS):
+            raise NotAuthorised(role="app", action=f"send {type(message).__name__}")
+
+    # ---- answers --------------------------------------------------------------------------------------------------
+
+    async def _devices(self) -> DeviceList:
+        await self._fleet.refresh_telemetry()
+        return DeviceList(
+            devices=tuple(device.info() for device in self._fleet.devices.values()),
+            links=tuple(self._server.profiler.links.values()),
+        )
+
+    def _status(self) -> Status:
+        server = self._server
+        return Status(
+            name=self._settings.name,
+            version=hearth.__version__,
+            state=server.state,
+            model_path=server.goal.model_dir if server.goal else "",
+            plan=server.plan,
+            queued_requests=server.queued,
+            served_requests=server.served,
+            failed_requests=server.failed,
+            last_error=server.last_error,
+            last_latency_seconds=server.last_latency_seconds,
+            wire=server.wire,
+            dropped_messages=server.dropped_messages,
+        )
+
+    async def _watchdog(self, notifier: Notifier) -> None:
+        while True:
+            notifier.send("WATCHDOG=1", f"STATUS={self._server.state}"[:200])
+            await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
+
+
+def _reply(answer: Answer) -> Reply:
+    message = Vectors(
+        latency_seconds=answer.latency_seconds, num_tokens=answer.num_tokens, traces=answer.traces
+    )
+    return Reply(message, pack_array(answer.vectors))
+
+

@@ -1,0 +1,152 @@
+"""Tensors as frames: a small fixed header, then raw little-endian buffers that are never copied here.
+
+A tile message of the data plane is `[plan token + header, buffer...]`. Everything that a header names is checked
+against a cap before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hearth import codec
+from hearth.codec import Array, Codec, ValueFormat
+from hearth.errors import BadMessage, FrameTooLarge
+from hearth.messages import MAX_PAYLOAD_FRAME_BYTES
+from hearth.transport.base import Buffer
+
+TOKEN_BYTES = 16
+MAX_DIMS = 4
+_VERSION = 1
+_COMPRESSED = 0x80
+# version, dtype, encoding, dims, phase; epoch, step, layer, tile, source; shape
+_HEADER = struct.Struct(f"<5BxxxQIHHH2x{MAX_DIMS}I")
+_ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
+
+_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1"))
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_TILE_DTYPES = 2  # the first of them: a tile holds floats
+
+
+class Phase(IntEnum):
+    """Where in a layer a tile belongs; the numbers are part of the protocol."""
+
+    EMBED = 0
+    GATHER_ATTENTION = 1
+    REDUCE_ATTENTION = 2
+    GATHER_MLP = 3
+    REDUCE_MLP = 4
+    GATHER_KEYS = 5
+    GATHER_VALUES = 6
+    REDUCE_GATHER_ATTENTION = 7  # second half of an AllReduce
+    REDUCE_GATHER_MLP = 8
+
+
+class TileKey(NamedTuple):
+    """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it."""
+
+    epoch: int
+    step: int
+    layer: int
+    phase: Phase
+    tile: int
+    source: int
+
+
+def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
+    """The frames of one tile, encoded for one link. The array must not change until they are sent."""
+    encoded = link.encode(key.phase.name, array)
+    header = _HEADER.pack(
+        _VERSION,
+        _DTYPE_CODES[array.dtype],
+        encoded.values | (_COMPRESSED if encoded.compressed else 0),
+        array.ndim,
+        key.phase,
+        key.epoch,
+        key.step,
+        key.layer,
+        key.tile,
+        key.source,
+        *_padded(array.shape),
+    )
+    return [token + header, *encoded.buffers]
+
+
+def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
+    """Read what a tile is, without touching its values. Raises BadMessage."""
+    return _read_header(token, frames)[0]
+
+
+def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
+    """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
+    key, dtype, encoding, shape = _read_header(token, frames)
+    try:
+        values = ValueFormat(encoding & ~_COMPRESSED)
+    except ValueError:
+        raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
+    if values is not ValueFormat.EXACT and (dtype != _DTYPES[0] or not shape):
+        raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
+    return key, codec.decode(values, bool(encoding & _COMPRESSED), dtype, shape, frames[1:])
+
+
+def pack_array(array: Array) -> list[Buffer]:
+    """An array as two payload frames of a message."""
+    array = np.ascontiguousarray(array)
+    dtype = array.dtype.newbyteorder("<")
+    header = _ARRAY.pack(_VERSION, _DTYPE_CODES[dtype], array.ndim, *_padded(array.shape))
+    return [header, memoryview(array.astype(dtype, copy=False)).cast("B") if array.size else b""]
+
+
+def unpack_array(frames: Sequence[Buffer]) -> Array:
+    """Read `pack_array`'s frames; read-only, zero-copy. Raises BadMessage, FrameTooLarge."""
+    if len(frames) != 2 or len(frames[0]) != _ARRAY.size:
+        raise BadMessage(reason="an array is a header and a buffer")
+    version, dtype_code, num_dims, *dims = _ARRAY.unpack(frames[0])
+    if version != _VERSION or dtype_code >= len(_DTYPES):
+        raise BadMessage(reason=f"unknown array header (version {version}, dtype {dtype_code})")
+    dtype = _DTYPES[dtype_code]
+    shape = _checked_shape(num_dims, dims, dtype)
+    return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
+
+
+def _read_header(
+    token: bytes, frames: Sequence[Buffer]
+) -> tuple[TileKey, np.dtype[Any], int, tuple[int, ...]]:
+    if not frames or len(frames[0]) != TOKEN_BYTES + _HEADER.size:
+        raise BadMessage(reason="a tile begins with a header")
+    head = bytes(frames[0])
+    if not hmac.compare_digest(head[:TOKEN_BYTES], token):
+        raise BadMessage(reason="a tile carries another plan's token")
+    version, dtype_code, encoding, num_dims, phase, epoch, step, layer, tile, source, *dims = _HEADER.unpack_from(
+        head, TOKEN_BYTES
+    )
+    if version != _VERSION or dtype_code >= _TILE_DTYPES:
+        raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
+    try:
+        key = TileKey(epoch, step, layer, Phase(phase), tile, source)
+    except ValueError:
+        raise BadMessage(reason=f"unknown phase {phase}") from None
+    dtype = _DTYPES[dtype_code]
+    return key, dtype, encoding, _checked_shape(num_dims, dims, dtype)
+
+
+def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    if num_dims > MAX_DIMS or any(dims[num_dims:]):
+        raise BadMessage(reason=f"a tensor of {num_dims} dimensions, at most {MAX_DIMS} are allowed")
+    num_bytes = math.prod(dims[:num_dims]) * dtype.itemsize
+    # A zero in the shape hides the other dimensions from the product; each is bounded by itself too.
+    if num_bytes > MAX_PAYLOAD_FRAME_BYTES or max(dims, default=0) > MAX_PAYLOAD_FRAME_BYTES:
+        raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
+    return tuple(dims[:num_dims])
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions, at most {MAX_DIMS} are allowed")
+    return shape + (0,) * (MAX_DIMS - len(shape))
