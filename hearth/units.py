@@ -1,0 +1,44 @@
+"""Sizes and times as people read and write them."""
+
+from __future__ import annotations
+
+import re
+
+_SUFFIXES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_SUFFIXES.update({f"{letter}i": 1024 ** (i + 1) for i, letter in enumerate("kmgt")})
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """`"800M"`, `"2 GiB"`, `"1500000"`; M is a million, Mi is 2^20. Raises ValueError."""
+    match = _SIZE.match(text)
+    if match is None or match[2].lower() not in _SUFFIXES:
+        raise ValueError(f"'{text}' is not a size such as 800M or 2GiB")
+    return int(float(match[1]) * _SUFFIXES[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three significant figures, binary units: `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{_decimals(num_bytes)}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.{_decimals(num_bytes)}f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`1.24 s`, `35.2 ms`, `180 µs`."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.{_decimals(seconds * scale)}f} {unit}"
+    return f"{seconds * 1e6:.0f} µs"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Links are sold in bits: `125 Mbit/s`."""
+    mbit = bytes_per_second * 8 / 1e6
+    return f"{mbit / 1000:.{_decimals(mbit / 1000)}f} Gbit/s" if mbit >= 1000 else f"{mbit:.{_decimals(mbit)}f} Mbit/s"
+
+
+def _decimals(value: float) -> int:
+    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
