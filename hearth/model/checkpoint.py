@@ -1,0 +1,182 @@
+"""safetensors checkpoints as mapped files: a single file, or shards with an index. Nothing is read before it is needed.
+
+The header is read here rather than by the library because its numpy loader knows no bfloat16 and a coordinator loads no
+torch; the format (8 bytes of length, JSON, raw data) is documented and fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hearth.errors import BadCheckpoint
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+# The format's names: ours, and the numpy type of the raw bytes.
+_DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
+SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
+_ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+class _Tensor(NamedTuple):
+    file: _File
+    dtype: str  # the format's name
+    shape: tuple[int, ...]
+    start: int  # in the file
+    stop: int
+
+
+class _File:
+    """One mapped safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise BadCheckpoint(path=str(path), reason="there is no such file") from None
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(path=str(path), reason=f"it cannot be read ({error})") from None
+
+    def tensors(self) -> dict[str, _Tensor]:
+        data = self.map
+        if len(data) < 8:
+            raise self._bad("it is too short for a header")
+        header_bytes = int.from_bytes(data[:8], "little")
+        if header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
+            raise self._bad("it was cut short, or is no safetensors file")
+        try:
+            header = json.loads(data[8 : 8 + header_bytes])
+            found = {
+                str(name): self._tensor(str(name), entry, 8 + header_bytes)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise self._bad("its header cannot be read") from None
+        end = 8 + header_bytes
+        for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+            if tensor.start != end:
+                raise self._bad("its tensors overlap or leave gaps")
+            end = tensor.stop
+        if end != len(data):
+            raise self._bad(f"it has {len(data)} bytes, its header describes {end}: it was cut short or appended to")
+        return found
+
+    def _tensor(self, name: str, entry: dict[str, Any], data_start: int) -> _Tensor:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+        if dtype not in _ITEM_BYTES or not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
+            raise self._bad(f"the tensor {name} has the dtype {dtype} and the shape {shape}")
+        if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+            raise self._bad(f"the tensor {name} has {stop - start} bytes for the shape {shape} of {dtype}")
+        return _Tensor(self, dtype, shape, data_start + start, data_start + stop)
+
+    def _bad(self, reason: str) -> BadCheckpoint:
+        return BadCheckpoint(path=str(self.path), reason=reason)
+
+
+class Checkpoint:
+    """All tensors of a model directory, by name. Raises BadCheckpoint that names the file and the fault."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.path = model_dir
+        self._files: list[_File] = []
+        self._tensors: dict[str, _Tensor] = {}
+        try:
+            for file, names in _files_of(model_dir).items():
+                self._add(file, names)
+        except BadCheckpoint:
+            self.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self._files)
+
+    def close(self) -> None:
+        """Unmap, unless arrays still look into the files: then the last of them does."""
+        for file in self._files:
+            try:
+                file.map.close()
+            except BufferError:
+                pass
+
+    def names(self) -> list[str]:
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> str:
+        """`float32`, `float16` or `bfloat16`."""
+        tensor = self._tensor(name)
+        if tensor.dtype not in _DTYPES:
+            raise BadCheckpoint(path=str(tensor.file.path), reason=f"the tensor {name} holds {tensor.dtype}, not floats")
+        return _DTYPES[tensor.dtype][0]
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """A read-only view into the mapped file; bfloat16 as its raw 16 bits."""
+        import numpy as np
+
+        self.dtype(name)
+        tensor = self._tensor(name)
+        dtype = np.dtype(_DTYPES[tensor.dtype][1])
+        flat = np.frombuffer(tensor.file.map, dtype, count=math.prod(tensor.shape), offset=tensor.start)
+        return flat.reshape(tensor.shape)
+
+    def _add(self, path: Path, names: set[str] | None) -> None:
+        file = _File(path)
+        self._files.append(file)
+        found = file.tensors()
+        for name in sorted(names or ()):
+            if name not in found:
+                raise BadCheckpoint(path=str(path), reason=f"the index promises the tensor {name}, which is not in it")
+        self._tensors.update(found)
+
+    def _tensor(self, name: str) -> _Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise BadCheckpoint(path=str(self.path), reason=f"the tensor {name} is missing") from None
+
+
+def _files_of(model_dir: Path) -> dict[Path, set[str] | None]:
+    """The files of a checkpoint, with the tensors that an index promises in each."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.exists():
+        return {single: None}
+    if not index.exists():
+        others = sorted(path.name for path in model_dir.glob("*.bin")) if model_dir.is_dir() else []
+        what = f"it holds {others[0]}, but no safetensors file" if others else "it holds no model.safetensors"
+        raise BadCheckpoint(path=str(model_dir), reason=f"{what} (other formats can run code when read)")
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files: dict[Path, set[str] | None] = {}
+        for tensor, name in weight_map.items():
+            if Path(name).name != name:
+                raise BadCheckpoint(path=str(index), reason=f"it names a file outside its directory: {name}")
+            files.setdefault(model_dir / name, set()).add(tensor)  # type: ignore[union-attr]
+        return files
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise BadCheckpoint(path=str(index), reason="the index cannot be read") from None
