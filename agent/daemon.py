@@ -73,7 +73,6 @@ class AgentDaemon:
         links: LinkServer,
         context: zmq.asyncio.Context,
         coordinator_public_key: str,
-        bind_host: str,
     ) -> None:
         self.boot_id = secrets.token_hex(8)
         self._settings = settings
@@ -84,7 +83,7 @@ class AgentDaemon:
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key
-        self._bind_host = bind_host
+        self._bind_host = settings.bind_host
         self._lease: Lease | None = None
         self._worker: WorkerProcess | None = None
         self._last_epoch = 0

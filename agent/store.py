@@ -1,0 +1,148 @@
+"""The bounded on-disk shard store: chunks by their SHA-256, written whole or not at all, least recently used out first."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
+
+log = logging.getLogger(__name__)
+
+_RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
+_FORMER = ".part"
+
+
+class ShardStore:
+    """Chunks under `path`, in at most `max_bytes`. Safe to call from several threads.
+
+    A chunk is trusted after its hash was checked once since the start; until then `verify` reads it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, device: str) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._device = device
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}  # in order of use, oldest first
+        self._pinned: set[str] = set()
+        self._verified: set[str] = set()
+        path.mkdir(parents=True, exist_ok=True)
+        self._scan()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def missing(self, hashes: Iterable[str]) -> tuple[str, ...]:
+        """Those that are not here. Asking counts as use, so that a plan being pushed does not evict its own chunks."""
+        with self._lock:
+            absent = []
+            for chunk in hashes:
+                if chunk in self._sizes:
+                    self._touch(chunk)
+                else:
+                    absent.append(chunk)
+            return tuple(absent)
+
+    def put(self, chunk: str, data: bytes | memoryview) -> None:
+        """Keep a chunk. Raises ChunkCorrupt when it does not match its hash, StoreFull when there is no room."""
+        if hashlib.sha256(data).hexdigest() != chunk:
+            raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")
+        with self._lock:
+            if chunk in self._sizes:
+                self._touch(chunk)
+                return
+            self._make_room(len(data))
+            target = self._file(chunk)
+            part = target.with_name(f"{chunk}.{secrets.token_hex(4)}{_FORMER}")
+            try:
+                target.parent.mkdir(exist_ok=True)
+                with part.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(target)
+            except OSError as error:
+                part.unlink(missing_ok=True)
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._full(len(data)) from None
+                raise
+            self._sizes[chunk] = len(data)
+            self._verified.add(chunk)
+
+    def verify(self, chunk: str) -> None:
+        """Check a chunk's content once per run. Raises ChunkMissing, ChunkCorrupt (and discards it)."""
+        path = self.path_of(chunk)
+        if chunk in self._verified:
+            return
+        try:
+            intact = hashlib.sha256(path.read_bytes()).hexdigest() == chunk
+        except OSError as error:
+            log.warning("%s cannot be read: %s", path, error)
+            intact = False
+        with self._lock:
+            if not intact:
+                self._sizes.pop(chunk, None)
+                path.unlink(missing_ok=True)
+                raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self._device}")
+            self._verified.add(chunk)
+
+    def path_of(self, chunk: str) -> Path:
+        """Where a chunk lies. Raises ChunkMissing."""
+        with self._lock:
+            if chunk not in self._sizes:
+                raise ChunkMissing(chunk=chunk[:12], device=self._device)
+            self._touch(chunk)
+            return self._file(chunk)
+
+    def pin(self, hashes: Iterable[str]) -> None:
+        """Keep these, whatever comes: they are the deployed plan's."""
+        with self._lock:
+            self._pinned |= set(hashes)
+
+    def unpin_all(self) -> None:
+        with self._lock:
+            self._pinned.clear()
+
+    def _file(self, chunk: str) -> Path:
+        return self.path / chunk[:2] / chunk
+
+    def _touch(self, chunk: str) -> None:
+        self._sizes[chunk] = self._sizes.pop(chunk)
+
+    def _make_room(self, num_bytes: int) -> None:
+        evictable = [chunk for chunk in self._sizes if chunk not in self._pinned]
+        while self.total_bytes + num_bytes > self._max_bytes or self._disk_free() < num_bytes + _RESERVE_BYTES:
+            if not evictable:
+                raise self._full(num_bytes)
+            chunk = evictable.pop(0)
+            self._file(chunk).unlink(missing_ok=True)
+            del self._sizes[chunk]
+            self._verified.discard(chunk)
+
+    def _full(self, num_bytes: int) -> StoreFull:
+        pinned = sum(size for chunk, size in self._sizes.items() if chunk in self._pinned)
+        free = min(self._max_bytes - pinned, max(self._disk_free() - _RESERVE_BYTES, 0))
+        return StoreFull(device=self._device, needed_bytes=num_bytes, free_bytes=max(free, 0))
+
+    def _disk_free(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    def _scan(self) -> None:
+        """What an earlier run left: chunks in order of their last use, unfinished parts removed."""
+        found = []
+        for file in self.path.glob("??/*"):
+            if file.name.endswith(_FORMER):
+                file.unlink(missing_ok=True)
+            elif len(file.name) == 64:
+                status = file.stat()
+                found.append((status.st_mtime, file.name, status.st_size))
+        self._sizes = {name: size for _, name, size in sorted(found)}
