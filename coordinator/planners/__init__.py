@@ -1,0 +1,41 @@
+"""Planners: one file each, one protocol (`base.Planner`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.planners.auto import AutoPlanner, plan_strategy
+from coordinator.planners.base import Planner, PlanRequest
+from coordinator.planners.galaxy import GalaxyPlanner, capacity, on_subset
+from hearth.errors import ModelDoesNotFit
+from hearth.plan import Alternative, Plan
+
+__all__ = ["AutoPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan"]
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """The plan that the user asked for: of one strategy over all devices, or the best of all.
+
+    A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit.
+    """
+    if request.strategy == "auto":
+        return AutoPlanner().plan(request)
+    chosen = request
+    if request.strategy == "local":
+        fastest = max(request.cluster.devices, key=lambda device: capacity(request.spec, device.blocks))
+        chosen = on_subset(request, (fastest.device_id,))
+    plan = plan_strategy(chosen, request.strategy)
+    try:
+        best = AutoPlanner().plan(replace(request, strategy="auto"))
+    except ModelDoesNotFit:
+        return plan
+    others = [
+        Alternative(
+            strategy=f"{best.body.strategy} on {', '.join(device.name for device in best.devices)}",
+            predicted_seconds=best.predicted.total_seconds,
+            reason=f"'{request.strategy}' was asked for",
+        ),
+        *(other for other in best.alternatives if other.predicted_seconds != plan.predicted.total_seconds),
+    ]
+    same = best.predicted.total_seconds >= plan.predicted.total_seconds
+    return plan.model_copy(update={"alternatives": tuple(others[1:] if same else others)})

@@ -1,0 +1,184 @@
+"""Galaxy's Algorithm 1, "Heterogeneity and Memory Aware Workload Planning", as published, with full memory accounting.
+
+Line numbers in comments are the paper's. Beyond the paper: shares become whole grains (largest remainder), every byte
+that a device will hold counts (`coordinator.memory`), and the vocabulary is split by the same balancing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from coordinator.memory import COMPUTE_BYTES, memory_use
+from coordinator.planners.base import PlanRequest, missing_bytes, price
+from hearth.errors import ModelDoesNotFit
+from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.model.sharding import chunk_weights
+from hearth.model.spec import ModelSpec
+from hearth.plan import Plan, Strategy, TransformerPlan
+from hearth.profile import BlockProfile, ClusterProfile
+
+
+def capacity(spec: ModelSpec, blocks: BlockProfile) -> float:
+    """V_d: the inverse of the time for a whole MHA and a whole MLP block on device d."""
+    return 1.0 / max(blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size), 1e-9)
+
+
+def balanced_partition(workload: float, capacities: Sequence[float]) -> list[float]:
+    """BalancedPartition (lines 3-9): in proportion to capacity, whatever the memory."""
+    return [capacity / sum(capacities) * workload for capacity in capacities]
+
+
+def memory_aware_balancing(
+    shares: Sequence[float],
+    capacities: Sequence[float],
+    room: Callable[[int], float],
+    devices: Sequence[int],
+) -> list[float]:
+    """MemoryAwareBalancing (lines 14-27): shift each device's overflow to those with room, in proportion to capacity.
+
+    `room(d)` is the largest share that device d's memory admits, of this kind, beside all else it holds. A handled
+    device leaves the list. Overflow that nobody can take stays where it is: the caller finds it over budget.
+    """
+    shares = list(shares)
+    over = [d for d in devices if shares[d] > room(d)]
+    free = [d for d in devices if shares[d] < room(d)]
+    if not over or not free:  # without free devices the paper's line 23 would divide by zero
+        return shares
+    for device in over:
+        waiting = shares[device] - max(room(device), 0.0)  # clamped: a device can give no more than it has
+        shares[device] -= waiting
+        for other in free:
+            shares[other] += capacities[other] / sum(capacities[f] for f in free) * waiting
+    return memory_aware_balancing(shares, capacities, room, [d for d in devices if d not in over])
+
+
+class GalaxyPlanner:
+    """Plans `hmp` (and `megatron-tp`, which shards alike) over all devices of the cluster."""
+
+    name = "galaxy"
+
+    def __init__(self, strategy: Strategy = "hmp") -> None:
+        self._strategy = strategy
+
+    def plan(self, request: PlanRequest) -> Plan:
+        return price(request, request.cluster, self.shares(request), self.name)
+
+    def shares(self, request: PlanRequest) -> TransformerPlan:
+        """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
+        spec, cluster = request.spec, request.cluster
+        budget = _Budget(request, self._strategy)
+        ranks = range(len(cluster.devices))
+        capacities = [capacity(spec, device.blocks) for device in cluster.devices]
+        # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
+        a = balanced_partition(spec.num_kv_heads, capacities)
+        b = balanced_partition(num_grains(spec.ffn_size, COLUMN_GRAIN), capacities)
+        v = balanced_partition(num_grains(spec.vocab_size, VOCABULARY_GRAIN), capacities)
+        # Lines 30-32: each call starts from the list of all devices; the finer grain first.
+        b = memory_aware_balancing(
+            b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks
+        )
+        v = memory_aware_balancing(
+            v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks
+        )
+        a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
+        body = self._whole_grains(spec, a, b, v)
+        body = _repair(request, body)
+        if missing := missing_bytes(request, cluster, body):  # lines 33-34
+            raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
+        return body
+
+    def _whole_grains(
+        self, spec: ModelSpec, a: Sequence[float], b: Sequence[float], v: Sequence[float]
+    ) -> TransformerPlan:
+        group = spec.num_heads // spec.num_kv_heads
+        num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
+        num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
+        return TransformerPlan(
+            strategy=self._strategy,
+            heads=tuple(share * group for share in largest_remainder(a, spec.num_kv_heads)),
+            columns=grains_to_items(largest_remainder(b, num_columns), spec.ffn_size, COLUMN_GRAIN),
+            row_weights=(1.0,) * len(a),  # S: equal; the connective is bound by memory access, not by speed
+            vocabulary=grains_to_items(largest_remainder(v, num_vocabulary), spec.vocab_size, VOCABULARY_GRAIN),
+        )
+
+
+class _Budget:
+    """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
+
+    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
+        spec, seq_len = request.spec, request.seq_len
+        num_ranks = len(request.cluster.devices)
+        empty = TransformerPlan(
+            strategy=strategy,
+            heads=(0,) * num_ranks,
+            columns=(0,) * num_ranks,
+            row_weights=(1.0,) * num_ranks,
+            vocabulary=(0,) * num_ranks,
+        )
+        self._left = [
+            device.budget_bytes - memory_use(spec, empty, rank, seq_len).total
+            for rank, device in enumerate(request.cluster.devices)
+        ]
+        group = spec.num_heads // spec.num_kv_heads
+        head_activations = group * (4 * seq_len * spec.head_dim + seq_len * seq_len)
+        self.head_grain = (spec.num_layers * chunk_weights(spec, "attention") + head_activations) * COMPUTE_BYTES
+        column_activations = 2 * seq_len * min(COLUMN_GRAIN, spec.ffn_size)
+        self.column_grain = (spec.num_layers * chunk_weights(spec, "mlp") + column_activations) * COMPUTE_BYTES
+        self.vocabulary_grain = chunk_weights(spec, "vocabulary") * COMPUTE_BYTES
+
+    def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
+        used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain
+        return max(self._left[device] - used, 0.0)
+
+
+def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
+    """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
+    spec, devices = request.spec, request.cluster.devices
+    group = spec.num_heads // spec.num_kv_heads
+    kinds = (
+        ("columns", COLUMN_GRAIN, spec.ffn_size),
+        ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size),
+        ("heads", group, spec.num_heads),
+    )
+
+    def over(candidate: TransformerPlan, rank: int) -> int:
+        return memory_use(spec, candidate, rank, request.seq_len).total - devices[rank].budget_bytes
+
+    progress = True
+    while progress:
+        progress = False
+        excess = [over(body, rank) for rank in range(len(devices))]
+        if max(excess) <= 0:
+            return body
+        source = excess.index(max(excess))
+        for target in sorted(range(len(devices)), key=lambda rank: excess[rank]):
+            for field, grain, total in kinds:
+                moved = _move_grain(getattr(body, field), source, target, grain, total)
+                if target == source or moved is None:
+                    continue
+                candidate = body.model_copy(update={field: moved})
+                if over(candidate, target) <= 0:
+                    body, progress = candidate, True
+                    break
+            if progress:
+                break
+    return body
+
+
+def _move_grain(
+    shares: tuple[int, ...], source: int, target: int, grain: int, total: int
+) -> tuple[int, ...] | None:
+    """One grain from `source` to `target`; the shorter last grain stays with whoever is last."""
+    grains = [-(-share // grain) for share in shares]
+    if grains[source] == 0:
+        return None
+    grains[source] -= 1
+    grains[target] += 1
+    return grains_to_items(grains, total, grain)
+
+
+def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
+    """The same request for some of the devices."""
+    cluster: ClusterProfile = request.cluster.subset(device_ids)
+    return replace(request, cluster=cluster)
