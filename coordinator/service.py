@@ -158,16 +158,14 @@ class Service:
 
     def _admits(self, public_key: str) -> bool:
         """The handshake. A revoked app may still connect: at its first request it is told that it was revoked."""
-        return public_key in self._admins or self._apps.name_of(public_key) is not None or self._apps.is_revoked(
-            public_key
-        )
+        return public_key in self._admins or self._apps.name_of(public_key) is not None
 
     def _authorise(self, public_key: str, message: Message) -> None:
         if public_key in self._admins:
             return
         if self._apps.is_revoked(public_key):
             raise AppRevoked(app=self._apps.name_of(public_key) or "unknown")
-        if self._apps.name_of(public_key) is None:
+        if not self._apps.is_admitted(public_key):
             raise NotAuthorised(role="none", action="ask this coordinator")
         if not isinstance(message, _FOR_APPS):
             raise NotAuthorised(role="app", action=f"send {type(message).__name__}")

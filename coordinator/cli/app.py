@@ -1,0 +1,55 @@
+"""The `hearth` command: one file per subcommand, put together here."""
+
+from __future__ import annotations
+
+import logging
+
+import typer
+
+import hearth
+from coordinator.cli.demo import demo
+from coordinator.cli.devices import devices
+from coordinator.cli.doctor import doctor
+from coordinator.cli.embed import embed
+from coordinator.cli.key import key_app
+from coordinator.cli.plan import plan
+from coordinator.cli.serve import serve
+from coordinator.cli.status import status
+
+app = typer.Typer(
+    name="hearth",
+    help="Run one neural network on the small computers of your home, together.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(hearth.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens, on stderr."),
+) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s"
+    )
+
+
+for command in (devices, plan, serve, embed, status, doctor, demo):
+    app.command()(command)
+app.add_typer(key_app, name="key")
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`hearth devices`: the house, read directly from the agents; needs no coordinator and takes no lease."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
+from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.tables import device_table, link_table
+from coordinator.config import load_settings
+from coordinator.fleet import Fleet
+from coordinator.profiling import Profiler
+from hearth.errors import NoDevices, NotAuthorised
+from hearth.messages import DeviceInfo
+from hearth.profile import Link
+from hearth.security import HomeKey, agent_access, resolve_credential
+
+
+@handles_errors
+def devices(
+    measure: Annotated[bool, typer.Option("--measure", help="Also measure the links between them (home key).")] = False,
+    wait: Annotated[float, typer.Option(help="Seconds without a new device after which to stop looking.", min=0.1)] = 1.5,
+    static: Devices = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the devices of this home: processor, memory, temperature, GPU, and on request the links between them."""
+    found, links, refusals = asyncio.run(_look(measure, wait, static or "", mdns_interfaces, key))
+    if as_json:
+        print_json(
+            {
+                "devices": [device.model_dump() for device in found],
+                "links": [link.model_dump() for link in links],
+                "refused": [str(error) for error in refusals],
+            }
+        )
+        return
+    for error in refusals:
+        err.print(f"[yellow]warning:[/] {error}", soft_wrap=True)
+    out.print(device_table(found))
+    if links:
+        out.print(link_table(links, {device.device_id: device.name for device in found}))
+
+
+async def _look(
+    measure: bool, wait: float, static: str, interfaces: str | None, key: Path | None
+) -> tuple[list[DeviceInfo], list[Link], list[Any]]:
+    credential = resolve_credential(key)
+    if measure and not isinstance(credential, HomeKey):
+        raise NotAuthorised(role=credential.kind, action="measure links")
+    limit = max(wait * 4, 5.0)
+    async with Fleet(
+        agent_access(credential), None, interfaces=interface_list(interfaces), static_devices=static
+    ) as fleet:
+        found = await fleet.settle(wait, 1, limit)
+        if not found and not fleet.refusals:
+            raise NoDevices(seconds=limit)
+        profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
+        links = await profiler.measure_links(found) if measure else {}
+        return [device.info() for device in fleet.devices.values()], list(links.values()), list(fleet.refusals)

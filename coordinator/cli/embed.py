@@ -1,0 +1,55 @@
+"""`hearth embed`: sentence embeddings from the running coordinator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.output import err, handles_errors, out, print_json
+from hearth.client import connect
+from hearth.trace import chrome_trace, overlap_seconds
+from hearth.units import format_seconds
+
+
+@handles_errors
+def embed(
+    texts: Annotated[list[str], typer.Argument(help="Texts; '-' reads one per line from standard input.")],
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write a timeline of the request (Chrome trace JSON: chrome://tracing, Perfetto)."),
+    ] = None,
+    timeout: Timeout = 60.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Embed texts with the model that this home serves; prints their similarities, or the vectors with --json."""
+    if texts == ["-"]:
+        texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None)
+    if trace is not None:
+        trace.write_text(json.dumps(chrome_trace(result.traces)))
+        overlapped = format_seconds(overlap_seconds(result.traces))
+        err.print(f"wrote {trace}: transfers ran under compute for {overlapped}")
+    if as_json:
+        print_json({"embeddings": result.vectors.tolist(), "latency_seconds": result.latency_seconds})
+        return
+    out.print(
+        f"{len(texts)} texts, {result.num_tokens} tokens, {result.vectors.shape[1]} dimensions, "
+        f"{format_seconds(result.latency_seconds)}"
+    )
+    similarities = result.vectors @ result.vectors.T
+    for i, text in enumerate(texts):
+        if len(texts) > 1:
+            similarities[i, i] = -2
+            nearest = int(similarities[i].argmax())
+            out.print(f"  {text}  ->  {texts[nearest]} ({similarities[i, nearest]:.3f})")
+        else:
+            out.print(" ".join(f"{value:.4f}" for value in result.vectors[i][:8]) + " ...")

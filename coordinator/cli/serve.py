@@ -1,0 +1,89 @@
+"""`hearth serve`: make the plan so, and keep it so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from coordinator.cli.options import Devices, Interfaces, KeyPath
+from coordinator.cli.output import err, handles_errors
+from coordinator.cli.plan import Exclude, Lz4, SeqLen, StrategyOption, Wire, goal_of
+from coordinator.config import load_settings
+from coordinator.service import Service
+from hearth.errors import BadKey, BadPlan, BadSetting
+from hearth.plan import plan_from_json
+from hearth.security import HomeKey, resolve_credential
+
+
+@handles_errors
+def serve(
+    model: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="Model directory. Default: the model that was served last.", show_default=False),
+    ] = None,
+    plan: Annotated[Optional[Path], typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,  # noqa: UP045
+    strategy: StrategyOption = "auto",
+    seq_len: SeqLen = None,
+    wire: Wire = "exact",
+    lz4: Lz4 = "auto",
+    exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
+    min_devices: Annotated[Optional[int], typer.Option(help="Plan only when this many devices are there.")] = None,  # noqa: UP045
+    port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
+    state_dir: Annotated[Optional[Path], typer.Option(help="Where the state is kept.")] = None,  # noqa: UP045
+    name: Annotated[Optional[str], typer.Option(help="Name shown to people.")] = None,  # noqa: UP045
+    encrypt_data_plane: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option(help="Encrypt activations between devices. Off is for measuring, and warns."),
+    ] = None,
+    static: Devices = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+) -> None:
+    """Serve a model on the devices of this home, and keep it served; without MODEL, the one that was served last."""
+    settings = load_settings(
+        {
+            "port": port,
+            "state_dir": state_dir,
+            "name": name,
+            "min_devices": min_devices,
+            "devices": static,
+            "mdns_interfaces": mdns_interfaces,
+            "encrypt_data_plane": encrypt_data_plane,
+        }
+    )
+    home = resolve_credential(key)
+    if not isinstance(home, HomeKey):
+        raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")
+    if not settings.encrypt_data_plane:
+        err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
+    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude) if model else None
+    saved = None
+    if plan is not None:
+        if goal is None:
+            raise BadSetting(setting="--plan", reason="it needs the MODEL that it was made for")
+        try:
+            saved = plan_from_json(plan.read_bytes())
+        except OSError as error:
+            raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
+    logging.getLogger().setLevel(logging.WARNING)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=err, transient=True
+    ) as bars:
+        tasks = {}
+
+        def progress(device: str, done: int, total: int) -> None:
+            if total == 0:
+                return
+            if done == 0 or device not in tasks:
+                tasks[device] = bars.add_task(f"to {device}", total=total)
+            bars.update(tasks[device], completed=done)
+            if done == total:
+                bars.remove_task(tasks.pop(device))
+
+        service = Service(settings, home, lambda line: err.print(line, soft_wrap=True), progress)
+        asyncio.run(service.run(goal, saved))

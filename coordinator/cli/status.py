@@ -1,0 +1,39 @@
+"""`hearth status`: what the coordinator does."""
+
+from __future__ import annotations
+
+from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.output import handles_errors, out, print_json
+from coordinator.cli.tables import device_table, plan_table
+from hearth.client import connect
+from hearth.units import format_bytes, format_seconds
+
+
+@handles_errors
+def status(
+    timeout: Timeout = 10.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the coordinator serves: state, plan, devices, requests, last error (admin or home key)."""
+    with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
+        now, devices = home.status(timeout), home.devices(timeout)
+    if as_json:
+        print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
+        return
+    out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
+    if now.plan is not None:
+        out.print(plan_table(now.plan))
+    out.print(device_table(devices.devices))
+    latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
+    out.print(f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}")
+    if now.wire.num_tiles:
+        saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
+        out.print(
+            f"activations: {now.wire.num_tiles} tiles, {format_bytes(now.wire.sent_bytes)} sent "
+            f"({saved:.0%} saved, {now.wire.lz4_tiles} by lz4), {now.dropped_messages} dropped"
+        )
+    if now.last_error:
+        out.print(f"last error: {now.last_error}", soft_wrap=True)
