@@ -1,0 +1,60 @@
+"""`hearth demo`: all of it on this machine, in under a minute."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coordinator.cli.options import AsJson
+from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.tables import device_table, link_table, plan_table
+from hearth.model.families import read_spec
+from hearth.units import format_seconds
+
+TOLERANCE = 1e-5
+
+
+@handles_errors
+def demo(
+    model: Annotated[Path, typer.Option(help="Model directory; `make demo` fetches one.")] = Path(".models/minilm"),
+    num_devices: Annotated[int, typer.Option("--num-devices", help="Agents to start.", min=1, max=8)] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Start three agents and a coordinator here, and let them answer smart-home sentences together (by hmp)."""
+    from coordinator.demo import run_demo
+
+    read_spec(model)  # a missing or broken model is told before anything is started
+    began = time.monotonic()
+
+    def report(line: str) -> None:
+        if not as_json:
+            err.print(f"[dim]{time.monotonic() - began:5.1f} s[/] {line}", soft_wrap=True)
+
+    result = run_demo(model.resolve(), num_devices, report)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        devices = result.devices
+        out.print()
+        out.print(device_table(devices.devices))
+        out.print()
+        out.print(link_table(devices.links, {device.device_id: device.name for device in devices.devices}))
+        out.print()
+        out.print(plan_table(result.plan))
+        out.print()
+        for answer in result.answers:
+            out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)
+        out.print()
+        out.print(f"largest difference to transformers: {result.max_abs_difference:.1e}")
+        out.print(
+            f"latency of {len(result.answers) + 8} sentences: {format_seconds(result.latency_seconds)} on "
+            f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one "
+            "(all of them share this one machine's cores)",
+            soft_wrap=True,
+        )
+    if result.max_abs_difference > TOLERANCE:
+        err.print(f"[red]error:[/] the difference is larger than {TOLERANCE}")
+        raise typer.Exit(1)

@@ -1,0 +1,36 @@
+"""`hearth doctor`: what is wrong here, and what to do."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Optional
+
+import typer
+
+from coordinator.cli.options import AsJson, Interfaces, KeyPath, interface_list
+from coordinator.cli.output import handles_errors, out, print_json
+from hearth.security import default_key_path
+
+_MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
+
+
+@handles_errors
+def doctor(
+    interface: Annotated[Optional[str], typer.Option(help="Check this network interface or address.")] = None,  # noqa: UP045
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check versions, network interface, multicast, firewall, key, disk, clocks, agents and coordinators."""
+    from coordinator.doctor import examine
+
+    findings = examine(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))
+    if as_json:
+        print_json({"findings": [finding.model_dump() for finding in findings]})
+    else:
+        for finding in findings:
+            out.print(f"{_MARKS[finding.status]} {finding.check}: {finding.what}", soft_wrap=True)
+            if finding.do:
+                out.print(f"        -> {finding.do}", soft_wrap=True)
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
