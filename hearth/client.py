@@ -94,7 +94,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     ) -> Result:
         """As `embed`, with latency and, on request, each device's timeline."""
         return await self._vectors(
-            Embed(texts=tuple(texts), timeout_seconds=timeout_seconds, trace=trace), (), timeout_seconds
+            Embed(texts=tuple(texts), timeout_seconds=_server_seconds(timeout_seconds), trace=trace),
+            (),
+            timeout_seconds,
         )
 
     async def hidden_states(
@@ -106,7 +108,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.framing import pack_array
 
         payload = pack_array(np.asarray(token_ids, dtype=np.int32))
-        request = GetHiddenStates(timeout_seconds=timeout_seconds)
+        request = GetHiddenStates(timeout_seconds=_server_seconds(timeout_seconds))
         return (await self._vectors(request, payload, timeout_seconds)).vectors
 
     async def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
@@ -269,6 +271,11 @@ class Home(AbstractContextManager["Home"]):
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+def _server_seconds(timeout_seconds: float) -> float:
+    """A little less than our own patience: the coordinator knows why a request is late, and its answer must get here."""
+    return max(timeout_seconds - min(0.1 * timeout_seconds, 1.0), 1e-3)
 
 
 def endpoint_of(address: str) -> str:

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hearth.codec import Codec
+from hearth.errors import BadMessage, FrameTooLarge
+from hearth.framing import Phase, TileKey, decode_tile, encode_tile, pack_array, peek_key, unpack_array
+from hearth.plan import WireFormat
+
+TOKEN = bytes(range(16))
+KEY = TileKey(epoch=7, step=3, layer=2, phase=Phase.REDUCE_MLP, tile=1, source=4)
+keys = st.builds(
+    TileKey,
+    epoch=st.integers(0, 2**63 - 1),
+    step=st.integers(0, 2**32 - 1),
+    layer=st.integers(0, 2**16 - 1),
+    phase=st.sampled_from(Phase),
+    tile=st.integers(0, 2**16 - 1),
+    source=st.integers(0, 2**16 - 1),
+)
+tiles = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=6), elements=st.floats(-100, 100, width=32))
+wires = st.builds(
+    WireFormat, values=st.sampled_from(["exact", "bf16", "fp16", "int8"]), lz4=st.sampled_from(["on", "off"])
+)
+
+
+def frames_of(array: np.ndarray, wire: WireFormat, key: TileKey = KEY) -> list[bytes]:
+    return [bytes(frame) for frame in encode_tile(TOKEN, key, array, Codec(wire, 1e6, lambda: 0.0))]
+
+
+@given(keys, tiles, wires)
+def test_a_tile_comes_back_with_its_key(key: TileKey, array: np.ndarray, wire: WireFormat) -> None:
+    frames = frames_of(array, wire, key)
+    found, result = decode_tile(TOKEN, frames)
+    assert found == peek_key(TOKEN, frames) == key
+    assert result.shape == array.shape
+    if wire.values == "exact":
+        assert np.array_equal(result, array)
+
+
+def test_exact_tiles_are_neither_copied_out_nor_in() -> None:
+    array = np.arange(1000, dtype=np.float32)
+    frames = encode_tile(TOKEN, KEY, array, Codec(WireFormat(lz4="off"), 1e6, lambda: 0.0))
+    assert np.shares_memory(np.frombuffer(frames[1], np.float32), array)
+    _, result = decode_tile(TOKEN, frames)
+    assert np.shares_memory(result, array)
+
+
+@given(tiles, wires, st.data())
+def test_truncated_tiles_raise_the_typed_error(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
+    frames = frames_of(array, wire)
+    index = data.draw(st.integers(0, len(frames) - 1))
+    kept = data.draw(st.integers(0, max(len(frames[index]) - 1, 0)))
+    damaged = [*frames[:index], frames[index][:kept], *frames[index + 1 :]]
+    if damaged != frames:
+        with pytest.raises((BadMessage, FrameTooLarge)):
+            decode_tile(TOKEN, damaged)
+
+
+@given(tiles, wires, st.data())
+def test_flipped_bits_give_a_tile_or_the_typed_error(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
+    frames = frames_of(array, wire)
+    index = data.draw(st.integers(0, len(frames) - 1).filter(lambda i: len(frames[i]) > 0))
+    bit = data.draw(st.integers(0, len(frames[index]) * 8 - 1))
+    damaged = bytearray(frames[index])
+    damaged[bit // 8] ^= 1 << bit % 8
+    try:
+        decode_tile(TOKEN, [*frames[:index], bytes(damaged), *frames[index + 1 :]])
+    except (BadMessage, FrameTooLarge):
+        pass
+
+
+@given(st.lists(st.binary(max_size=100), max_size=4))
+def test_any_frames_raise_nothing_else(frames: list[bytes]) -> None:
+    for read in (lambda: decode_tile(TOKEN, frames), lambda: unpack_array(frames)):
+        try:
+            read()
+        except (BadMessage, FrameTooLarge):
+            pass
+
+
+def test_another_plans_token_is_refused() -> None:
+    with pytest.raises(BadMessage, match="token"):
+        peek_key(bytes(16), frames_of(np.zeros(3, np.float32), WireFormat()))
+
+
+def test_a_lying_header_allocates_nothing() -> None:
+    frames = frames_of(np.zeros((2, 2), np.float32), WireFormat(lz4="on"))
+    lying = bytearray(frames[0])
+    lying[-16:-8] = (4096).to_bytes(4, "little") * 2  # 64 MiB: just below the cap, in lz4
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage):
+            decode_tile(TOKEN, [bytes(lying), *frames[1:]])
+        lying[-16:-8] = (1 << 31).to_bytes(4, "little") * 2
+        with pytest.raises(FrameTooLarge):
+            decode_tile(TOKEN, [bytes(lying), *frames[1:]])
+        assert tracemalloc.get_traced_memory()[1] <= (64 << 20) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+@given(hnp.arrays(st.sampled_from([np.float32, np.int32, np.int64]), hnp.array_shapes(min_side=0, max_dims=3)))
+def test_arrays_travel_as_payload(array: np.ndarray) -> None:
+    result = unpack_array([bytes(frame) for frame in pack_array(array)])
+    assert result.dtype == array.dtype
+    assert np.array_equal(result, array, equal_nan=True)

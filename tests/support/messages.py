@@ -1,0 +1,81 @@
+"""One example of every message type, for golden bytes and round trips."""
+
+from __future__ import annotations
+
+from support.plans import BERT_LARGE, device_profile, make_plan
+
+from hearth import messages as m
+from hearth.profile import Link
+
+_KEY = "0123456789" * 4
+_HASH = "ab" * 32
+_TELEMETRY = m.Telemetry(
+    host_id="h", cpu_model="Cortex-A72", num_cores=4, load_1min=0.5, frequency_mhz=1500.0, memory_total_bytes=4 << 30,
+    memory_available_bytes=3 << 30, memory_budget_bytes=2 << 30, disk_free_bytes=1 << 34, temperature_celsius=51.5,
+    gpu=m.Gpu(name="Orin", kind="tegra", memory_total_bytes=8, memory_free_bytes=4, load_fraction=0.25), num_threads=4,
+    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12", dropped_messages=0,
+)  # fmt: skip
+_CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
+_LINK = Link(source="a", target="b", bytes_per_second=1e7, round_trip_seconds=0.001)
+_EVENT = m.TraceEvent(name="qkv", lane="compute", start_seconds=1.0, end_seconds=1.5)
+_WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
+_PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
+_LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
+
+EXAMPLES: tuple[m.Message, ...] = (
+    m.Hello(name="client"),
+    m.Done(),
+    m.Failed(code="TextTooLong", details={"index": 1, "num_tokens": 600, "max_tokens": 512}),
+    m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
+    m.GetTelemetry(),
+    _TELEMETRY,
+    m.AcquireLease(holder="c", holder_name="home", seconds=5.0),
+    m.LeaseGranted(last_epoch=12),
+    m.ReleaseLease(holder="c"),
+    m.Heartbeat(holder="c"),
+    m.AgentState(boot_id="b", worker="ready", epoch=3, failure=""),
+    m.OpenLinkProbe(peer_public_key=_KEY, seconds=5.0),
+    m.MeasureLink(host="10.0.0.2", port=47801, peer_public_key=_KEY, max_bytes=1 << 20, max_seconds=1.0),
+    m.LinkMeasured(bytes_per_second=1e7, round_trip_seconds=0.001, num_bytes=1 << 20, stable=True),
+    m.ProfileBlocks(model=BERT_LARGE, seq_len=284),
+    m.BlocksProfiled(blocks=device_profile(0, 1.0).blocks),
+    m.FindMissing(holder="c", hashes=(_HASH,)),
+    m.ChunksMissing(hashes=(_HASH,)),
+    m.PutChunk(holder="c", hash=_HASH),
+    _LOAD,
+    m.WorkerBound(port=47810, public_key=_KEY, num_bytes_loaded=123),
+    m.ConnectPeers(
+        holder="c", epoch=3,
+        peers=(m.Peer(rank=0, host="10.0.0.2", port=47810, public_key=_KEY, bytes_per_second=1e7),),
+    ),
+    m.RunStep(holder="c", epoch=3, step=9, output="mean", timeout_seconds=2.0, trace=True),
+    m.StepDone(
+        first_row=2, num_rows=3, began_seconds=1.0, ended_seconds=2.0, wire=_WIRE, dropped_messages=0, trace=(_EVENT,)
+    ),
+    m.AbortStep(holder="c", epoch=3, reason="a peer is gone"),
+    m.Unload(holder="c", epoch=3),
+    m.StartWorker(
+        load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
+        compute_device="cpu",
+    ),
+    m.CoordinatorWelcome(version="0.1.0", name="home"),
+    m.GetReadiness(),
+    m.Readiness(ready=False, state="planning", model="minilm"),
+    m.Embed(texts=("Turn on the light.",)),
+    m.GetHiddenStates(),
+    m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
+    m.ListDevices(),
+    m.DeviceList(
+        devices=(m.DeviceInfo(device_id="d", name="a", host="10.0.0.2:47800", state="alive", worker="none", telemetry=None),),
+        links=(_LINK,),
+    ),
+    m.GetStatus(),
+    m.Status(
+        name="home", version="0.1.0", state="serving", model_path="/srv/minilm", plan=_PLAN, queued_requests=0,
+        served_requests=5, failed_requests=1, last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0,
+    ),
+    m.AddApp(name="lamp", public_key=_KEY),
+    m.RevokeApp(name="lamp"),
+    m.ListApps(),
+    m.AppList(names=("lamp",), revoked=()),
+)  # fmt: skip

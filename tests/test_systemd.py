@@ -1,0 +1,153 @@
+"""The units against systemd's own tools, and their settings files against the settings that exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import stat
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from agent.config import PREFIX as AGENT_PREFIX
+from agent.config import AgentSettings
+from agent.config import load_settings as load_agent
+from coordinator.config import PREFIX as COORDINATOR_PREFIX
+from coordinator.config import CoordinatorSettings
+from coordinator.config import load_settings as load_coordinator
+
+UNITS = Path(__file__).parents[1] / "systemd"
+SERVICES = ("hearth-agent", "hearth-coordinator")
+# From 0, safest, to 10. A plain service has 9.6.
+MAX_EXPOSURE = 3.0
+# Not settings: the arguments of the command line, which the unit itself passes on.
+OPTIONS = {"HEARTH_SERVE_OPTIONS"}
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here (package systemd)"
+)
+
+
+def unit(service: str) -> dict[str, list[str]]:
+    """All directives of a unit, each with its values in order."""
+    directives = defaultdict(list)
+    for line in (UNITS / f"{service}.service").read_text().splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            directives[name].append(value.strip())
+    return directives
+
+
+def variables(service: str) -> dict[str, str]:
+    """Every variable that a settings file names, commented out or not, with the value shown."""
+    text = (UNITS / f"{service}.env").read_text()
+    return dict(re.findall(r"^#?(HEARTH_[A-Z_]+)=(.*)$", text, re.MULTILINE))
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@needs_systemd
+@pytest.mark.parametrize("service", SERVICES)
+def test_systemd_finds_nothing_wrong_with_the_unit(service: str, tmp_path: Path) -> None:
+    """With the commands that the installation brings: they need not be installed here."""
+    (command,) = unit(service)["ExecStart"]
+    installed = tmp_path / Path(command.split()[0]).name
+    installed.write_text("#!/bin/sh\n")
+    installed.chmod(installed.stat().st_mode | stat.S_IXUSR)
+    copy = tmp_path / f"{service}.service"
+    text = (UNITS / copy.name).read_text()
+    copy.write_text(text.replace(command.split()[0], str(installed)))
+    done = analyze("verify", "--man=no", str(copy))
+    complaints = [line for line in done.stderr.splitlines() if service in line]
+    assert (done.returncode, complaints) == (0, [])
+
+
+@needs_systemd
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_unit_exposes_little(service: str) -> None:
+    done = analyze("security", "--offline=true", "--no-pager", str(UNITS / f"{service}.service"))
+    level = re.search(r"Overall exposure level for \S+: ([0-9.]+)", done.stdout)
+    assert level is not None, done.stdout + done.stderr
+    assert float(level[1]) <= MAX_EXPOSURE
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_service_runs_as_its_own_user_and_gets_the_key_as_a_credential(service: str) -> None:
+    directives = unit(service)
+    users = re.findall(r"^u (\S+)", (UNITS / "hearth.sysusers").read_text(), re.MULTILINE)
+    assert directives["User"] == users
+    assert directives["LoadCredential"] == ["home.key:/etc/hearth/home.key"]
+    assert directives["NoNewPrivileges"] == ["yes"]
+    assert directives["CapabilityBoundingSet"] == [""]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_the_service_comes_back_by_itself(service: str) -> None:
+    """After a crash, a hang, and a worker that the kernel killed for its memory; and it keeps its state."""
+    directives = unit(service)
+    assert directives["Type"] == ["notify"]
+    assert directives["Restart"] == ["on-failure"]
+    assert int(directives["WatchdogSec"][0]) > 0
+    assert directives["OOMPolicy"] == ["continue"]
+    assert directives["StateDirectory"] == [service]
+    # At this pace systemd's limit of 5 starts in 10 s, after which it gives up for good, is never met.
+    assert int(directives["RestartSec"][0]) > 2
+
+
+def test_the_agent_can_reach_the_gpu_and_make_its_kernels() -> None:
+    """Both directives would be safer, and both break torch: see the unit."""
+    directives = unit("hearth-agent")
+    assert "yes" not in directives["PrivateDevices"]
+    assert "yes" not in directives["MemoryDenyWriteExecute"]
+    assert directives["DevicePolicy"] == ["closed"]
+    assert set(directives["SupplementaryGroups"][0].split()) == {"video", "render"}
+    allowed = {value.split()[0] for value in directives["DeviceAllow"]}
+    assert {"char-nvidia*", "char-nvhost*", "/dev/nvmap", "char-drm"} <= allowed
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_multicast_dns_finds_its_socket_families(service: str) -> None:
+    families = set(unit(service)["RestrictAddressFamilies"][0].split())
+    assert {"AF_INET", "AF_INET6", "AF_NETLINK", "AF_UNIX"} == families
+
+
+@pytest.mark.parametrize(
+    ("service", "prefix", "settings"),
+    [
+        ("hearth-agent", AGENT_PREFIX, AgentSettings),
+        ("hearth-coordinator", COORDINATOR_PREFIX, CoordinatorSettings),
+    ],
+)
+def test_the_settings_file_shows_every_setting_and_no_other(
+    service: str, prefix: str, settings: type[AgentSettings | CoordinatorSettings]
+) -> None:
+    assert set(variables(service)) - OPTIONS == {prefix + name.upper() for name in settings.model_fields}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_nothing_is_set_until_the_user_sets_it(service: str) -> None:
+    lines = (UNITS / f"{service}.env").read_text().splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == []
+
+
+def test_the_values_shown_are_accepted() -> None:
+    """What a user uncomments must work."""
+    agent = load_agent(argparse.Namespace(), variables("hearth-agent"))
+    assert agent.data_ports == (47810, 47829)
+    assert agent.store_bytes == 16 << 30
+    coordinator = load_coordinator({}, variables("hearth-coordinator"))
+    assert coordinator.port == 47830
+    assert coordinator.encrypt_data_plane
+
+
+def test_every_option_that_the_unit_passes_is_in_its_settings_file() -> None:
+    (command,) = unit("hearth-coordinator")["ExecStart"]
+    assert set(re.findall(r"\$(\w+)", command)) == OPTIONS
+    assert set(variables("hearth-coordinator")) >= OPTIONS
