@@ -1,4 +1,4 @@
-"""Who may import what (DESIGN.md "Top level"), read from the source; what is loaded, seen in a fresh interpreter."""
+"""Who may import what, read from the source; and what gets loaded, seen in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -78,17 +78,20 @@ def imports_of(node: ast.AST, package: str, runtime: bool = True) -> Iterator[Im
             base = ".".join([*above, *filter(None, [node.module])])
         # `from package import module` imports the module as well; that a name is none does no harm here.
         yield from (Import(f"{base}.{alias.name}", node.lineno, runtime) for alias in node.names)
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        if ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield Import(str(node.args[0].value), node.lineno, runtime)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        yield from (Import(ast.literal_eval(a), node.lineno, runtime) for a in node.args[:1] if is_text(a))
     if isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING":
-        for child in node.body:
-            yield from imports_of(child, package, runtime=False)
-        for child in node.orelse:
-            yield from imports_of(child, package, runtime)
+        for statement in node.body:
+            yield from imports_of(statement, package, runtime=False)
+        for statement in node.orelse:
+            yield from imports_of(statement, package, runtime)
         return
     for child in ast.iter_child_nodes(node):
         yield from imports_of(child, package, runtime)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 SOURCES = {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from zeroconf._protocol.incoming import DNSIncoming
 
 import hearth
 from coordinator import doctor
@@ -61,7 +62,7 @@ def test_a_working_installation_has_curve() -> None:
     assert hearth.__version__ in finding.what
 
 
-# ---- network ------------------------------------------------------------------------------------------------------
+# ---- network -------------------------------------------------------------------------------------
 
 
 def test_the_interface_check_says_why_others_are_not_used() -> None:
@@ -97,8 +98,6 @@ def test_multicast_from_an_address_that_is_not_ours_is_a_problem() -> None:
 
 
 def test_the_multicast_probe_is_a_question_that_mdns_programs_can_read() -> None:
-    from zeroconf import DNSIncoming
-
     packet = DNSIncoming(doctor._probe())
     assert packet.valid
     assert packet.is_query()
@@ -156,7 +155,7 @@ def test_a_port_is_open_while_somebody_listens() -> None:
     assert not doctor._is_open(port)
 
 
-# ---- key and disk -------------------------------------------------------------------------------------------------
+# ---- key and disk --------------------------------------------------------------------------------
 
 
 def test_a_good_key_is_named_by_kind_and_fingerprint_and_not_shown(tmp_path: Path) -> None:
@@ -190,7 +189,7 @@ def test_the_disk_is_found_before_the_state_directory_is_made(tmp_path: Path) ->
     assert str(tmp_path) in check_disk(tmp_path / "not" / "yet").what
 
 
-# ---- other devices ------------------------------------------------------------------------------------------------
+# ---- other devices -------------------------------------------------------------------------------
 
 
 def test_clocks_that_are_off_are_named() -> None:
@@ -261,7 +260,7 @@ def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: 
     assert address in findings[0].what
 
 
-# ---- the command --------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def test_the_command_prints_json_and_fails_when_there_is_a_problem(tmp_path: Path) -> None:
