@@ -80,8 +80,8 @@ def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are()
 
 
 def test_an_address_that_has_gone_is_a_problem() -> None:
-    """192.0.2.1 is nobody's: it cannot be bound here."""
-    (finding,) = check_interface([Interface("eth9", "192.0.2.1", True, False, 1000, "")], None)
+    """203.0.113.77 is nobody's: it cannot be bound here."""
+    (finding,) = check_interface([Interface("eth9", "203.0.113.77", True, False, 1000, "")], None)
     assert finding.status == "problem"
     assert "eth9" in finding.what
 
@@ -91,9 +91,9 @@ def test_multicast_on_loopback_comes_back() -> None:
 
 
 def test_multicast_from_an_address_that_is_not_ours_is_a_problem() -> None:
-    finding = check_multicast(["127.0.0.1", "192.0.2.1"], doctor._multicast_works)
+    finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor._multicast_works)
     assert finding.status == "problem"
-    assert "192.0.2.1" in finding.what
+    assert "203.0.113.77" in finding.what
     assert "127.0.0.1" not in finding.what
 
 
@@ -253,7 +253,7 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
     assert "40003" not in finding.what
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1", "nonsense"])
+@pytest.mark.parametrize("address", ["203.0.113.77", "nonsense"])
 def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: str) -> None:
     findings = asyncio.run(doctor._look_around(new_home_key(), [address], look_seconds=0.1))
     assert [f.status for f in findings] == ["problem"]
