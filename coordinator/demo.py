@@ -88,12 +88,12 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
         for index in range(num_devices):
             stack.enter_context(_agent(f"device-{index + 1}", folder, key))
         report(f"started {num_devices} agents with a throw-away key; they advertise themselves over mDNS")
-        with _coordinator(folder / "hmp", key, model_dir, "hmp", num_devices, report) as home:
+        with _coordinator(folder, key, model_dir, "hmp", num_devices, report) as home:
             report("the home is ready; asking it for sentence embeddings")
             vectors, latency = _measure(home, texts)
             devices, plan = home.devices(), home.status().plan
         report("the same on one device alone, for comparison")
-        with _coordinator(folder / "local", key, model_dir, "local", num_devices, report) as home:
+        with _coordinator(folder, key, model_dir, "local", num_devices, report) as home:
             _, alone = _measure(home, texts)
     report("the same with transformers in this machine's own Python, for comparison")
     reference = _reference(model_dir, texts)
@@ -158,15 +158,15 @@ def _agent(name: str, folder: Path, key: Path) -> Iterator[None]:
 
 @contextmanager
 def _coordinator(
-    state_dir: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report
+    folder: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report
 ) -> Iterator[Home]:
-    """A real `hearth serve`, and a client that waited until it is ready."""
+    """A real `hearth serve`, and a client that waited until it is ready. Its state, with the profiles, is kept."""
     command = [
         *_program("hearth"), "serve", str(model_dir), "--strategy", strategy, "--key", str(key),
-        "--min-devices", str(num_devices), "--port", "0", "--state-dir", str(state_dir),
+        "--min-devices", str(num_devices), "--port", "0", "--state-dir", str(folder / "coordinator"),
         "--mdns-interfaces", _LOOPBACK, "--name", "demo",
     ]  # fmt: skip
-    log = state_dir.with_suffix(".log")
+    log = folder / f"coordinator-{strategy}.log"
     with _process(command, log) as process:
         deadline = time.monotonic() + _START_SECONDS
         shown = 0

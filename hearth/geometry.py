@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 # Plan-independent grains (DESIGN.md "Shards"): a re-plan moves whole grains and renames nothing.
@@ -67,11 +68,13 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
     """
     if any(weight < 0 or not math.isfinite(weight) for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"weights must be finite, non-negative and not all zero: {tuple(weights)}")
-    scale = total / sum(weights)
-    shares = [math.floor(weight * scale) for weight in weights]
+    # In rationals: a quota that float arithmetic rounds up to an integer would break the sum.
+    exact = [Fraction(weight) for weight in weights]
+    quotas = [weight * total / sum(exact) for weight in exact]
+    shares = [math.floor(quota) for quota in quotas]
     by_remainder = sorted(
         (rank for rank, weight in enumerate(weights) if weight > 0),
-        key=lambda rank: (shares[rank] - weights[rank] * scale, rank),
+        key=lambda rank: (shares[rank] - quotas[rank], rank),
     )
     for i in range(total - sum(shares)):
         shares[by_remainder[i % len(by_remainder)]] += 1

@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.options import AsJson
 from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.cli.tables import device_table, link_table, plan_table
+from coordinator.cli.tables import device_table, link_table, plan_tables
 from hearth.model.families import read_spec
 from hearth.units import format_seconds
 
@@ -43,7 +43,7 @@ def demo(
         out.print()
         out.print(link_table(devices.links, {device.device_id: device.name for device in devices.devices}))
         out.print()
-        out.print(plan_table(result.plan))
+        out.print(*plan_tables(result.plan), sep="\n")
         out.print()
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)

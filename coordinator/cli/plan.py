@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.cli.tables import alternatives_table, plan_table
+from coordinator.cli.tables import alternatives_table, plan_tables
 from coordinator.config import load_settings
 from coordinator.fleet import Fleet
 from coordinator.planners import PlanRequest, make_plan
@@ -77,7 +77,7 @@ def plan(
     if as_json:
         print_json(made.model_dump(mode="json"))
         return
-    out.print(plan_table(made))
+    out.print(*plan_tables(made), sep="\n")
     predicted = made.predicted
     out.print(
         f"predicted: {format_seconds(predicted.total_seconds)} a step "

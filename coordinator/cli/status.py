@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
-from coordinator.cli.tables import device_table, plan_table
+from coordinator.cli.tables import device_table, plan_tables
 from hearth.client import connect
 from hearth.units import format_bytes, format_seconds
 
@@ -25,7 +25,7 @@ def status(
         return
     out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
     if now.plan is not None:
-        out.print(plan_table(now.plan))
+        out.print(*plan_tables(now.plan), sep="\n")
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}")

@@ -16,28 +16,27 @@ _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow"
 
 
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
+    """Fits a terminal of 80 columns."""
     table = Table(title="Devices", title_justify="left", show_edge=False)
-    for heading in ("name", "state", "address", "processor", "cores", "load"):
+    for heading in ("device", "state", "processor", "load"):
         table.add_column(heading)
-    for heading in ("memory free", "may use", "temp", "GPU"):
-        table.add_column(heading, justify="right")
+    table.add_column("may use / free", justify="right")
+    table.add_column("GPU, temperature")
     for device in devices:
         state = f"[{_MARKS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
+        name = f"{device.name}\n[dim]{device.host}[/]"
         t = device.telemetry
         if t is None:
-            table.add_row(device.name, state, device.host)
+            table.add_row(name, state)
             continue
+        temperature = f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else ""
         table.add_row(
-            device.name,
+            name,
             state,
-            device.host,
-            t.cpu_model,
-            f"{t.num_cores} ({t.num_threads} used)",
+            f"{t.cpu_model}\n[dim]{t.num_threads} of {t.num_cores} cores[/]",
             f"{t.load_1min:.2f}",
-            format_bytes(t.memory_available_bytes),
-            format_bytes(t.memory_budget_bytes),
-            f"{t.temperature_celsius:.0f} °C" if t.temperature_celsius is not None else "-",
-            t.gpu.name if t.gpu else "-",
+            f"{format_bytes(t.memory_budget_bytes)}\n[dim]{format_bytes(t.memory_available_bytes)}[/]",
+            ", ".join(filter(None, (t.gpu.name if t.gpu else "", temperature))) or "-",
         )
     return table
 
@@ -59,33 +58,35 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
     return table
 
 
-def plan_table(plan: Plan) -> Table:
-    """Per device: heads, columns, rows, bytes by kind against the budget, and its busy time in a step."""
+def plan_tables(plan: Plan) -> tuple[Table, Table]:
+    """Per device: its shares and its busy time in a step; and its bytes by kind against the budget."""
     title = (
         f"Plan: {plan.model.name} by {plan.body.strategy} on {plan.num_ranks} device(s), "
         f"{plan.seq_len} rows a step, predicted {format_seconds(plan.predicted.total_seconds)}"
     )
-    table = Table(title=title, title_justify="left", show_edge=False)
-    table.add_column("device")
-    headings = ("heads", "columns", "rows", "vocabulary", "weights", "embeddings", "activations", "workspace", "total")
-    for heading in (*headings, "budget", "busy"):
-        table.add_column(heading, justify="right")
+    shares = Table(title=title, title_justify="left", show_edge=False)
+    memory = Table(title="Bytes on each device", title_justify="left", show_edge=False)
+    shares.add_column("device")
+    memory.add_column("device")
+    for heading in ("heads", "columns", "rows", "vocabulary", "busy"):
+        shares.add_column(heading, justify="right")
+    for heading in ("weights", "embeddings", "activations", "workspace", "total", "budget"):
+        memory.add_column(heading, justify="right")
     rows = rows_for(plan.body.row_weights, plan.seq_len)
     whole = plan.body.strategy == "sp"
     for rank, device in enumerate(plan.devices):
-        memory = device.memory
-        table.add_row(
+        shares.add_row(
             device.name,
             str(plan.model.num_heads if whole else plan.body.heads[rank]),
             str(plan.model.ffn_size if whole else plan.body.columns[rank]),
             str(plan.seq_len if plan.body.strategy == "megatron-tp" else rows[rank]),
             str(plan.body.vocabulary[rank]),
-            *(format_bytes(part) for part in (memory.weights, memory.embeddings, memory.activations, memory.workspace)),
-            format_bytes(memory.total),
-            format_bytes(device.budget_bytes),
             format_seconds(device.compute_seconds),
         )
-    return table
+        use = device.memory
+        kinds = (use.weights, use.embeddings, use.activations, use.workspace, use.total, device.budget_bytes)
+        memory.add_row(device.name, *map(format_bytes, kinds))
+    return shares, memory
 
 
 def alternatives_table(plan: Plan) -> Table:

@@ -50,7 +50,7 @@ def credentials() -> Iterator[Credential]:
     yield AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public)
 
 
-@pytest.mark.parametrize("credential", credentials(), ids=lambda c: c.kind)
+@pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
 def test_credentials_survive_text_and_file(credential: Credential, tmp_path: Path) -> None:
     assert parse_credential(format_credential(credential), "test") == credential
     path = tmp_path / "deep" / "key"
@@ -62,7 +62,7 @@ def test_credentials_survive_text_and_file(credential: Credential, tmp_path: Pat
     save_credential(path, credential, force=True)
 
 
-@pytest.mark.parametrize("credential", credentials(), ids=lambda c: c.kind)
+@pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
 def test_secrets_never_show_when_printed(credential: Credential) -> None:
     secret = credential.key if isinstance(credential, HomeKey) else credential.secret
     assert secret not in repr(credential) + str(credential)

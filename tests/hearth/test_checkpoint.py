@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import CONFIGS, tensors_of, write_model
+
+from hearth.errors import BadCheckpoint, UnsupportedArchitecture
+from hearth.model.checkpoint import Checkpoint
+from hearth.model.families import read_spec
+from hearth.model.sentence import read_pooling
+from hearth.model.sharding import manifest
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Path) -> None:
+    expected = tensors_of("bert")
+    with Checkpoint(write_model(tmp_path, num_files=num_files)) as checkpoint:
+        assert checkpoint.names() == sorted(expected)
+        for name, array in expected.items():
+            assert np.array_equal(checkpoint.array(name), array)
+            assert not checkpoint.array(name).flags.writeable
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert.")])
+def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str, tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path / "my-model", family, prefix))
+    assert (spec.name, spec.family, spec.num_layers, spec.num_heads, spec.head_dim) == ("my-model", family, 2, 3, 8)
+    assert (spec.ffn_size, spec.vocab_size, spec.dtype) == (130, 2500, "float32")
+    assert spec.type_vocab_size == (2 if family == "bert" else 0)
+
+
+def test_the_dtype_is_the_files_not_the_configs(tmp_path: Path) -> None:
+    assert read_spec(write_model(tmp_path, dtype=np.float16)).dtype == "float16"
+
+
+def change_config(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        config = {**CONFIGS["bert"], **changes}
+        (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "match"),
+    [
+        (lambda d: (d / "config.json").unlink(), BadCheckpoint, "config.json.*no such file"),
+        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "no valid JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), BadCheckpoint, "JSON object"),
+        (change_config(hidden_size=...), BadCheckpoint, "hidden_size is missing"),
+        (change_config(num_attention_heads=5), BadCheckpoint, "cannot be split among 5 heads"),
+        (change_config(num_attention_heads="x"), BadCheckpoint, "cannot be split"),
+        (change_config(vocab_size=-1), BadCheckpoint, "vocab_size"),
+        (change_config(model_type="resnet"), UnsupportedArchitecture, "'resnet'.*Supported: bert, distilbert"),
+        (change_config(hidden_act="swish"), UnsupportedArchitecture, "swish"),
+        (change_config(position_embedding_type="relative_key"), UnsupportedArchitecture, "relative_key"),
+        (change_config(is_decoder=True), UnsupportedArchitecture, "is_decoder"),
+        (lambda d: (d / "model.safetensors").unlink(), BadCheckpoint, "no model.safetensors"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), BadCheckpoint, r"pytorch_model.bin"),
+    ],
+)  # fmt: skip
+def test_bad_model_directories_say_what_is_wrong(
+    harm: Callable[[Path], None], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(error, match=match):
+        read_spec(tmp_path)
+
+
+def rewrite_header(path: Path, change: Callable[[dict], None]) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+FIRST = "embeddings.LayerNorm.bias"
+
+
+@pytest.mark.parametrize(
+    ("harm", "match"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-5]), "cut short"),
+        (lambda p: p.write_bytes(p.read_bytes() + b"x"), "appended"),
+        (lambda p: p.write_bytes(b"abc"), "too short"),
+        (lambda p: p.write_bytes(b""), "cannot be read"),
+        (lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)), "cut short, or is no safetensors"),
+        (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"nope"), "header cannot be read"),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[7])), f"{FIRST} has"),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[-1])), FIRST),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(dtype="F99")), FIRST),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])), "overlap or leave gaps"),
+    ],
+)
+def test_broken_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    harm(path)
+    with pytest.raises(BadCheckpoint, match=match):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = tensors_of("bert")
+    write_model(tmp_path)
+    name = "encoder.layer.1.output.dense.weight"
+    missing = {key: value for key, value in tensors.items() if key != name}
+    save_file(missing, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{name} is missing"):
+        manifest(checkpoint, read_spec(tmp_path))
+    save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"):
+        manifest(checkpoint, read_spec(tmp_path))
+    integers = {**tensors, name: np.zeros((24, 130), np.int32)}
+    save_file(integers, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match="not floats"):
+        manifest(checkpoint, read_spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ("{", "index cannot be read"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside its directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "no such file"),
+        ('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}', "promises the tensor absent"),
+    ],
+)
+def test_bad_indexes_are_named(index: str, match: str, tmp_path: Path) -> None:
+    write_model(tmp_path, num_files=2)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BadCheckpoint, match=match):
+        Checkpoint(tmp_path)
+
+
+def test_only_mean_pooling_is_served(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) == "mean"
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    with pytest.raises(UnsupportedArchitecture, match="cls_token"):
+        read_pooling(tmp_path)
