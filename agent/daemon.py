@@ -207,9 +207,7 @@ class AgentDaemon:
             "compute_device": device.compute_device,
         }
         async with self._busy_measuring:
-            output = await run_child(
-                "agent.worker.profiler", json.dumps(request), _PROFILE_SECONDS, device=self.name
-            )
+            output = await run_child("agent.worker.profiler", json.dumps(request), _PROFILE_SECONDS, device=self.name)
         return BlocksProfiled(blocks=BlockProfile.model_validate_json(output))
 
     # ---- chunks ---------------------------------------------------------------------------------------------------
@@ -285,4 +283,3 @@ class AgentDaemon:
         self._store.unpin_all()
         if worker is not None:
             await worker.stop()
-

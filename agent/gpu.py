@@ -18,7 +18,11 @@ from hearth.messages import Gpu
 log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 60.0  # importing torch from a slow card
-_TEGRA_LOAD_FILES = ("sys/devices/gpu.0/load", "sys/devices/platform/gpu.0/load", "sys/devices/platform/17000000.gpu/load")
+_TEGRA_LOAD_FILES = (
+    "sys/devices/gpu.0/load",
+    "sys/devices/platform/gpu.0/load",
+    "sys/devices/platform/17000000.gpu/load",
+)
 
 
 class GpuReader:
@@ -65,7 +69,11 @@ class GpuReader:
 async def probe_cuda(timeout_seconds: float = _PROBE_SECONDS) -> Gpu | None:
     """Ask torch in a child process; None where it has no CUDA device, is not there, or does not answer."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agent.worker.probe", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        "agent.worker.probe",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
         output, errors = await asyncio.wait_for(process.communicate(), timeout_seconds)

@@ -74,9 +74,7 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise BadSetting(
-                setting="--state-dir", reason=f"another agent (pid {holder}) uses {state_dir}"
-            ) from None
+            raise BadSetting(setting="--state-dir", reason=f"another agent (pid {holder}) uses {state_dir}") from None
         os.truncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield _load_or_make(state_dir / "identity.json", hardware_fingerprint(root))
@@ -100,7 +98,10 @@ def _load_or_make(path: Path, hardware: str) -> Identity:
         regenerated = True
     keypair = new_keypair()
     made = _Saved(
-        device_id=secrets.token_hex(8), hardware=hardware, public_key=keypair.public, secret_key=keypair.secret
+        device_id=secrets.token_hex(8),
+        hardware=hardware,
+        public_key=keypair.public,
+        secret_key=keypair.secret,
     )
     beside = path.with_suffix(".new")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

@@ -18,9 +18,7 @@ class Lease:
         return Lease(self.holder, self.holder_name, self.seconds, now + self.seconds)
 
 
-def acquire(
-    current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float
-) -> Lease:
+def acquire(current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float) -> Lease:
     """A new lease, unless another coordinator holds one that has not expired: then AgentBusy."""
     if current is not None and current.holder != holder and now < current.expires:
         raise AgentBusy(device=device, holder=current.holder_name)

@@ -6,7 +6,6 @@ the end of each burst. Repeated until stable, bounded in time and bytes.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import statistics
 import time
@@ -18,7 +17,6 @@ from hearth.errors import WrongKey
 from hearth.messages import Done, LinkMeasured, MeasureLink, Message, OpenLinkProbe
 from hearth.rpc import Caller, Reply, RpcClient, RpcServer
 from hearth.security import Access, Gatekeeper, KeyPair
-
 
 ZAP_DOMAIN = "link"
 _FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure our own overhead
@@ -33,7 +31,12 @@ class LinkServer:
     """The measured side: always bound, admits a peer only between its probe's opening and its end."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, gatekeeper: Gatekeeper, bind_host: str, port: int, keypair: KeyPair
+        self,
+        context: zmq.asyncio.Context,
+        gatekeeper: Gatekeeper,
+        bind_host: str,
+        port: int,
+        keypair: KeyPair,
     ) -> None:
         self._open_until: dict[str, float] = {}
         gatekeeper.admit(ZAP_DOMAIN, self._admits)
@@ -70,9 +73,7 @@ async def measure_link(request: MeasureLink, own: KeyPair) -> LinkMeasured:
     """Measure from here to there. Raises Unreachable, WrongKey or DeadlineExceeded within the request's bounds."""
     context = zmq.asyncio.Context()
     host = f"[{request.host}]" if ":" in request.host else request.host
-    client = RpcClient(
-        context, f"tcp://{host}:{request.port}", Access(own, request.peer_public_key), name="link"
-    )
+    client = RpcClient(context, f"tcp://{host}:{request.port}", Access(own, request.peer_public_key), name="link")
     try:
         return await _measure(client, request)
     finally:
@@ -106,12 +107,8 @@ async def _measure(client: RpcClient, request: MeasureLink) -> LinkMeasured:
         if seconds < _MIN_BURST_SECONDS:
             num_frames = min(num_frames * 2, _MAX_FRAMES_PER_BURST)
     rate = statistics.median(rates[-_AGREEING_BURSTS:]) if rates else num_frames * _FRAME_BYTES / transfer
-    return LinkMeasured(
-        bytes_per_second=rate, round_trip_seconds=round_trip, num_bytes=sent, stable=stable
-    )
+    return LinkMeasured(bytes_per_second=rate, round_trip_seconds=round_trip, num_bytes=sent, stable=stable)
 
 
 def _agree(rates: list[float]) -> bool:
     return max(rates) - min(rates) <= _AGREE * max(rates)
-
-

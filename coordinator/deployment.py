@@ -118,9 +118,7 @@ class Deployment:
             await _all_or_first_error(push_to(rank) for rank in range(self.plan.num_ranks))
         return per_rank
 
-    async def load(
-        self, chunks: Sequence[tuple[ChunkRef, ...]], cluster: ClusterProfile | None, encrypt: bool
-    ) -> None:
+    async def load(self, chunks: Sequence[tuple[ChunkRef, ...]], cluster: ClusterProfile | None, encrypt: bool) -> None:
         """Start the workers, and connect them when all are bound."""
         token = secrets.token_bytes(16)
         devices = self.plan.devices
@@ -217,7 +215,8 @@ class Deployment:
 
         tasks = [asyncio.ensure_future(one(rank)) for rank in range(self.plan.num_ranks)]
         while (pending := {task for task in tasks if not task.done()}) and not self.failure and not _errors(tasks):
-            await asyncio.wait({*pending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {*pending, self._failed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if self.failure is not None or _errors(tasks):
             raise await self._give_up(tasks)
         latency = loop.time() - began

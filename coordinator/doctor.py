@@ -115,9 +115,7 @@ def check_interface(found: list[Interface], preferred: str | None) -> list[Findi
     except HearthError as error:
         return [Finding(check="interface", status="problem", what=error.explanation(), do=error.next_step())]
     others = "; ".join(
-        f"{i.name} ({i.address}): {i.skipped}"
-        for i in found
-        if i.skipped and ":" not in i.address and i != chosen
+        f"{i.name} ({i.address}): {i.skipped}" for i in found if i.skipped and ":" not in i.address and i != chosen
     )
     what = f"{chosen.name} ({chosen.address}) is advertised" + (f". Not used: {others}" if others else "")
     if chosen.address.startswith("127."):
@@ -262,9 +260,7 @@ def check_key(path: Path) -> tuple[Finding, Credential | None]:
         credential = load_credential(path)
     except HearthError as error:
         return Finding(check="key", status="problem", what=error.explanation(), do=error.next_step()), None
-    what = (
-        f"{credential.kind} key in {path}, home {fingerprint(coordinator_access(credential).server_public)}"
-    )
+    what = f"{credential.kind} key in {path}, home {fingerprint(coordinator_access(credential).server_public)}"
     if path.stat().st_mode & 0o077:
         return Finding(
             check="key", status="warning", what=f"{what}, readable by others", do=f"chmod 600 {path}"
@@ -272,15 +268,11 @@ def check_key(path: Path) -> tuple[Finding, Credential | None]:
     return Finding(check="key", status="ok", what=what), credential
 
 
-async def _look_around(
-    credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float
-) -> list[Finding]:
+async def _look_around(credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float) -> list[Finding]:
     """Agents and coordinators on the network: protocol, version, clock, how many."""
     coordinators: dict[str, Found] = {}
     home = fingerprint(coordinator_access(credential).server_public)
-    browser = Browser(
-        COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces
-    )
+    browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
     findings: list[Finding] = []
     try:
         await browser.start()
@@ -304,17 +296,14 @@ async def _look_around(
         return findings
     finally:
         await browser.stop()
-    findings.append(
-        check_coordinators([found for found in coordinators.values() if found.fingerprint == home])
-    )
+    findings.append(check_coordinators([found for found in coordinators.values() if found.fingerprint == home]))
     return findings
 
 
 def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[Finding]:
     """Who answered, who refused and why, their versions, and their clocks against ours (`now`, Unix)."""
     findings = [
-        Finding(check="agents", status="problem", what=error.explanation(), do=error.next_step())
-        for error in refusals
+        Finding(check="agents", status="problem", what=error.explanation(), do=error.next_step()) for error in refusals
     ]
     if not devices:
         findings.append(

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -138,9 +139,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         except (Unreachable, ConnectionLost) as error:
             raise DeviceLost(device=name, reason=error.explanation()) from None
 
-    async def ask(
-        self, device_id: str, message: Message, expected: type[_T], timeout_seconds: float = 10.0
-    ) -> _T:
+    async def ask(self, device_id: str, message: Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """Ask one agent for a message of one type."""
         reply = await self.call(device_id, message, timeout_seconds=timeout_seconds)
         if not isinstance(reply.message, expected):
@@ -176,9 +175,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def _connect(self, host: str, port: int) -> None:
         if (host, port) in self._connections:
             return
-        client = RpcClient(
-            self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth"
-        )
+        client = RpcClient(self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth")
         connection = _Connection(client, host, port)
         self._connections[host, port] = connection
         connection.task = asyncio.create_task(self._keep(connection))
@@ -188,9 +185,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while True:
             try:
                 welcome = await connection.client.hello(AgentWelcome, timeout_seconds=_HELLO_SECONDS)
-                registry.check_unique(
-                    self.devices.get(welcome.device_id), welcome, connection.host, connection.port
-                )
+                registry.check_unique(self.devices.get(welcome.device_id), welcome, connection.host, connection.port)
                 await self._joined(connection, welcome)
                 await self._beat(connection, welcome.device_id)
             except DuplicateDevice as error:
@@ -210,10 +205,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         device = Device(welcome, connection.host, connection.port, last_seen=time.monotonic())
         previous = self.devices.get(welcome.device_id)
         if previous is not None:
-            device = registry.replace(device, penalty_until=previous.penalty_until)
+            device = replace(device, penalty_until=previous.penalty_until)
         self._by_device[welcome.device_id] = connection
         telemetry = await self.ask_connection(connection, GetTelemetry(), Telemetry)
-        self.devices[welcome.device_id] = registry.replace(device, telemetry=telemetry)
+        self.devices[welcome.device_id] = replace(device, telemetry=telemetry)
         if self._lease_name is not None:
             await self._acquire(connection, welcome.device_id)
         self._last_joined = time.monotonic()
@@ -278,7 +273,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             self._on_change(after)
 
     def _update(self, device_id: str, **changes: Any) -> None:
-        self.devices[device_id] = registry.replace(self.devices[device_id], **changes)
+        self.devices[device_id] = replace(self.devices[device_id], **changes)
 
     async def _release_all(self) -> None:
         async def release(connection: _Connection) -> None:

@@ -76,9 +76,7 @@ class Profiler:
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
-    async def _blocks(
-        self, devices: Sequence[Device], spec: ModelSpec, seq_len: int
-    ) -> dict[str, BlockProfile]:
+    async def _blocks(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
         """Profile all devices at once, but agents on one machine in turn: they would slow each other down."""
         by_host: dict[str, list[Device]] = {}
         for device in devices:
@@ -117,13 +115,10 @@ class Profiler:
     async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
         """Every ordered pair. Pairs that share no machine are measured at the same time."""
         hosts = {
-            device.device_id: device.telemetry.host_id if device.telemetry else device.device_id
-            for device in devices
+            device.device_id: device.telemetry.host_id if device.telemetry else device.device_id for device in devices
         }
         by_id = {device.device_id: device for device in devices}
-        wanted = [
-            pair for pair in permutations(by_id, 2) if pair not in self.links and not self._load_link(*pair)
-        ]
+        wanted = [pair for pair in permutations(by_id, 2) if pair not in self.links and not self._load_link(*pair)]
         if wanted:
             self._report(f"measuring {len(wanted)} links")
         for together in _disjoint_rounds(wanted, hosts):
@@ -132,9 +127,7 @@ class Profiler:
 
     async def _measure(self, source: Device, target: Device) -> None:
         try:
-            opened = OpenLinkProbe(
-                peer_public_key=source.welcome.device_public_key, seconds=_LINK_SECONDS + 5.0
-            )
+            opened = OpenLinkProbe(peer_public_key=source.welcome.device_public_key, seconds=_LINK_SECONDS + 5.0)
             await self._fleet.ask(target.device_id, opened, Done)
             measured = await self._fleet.ask(
                 source.device_id,
@@ -189,9 +182,7 @@ def _blocks_key(device: Device, spec: ModelSpec, seq_len: int) -> str:
     return _digest(device.device_id, shape, seq_len, settings)
 
 
-def _disjoint_rounds(
-    pairs: Iterable[tuple[str, str]], hosts: dict[str, str]
-) -> list[list[tuple[str, str]]]:
+def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:
     """Group pairs so that no machine takes part twice in one round."""
     rounds: list[tuple[set[str], list[tuple[str, str]]]] = []
     for source, target in pairs:
@@ -217,5 +208,3 @@ def _fully_linked(device_ids: Sequence[str], links: dict[tuple[str, str], Link])
         if not any(missing.values()):
             return left
         left.remove(max(sorted(missing), key=lambda device: missing[device]))
-
-

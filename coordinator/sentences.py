@@ -61,9 +61,7 @@ def pack(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray[Any, Any], np.n
     return ids, lengths
 
 
-def mean_pool(
-    sums_NH: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def mean_pool(sums_NH: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Mean over each sequence's tokens, then L2 normalisation: [N,H]."""
     import numpy as np
 

@@ -111,18 +111,22 @@ class Service:
             stack.push_async_callback(self._server.close)
             self._report(f"listening on port {server.port}")
             notifier.send("READY=1")
-            tasks = [asyncio.create_task(self._server.run()), asyncio.create_task(self._watchdog(notifier))]
-            stopped = asyncio.create_task(stop.wait())
+            tasks: list[asyncio.Task[None]] = [
+                asyncio.create_task(self._server.run()),
+                asyncio.create_task(self._watchdog(notifier)),
+            ]
+            stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
             try:
-                await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+                waits: set[asyncio.Task[Any]] = {*tasks, stopped}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     if task.done():
                         task.result()
             finally:
                 notifier.send("STOPPING=1")
-                for task in (*tasks, stopped):
-                    task.cancel()
-                await asyncio.gather(*tasks, stopped, return_exceptions=True)
+                for wait in waits:
+                    wait.cancel()
+                await asyncio.gather(*waits, return_exceptions=True)
 
     async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
         """Answer one request. Raises HearthError, which goes back to the client."""
@@ -203,9 +207,5 @@ class Service:
 
 
 def _reply(answer: Answer) -> Reply:
-    message = Vectors(
-        latency_seconds=answer.latency_seconds, num_tokens=answer.num_tokens, traces=answer.traces
-    )
+    message = Vectors(latency_seconds=answer.latency_seconds, num_tokens=answer.num_tokens, traces=answer.traces)
     return Reply(message, pack_array(answer.vectors))
-
-

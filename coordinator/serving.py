@@ -143,9 +143,7 @@ class Server:
         if deployment is None or device.device_id not in {d.device_id for d in deployment.plan.devices}:
             return
         state = device.state
-        if device.health == "dead":
-            deployment.fail(DeviceLost(device=device.name, reason=device.reason))
-        elif device.health == "busy":
+        if device.health == "dead" or device.health == "busy":
             deployment.fail(DeviceLost(device=device.name, reason=device.reason))
         elif state is None:
             deployment.fail(DeviceLost(device=device.name, reason="its agent was restarted"))
@@ -176,7 +174,9 @@ class Server:
         async def compute(deployment: Deployment) -> Answer:
             import numpy as np
 
-            vectors, traces, seconds = [], [], 0.0
+            vectors: list[np.ndarray[Any, Any]] = []
+            traces: list[DeviceTrace] = []
+            seconds = 0.0
             for batch in batches([len(ids) for ids in encoded], model.seq_len):
                 ids, lengths = pack([encoded[i] for i in batch])
                 result = await deployment.run_step(ids, lengths, "mean", trace)

@@ -97,7 +97,14 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 def chrome_trace(tasks: Sequence[Task], timeline: Timeline) -> dict[str, Any]:
     """The predicted timeline as a Chrome trace, one lane per resource."""
     events = [
-        {"name": task.name, "ph": "X", "pid": 1, "tid": resource, "ts": start * 1e6, "dur": (end - start) * 1e6}
+        {
+            "name": task.name,
+            "ph": "X",
+            "pid": 1,
+            "tid": resource,
+            "ts": start * 1e6,
+            "dur": (end - start) * 1e6,
+        }
         for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True)
         for resource in task.resources
     ]

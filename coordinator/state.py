@@ -70,6 +70,7 @@ def write_atomically(path: Path, text: str) -> None:
 def read_json(path: Path) -> object | None:
     """A cache file's content, or None when it is absent or damaged."""
     try:
-        return json.loads(path.read_text())
+        value: object = json.loads(path.read_text())
+        return value
     except (OSError, ValueError):
         return None

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import zmq.asyncio
 
-from hearth.errors import BadMessage, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
+from hearth.errors import (
+    BadMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    HearthError,
+    NoCoordinator,
+    Unreachable,
+)
 from hearth.messages import (
     AddApp,
     AppList,
@@ -186,9 +193,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             return endpoint_of(self._address)
         from hearth.discovery import find_coordinator
 
-        found = await find_coordinator(
-            fingerprint(self._access.server_public), timeout_seconds, self._interfaces
-        )
+        found = await find_coordinator(fingerprint(self._access.server_public), timeout_seconds, self._interfaces)
         if found is None:
             raise NoCoordinator(seconds=timeout_seconds)
         return f"tcp://{found.hosts[0]}:{found.port}"
@@ -222,9 +227,7 @@ class Home(AbstractContextManager["Home"]):
         """Normalised sentence embeddings [N,H], float32. Raises TextTooLong, NotServing, QueueFull, WorkerDied, ..."""
         return self._run(self._home.embed(texts, timeout_seconds))
 
-    def request_embeddings(
-        self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
-    ) -> Result:
+    def request_embeddings(self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False) -> Result:
         """As `embed`, with latency and, on request, each device's timeline."""
         return self._run(self._home.request_embeddings(texts, timeout_seconds, trace))
 

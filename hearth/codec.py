@@ -35,7 +35,12 @@ class ValueFormat(IntEnum):
     INT8 = 3
 
 
-_FORMATS = {"exact": ValueFormat.EXACT, "bf16": ValueFormat.BF16, "fp16": ValueFormat.FP16, "int8": ValueFormat.INT8}
+_FORMATS = {
+    "exact": ValueFormat.EXACT,
+    "bf16": ValueFormat.BF16,
+    "fp16": ValueFormat.FP16,
+    "int8": ValueFormat.INT8,
+}
 
 
 class Encoded(NamedTuple):
@@ -83,7 +88,7 @@ class Codec:
         array = np.ascontiguousarray(array)
         values, planes = _to_wire(array, self._values)
         compress = array.nbytes > 0 and self._wants_lz4(kind, planes)
-        buffers: list[Buffer] = [memoryview(plane).cast("B") if plane.size else b"" for plane in planes]
+        buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
             smaller = [_compress(plane) for plane in planes]
             if sum(map(len, smaller)) < sum(len(buffer) for buffer in buffers):
@@ -112,13 +117,15 @@ class Codec:
         between = self._clock()
         _decompress(compressed, sample.dtype, sample.size)
         end = self._clock()
-        return lz4_pays(
-            sample.nbytes, len(compressed), between - start, end - between, self._link_bytes_per_second
-        )
+        return lz4_pays(sample.nbytes, len(compressed), between - start, end - between, self._link_bytes_per_second)
 
 
 def decode(
-    values: ValueFormat, compressed: bool, dtype: np.dtype[Any], shape: tuple[int, ...], buffers: Sequence[Buffer]
+    values: ValueFormat,
+    compressed: bool,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    buffers: Sequence[Buffer],
 ) -> Array:
     """The array again, in its first dtype and shape; read-only where nothing was converted. Raises BadMessage.
 

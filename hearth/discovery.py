@@ -186,7 +186,10 @@ def _read(info: AsyncServiceInfo) -> Found | None:
     }
     if not info.port or not fields.get("v", "").isdigit() or not fields.get("id") or "fp" not in fields:
         return None
-    addresses = sorted(set(info.parsed_addresses()), key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text))
+    addresses = sorted(
+        set(info.parsed_addresses()),
+        key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text),
+    )
     if not addresses:
         return None
     return Found(fields["id"], tuple(addresses), info.port, int(fields["v"]), fields["fp"])

@@ -152,7 +152,9 @@ class BadKey(HearthError):
 class KeyExists(HearthError):
     path: str
     summary = "There is a key at {path} already."
-    advice = "Keep it; or use `hearth key rotate` for a new one, or `--force` to overwrite it and lose access to its home."
+    advice = (
+        "Keep it; or use `hearth key rotate` for a new one, or `--force` to overwrite it and lose access to its home."
+    )
 
 
 @dataclass(eq=False)
@@ -195,7 +197,10 @@ class DuplicateDevice(HearthError):
     device_id: str
     first: str
     second: str
-    summary = "{first} and {second} both claim the device id {device_id}: one is probably a copy of the other's SD card or state directory."
+    summary = (
+        "{first} and {second} both claim the device id {device_id}: "
+        "one is probably a copy of the other's SD card or state directory."
+    )
     advice = "Delete the state directory of `hearth-agent` on the copy and start it again."
 
 

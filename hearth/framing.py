@@ -100,7 +100,7 @@ def pack_array(array: Array) -> list[Buffer]:
     array = np.ascontiguousarray(array)
     dtype = array.dtype.newbyteorder("<")
     header = _ARRAY.pack(_VERSION, _DTYPE_CODES[dtype], array.ndim, *_padded(array.shape))
-    return [header, memoryview(array.astype(dtype, copy=False)).cast("B") if array.size else b""]
+    return [header, memoryview(array.astype(dtype, copy=False).data).cast("B") if array.size else b""]
 
 
 def unpack_array(frames: Sequence[Buffer]) -> Array:
@@ -115,9 +115,7 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
     return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
 
 
-def _read_header(
-    token: bytes, frames: Sequence[Buffer]
-) -> tuple[TileKey, np.dtype[Any], int, tuple[int, ...]]:
+def _read_header(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, np.dtype[Any], int, tuple[int, ...]]:
     if not frames or len(frames[0]) != TOKEN_BYTES + _HEADER.size:
         raise BadMessage(reason="a tile begins with a header")
     head = bytes(frames[0])

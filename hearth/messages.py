@@ -7,7 +7,7 @@ payload frames beside a message, never inside it. Unknown fields are ignored; an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
@@ -440,14 +440,49 @@ class AppList(_Message):
     revoked: tuple[Name, ...]
 
 
-Message: TypeAlias = Union[
-    Hello, Done, Failed,
-    AgentWelcome, GetTelemetry, Telemetry, AcquireLease, LeaseGranted, ReleaseLease, Heartbeat, AgentState,
-    OpenLinkProbe, MeasureLink, LinkMeasured, ProfileBlocks, BlocksProfiled, FindMissing, ChunksMissing, PutChunk,
-    LoadShard, WorkerBound, ConnectPeers, RunStep, StepDone, Unload, StartWorker, AbortStep,
-    CoordinatorWelcome, GetReadiness, Readiness, Embed, GetHiddenStates, Vectors, ListDevices, DeviceList,
-    GetStatus, Status, AddApp, RevokeApp, ListApps, AppList,
-]  # fmt: skip
+Message: TypeAlias = (
+    Hello
+    | Done
+    | Failed
+    | AgentWelcome
+    | GetTelemetry
+    | Telemetry
+    | AcquireLease
+    | LeaseGranted
+    | ReleaseLease
+    | Heartbeat
+    | AgentState
+    | OpenLinkProbe
+    | MeasureLink
+    | LinkMeasured
+    | ProfileBlocks
+    | BlocksProfiled
+    | FindMissing
+    | ChunksMissing
+    | PutChunk
+    | LoadShard
+    | WorkerBound
+    | ConnectPeers
+    | RunStep
+    | StepDone
+    | Unload
+    | StartWorker
+    | AbortStep
+    | CoordinatorWelcome
+    | GetReadiness
+    | Readiness
+    | Embed
+    | GetHiddenStates
+    | Vectors
+    | ListDevices
+    | DeviceList
+    | GetStatus
+    | Status
+    | AddApp
+    | RevokeApp
+    | ListApps
+    | AppList
+)
 
 MESSAGE_TYPES: tuple[type[BaseModel], ...] = get_args(Message)
 _TAGS = frozenset(message_type.model_fields["t"].default for message_type in MESSAGE_TYPES)

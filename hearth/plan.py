@@ -12,7 +12,6 @@ from hearth.model.spec import ModelSpec
 
 Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
 STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
-PLAN_VERSION = 1
 
 
 class WireFormat(BaseModel):
@@ -93,7 +92,7 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    version: Literal[1] = PLAN_VERSION
+    version: Literal[1] = 1
     epoch: int = Field(default=0, ge=0, lt=1 << 63)
     model: ModelSpec
     planner: str

@@ -39,7 +39,11 @@ _ID_BYTES = 8
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
 # The other end closed the handshake: our key is unknown there, or theirs is not the one we expect.
-_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
 
 _T = TypeVar("_T")
 
@@ -86,7 +90,7 @@ class RpcServer:
             if error.errno == zmq.EADDRINUSE:
                 raise PortInUse(port=port, setting=port_setting) from None
             raise
-        self.port = int(self._socket.last_endpoint.decode().rpartition(":")[2])
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def start(self) -> None:
         self._loop_task = asyncio.create_task(self._receive_loop())

@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, Union
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import zmq
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -93,7 +93,7 @@ class AppKey(_Credential):
     coordinator_public: str = Field(min_length=40, max_length=40)
 
 
-Credential: TypeAlias = Union[HomeKey, AdminKey, AppKey]
+Credential: TypeAlias = HomeKey | AdminKey | AppKey
 _CREDENTIAL: TypeAdapter[Credential] = TypeAdapter(Credential)
 
 

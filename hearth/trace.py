@@ -36,9 +36,7 @@ class Transfer(NamedTuple):
 
 def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
     """Pair each `send` with the `receive` of the same name, in order of their start."""
-    sent = {
-        event.name: (trace.device, event) for trace in traces for event in trace.events if event.lane == "send"
-    }
+    sent = {event.name: (trace.device, event) for trace in traces for event in trace.events if event.lane == "send"}
     found = []
     for trace in traces:
         for event in trace.events:
@@ -46,7 +44,12 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
                 sender, start = sent[event.name]
                 found.append(
                     Transfer(
-                        event.name, sender, trace.device, start.start_seconds, event.end_seconds, event.num_bytes
+                        event.name,
+                        sender,
+                        trace.device,
+                        start.start_seconds,
+                        event.end_seconds,
+                        event.num_bytes,
                     )
                 )
     return sorted(found, key=lambda transfer: transfer.start_seconds)
@@ -55,9 +58,7 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
 def overlap_seconds(traces: Sequence[DeviceTrace]) -> float:
     """Seconds of transfers during which the receiving device was computing (their bars intersected)."""
     computing = {
-        trace.device: [
-            (event.start_seconds, event.end_seconds) for event in trace.events if event.lane == "compute"
-        ]
+        trace.device: [(event.start_seconds, event.end_seconds) for event in trace.events if event.lane == "compute"]
         for trace in traces
     }
     return sum(
@@ -85,16 +86,26 @@ def chrome_trace(traces: Sequence[DeviceTrace]) -> dict[str, Any]:
         for event in _bars(trace.events):
             events.append(
                 bar(
-                    event.name, event.lane, pids[trace.device], event.lane,
-                    event.start_seconds, event.end_seconds, event.num_bytes,
-                )  # fmt: skip
+                    event.name,
+                    event.lane,
+                    pids[trace.device],
+                    event.lane,
+                    event.start_seconds,
+                    event.end_seconds,
+                    event.num_bytes,
+                )
             )
     for transfer in transfers(traces):
         events.append(
             bar(
-                transfer.name, "transfer", pids[transfer.receiver], f"from {transfer.sender}",
-                transfer.start_seconds, transfer.end_seconds, transfer.num_bytes,
-            )  # fmt: skip
+                transfer.name,
+                "transfer",
+                pids[transfer.receiver],
+                f"from {transfer.sender}",
+                transfer.start_seconds,
+                transfer.end_seconds,
+                transfer.num_bytes,
+            )
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -146,9 +146,7 @@ def test_only_the_worker_imports_the_machine_learning_libraries() -> None:
 def test_the_daemon_imports_neither_numpy_nor_the_worker() -> None:
     assert not breaches(
         lambda name: is_under(name, "agent") and not is_under(name, "agent.worker"),
-        lambda found: (
-            found.runtime and (library(found.target) == "numpy" or is_under(found.target, "agent.worker"))
-        ),
+        lambda found: found.runtime and (library(found.target) == "numpy" or is_under(found.target, "agent.worker")),
     )
 
 

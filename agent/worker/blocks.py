@@ -48,9 +48,7 @@ def project_qkv(layer: LayerShard, x_sH: Tensor, out: Tensor) -> None:
     torch.addmm(layer.qkv_bias, x_sH, layer.qkv_weight.t(), out=out)
 
 
-def attention(
-    q_sw: Tensor, k_Tw: Tensor, v_Tw: Tensor, head_dim: int, sequences: Sequence[Span], rows: Span
-) -> Tensor:
+def attention(q_sw: Tensor, k_Tw: Tensor, v_Tw: Tensor, head_dim: int, sequences: Sequence[Span], rows: Span) -> Tensor:
     """Bidirectional attention of the query rows `rows` of the step over all rows of their own sequence: [s,w]."""
     context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     if q_sw.shape[1] == 0:
@@ -73,9 +71,7 @@ def connective(x_sH: Tensor, y_sH: Tensor, bias: Tensor, norm: Norm, eps: float)
     return F.layer_norm(x_sH + (y_sH + bias), (x_sH.shape[-1],), norm.weight, norm.bias, eps)
 
 
-def finish_embedding(
-    embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor, eps: float
-) -> Tensor:
+def finish_embedding(embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor, eps: float) -> Tensor:
     """Add position and type embeddings to the word rows and normalise."""
     x_sH = word_sH
     if embedding.token_type is not None:

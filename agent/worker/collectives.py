@@ -118,5 +118,3 @@ class Collectives:
             rows = gathered_TH[slice(*self.tiles[key.tile])]
             self._copy(tile, rows)
             yield key.tile, rows
-
-

@@ -90,4 +90,3 @@ def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], f
         if start < stop:
             sums_NH[n] = hidden_sH[start - first_row : stop - first_row].sum(dim=0)
     return sums_NH
-

@@ -79,9 +79,7 @@ class Worker:
     def connect(self, request: ConnectPeers) -> None:
         load = self._load
         self._transport.connect(request.peers)
-        codecs = {
-            peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
-        }
+        codecs = {peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers}
         self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)
         self._communicator.start()
         self._engine = Engine(load.plan, load.rank, self._shard, self._communicator, self._staging)
@@ -111,7 +109,7 @@ class _Control:
     def __init__(self, address: str) -> None:
         self.requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]]] = queue.SimpleQueue()
         self.worker: Worker | None = None
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[Any] = zmq.Context.instance()
         self._answers = self._context.socket(zmq.PAIR)
         self._answers.bind("inproc://answers")
         self._address = address

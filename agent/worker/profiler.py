@@ -135,9 +135,7 @@ def _seconds(block: Callable[[], object], device: torch.device) -> float:
     block()
     samples: list[float] = []
     began = time.perf_counter()
-    while len(samples) < _MIN_RUNS or (
-        len(samples) < _MAX_RUNS and time.perf_counter() - began < _SECONDS_PER_POINT
-    ):
+    while len(samples) < _MIN_RUNS or (len(samples) < _MAX_RUNS and time.perf_counter() - began < _SECONDS_PER_POINT):
         _synchronise(device)
         start = time.perf_counter()
         block()

@@ -18,9 +18,7 @@ def reference_embeddings(model_dir: str, texts: list[str]) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     model = AutoModel.from_pretrained(model_dir, local_files_only=True, dtype=torch.float32).eval()
     with torch.inference_mode():
-        pooled = [
-            model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(dim=0) for text in texts
-        ]
+        pooled = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(dim=0) for text in texts]
     return torch.nn.functional.normalize(torch.stack(pooled), dim=-1)
 
 

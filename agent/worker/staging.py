@@ -29,7 +29,8 @@ class CpuStaging:
     device = torch.device("cpu")
 
     def to_wire(self, tensor: Tensor) -> WireTile:
-        return tensor.contiguous().numpy()
+        tile: WireTile = tensor.contiguous().numpy()
+        return tile
 
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
         # Into our own aligned buffer: GEMM kernels may round differently on memory aligned by chance.
@@ -55,7 +56,8 @@ class CudaStaging:
 
         def wait() -> WireTile:
             copied.synchronize()
-            return host.numpy()
+            tile: WireTile = host.numpy()
+            return tile
 
         return wait
 

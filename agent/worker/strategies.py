@@ -123,9 +123,7 @@ def _sequence(step: Step) -> Tensor:
         k_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sw)
         v_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sw)
         with step.recorder.bar(f"layer {index} attention"):
-            context_sw = blocks.attention(
-                q_sw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, step.own
-            )
+            context_sw = blocks.attention(q_sw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, step.own)
             y_sH = context_sw @ layer.out_weight.t()
         x_sH = _connect_attention(step, index, layer, x_sH, y_sH)
         with step.recorder.bar(f"layer {index} mlp"):

@@ -44,8 +44,11 @@ class Recorder:
         return tuple(self._events)
 
     def _add(
-        self, name: str, lane: Literal["compute", "wait", "send", "receive"], start: float, end: float, num_bytes: int
+        self,
+        name: str,
+        lane: Literal["compute", "wait", "send", "receive"],
+        start: float,
+        end: float,
+        num_bytes: int,
     ) -> None:
-        self._events.append(
-            TraceEvent(name=name, lane=lane, start_seconds=start, end_seconds=end, num_bytes=num_bytes)
-        )
+        self._events.append(TraceEvent(name=name, lane=lane, start_seconds=start, end_seconds=end, num_bytes=num_bytes))

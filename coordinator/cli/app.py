@@ -37,9 +37,7 @@ def _main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens, on stderr."),
 ) -> None:
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
 for command in (devices, plan, serve, embed, status, doctor, demo):

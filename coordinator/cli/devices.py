@@ -23,7 +23,9 @@ from hearth.security import HomeKey, agent_access, resolve_credential
 @handles_errors
 def devices(
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the links between them (home key).")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds without a new device after which to stop looking.", min=0.1)] = 1.5,
+    wait: Annotated[
+        float, typer.Option(help="Seconds without a new device after which to stop looking.", min=0.1)
+    ] = 1.5,
     static: Devices = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
@@ -62,4 +64,8 @@ async def _look(
             raise NoDevices(seconds=limit)
         profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
         links = await profiler.measure_links(found) if measure else {}
-        return [device.info() for device in fleet.devices.values()], list(links.values()), list(fleet.refusals)
+        return (
+            [device.info() for device in fleet.devices.values()],
+            list(links.values()),
+            list(fleet.refusals),
+        )

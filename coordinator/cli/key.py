@@ -81,7 +81,9 @@ def show(key: KeyPath = None, as_json: AsJson = False) -> None:
 @key_app.command("export")
 @handles_errors
 def export(
-    role: Annotated[str, typer.Option(help="home: for agents and coordinators. admin: for a person's own computer.")] = "home",
+    role: Annotated[
+        str, typer.Option(help="home: for agents and coordinators. admin: for a person's own computer.")
+    ] = "home",
     key: KeyPath = None,
 ) -> None:
     """Print the key as one line, to import elsewhere."""
@@ -152,7 +154,10 @@ def add_app(
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
         return
-    err.print(f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):", soft_wrap=True)
+    err.print(
+        f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):",
+        soft_wrap=True,
+    )
     sys.stdout.write(line + "\n")
 
 

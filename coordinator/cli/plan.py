@@ -62,7 +62,7 @@ def plan(
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
-    save: Annotated[Optional[Path], typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,  # noqa: UP045
+    save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds without a new device after which to plan.", min=0.1)] = 1.5,
     static: Devices = None,
     mdns_interfaces: Interfaces = None,

@@ -26,13 +26,13 @@ def serve(
         Optional[Path],  # noqa: UP045
         typer.Argument(help="Model directory. Default: the model that was served last.", show_default=False),
     ] = None,
-    plan: Annotated[Optional[Path], typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,  # noqa: UP045
+    plan: Annotated[Path | None, typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,
     strategy: StrategyOption = "auto",
     seq_len: SeqLen = None,
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
-    min_devices: Annotated[Optional[int], typer.Option(help="Plan only when this many devices are there.")] = None,  # noqa: UP045
+    min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
     port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
     state_dir: Annotated[Optional[Path], typer.Option(help="Where the state is kept.")] = None,  # noqa: UP045
     name: Annotated[Optional[str], typer.Option(help="Name shown to people.")] = None,  # noqa: UP045
@@ -72,7 +72,12 @@ def serve(
             raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
     logging.getLogger().setLevel(logging.WARNING)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=err, transient=True
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=err,
+        transient=True,
     ) as bars:
         tasks = {}
 

@@ -28,7 +28,9 @@ def status(
         out.print(*plan_tables(now.plan), sep="\n")
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
-    out.print(f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}")
+    out.print(
+        f"requests: {now.served_requests} served, {now.failed_requests} failed, {now.queued_requests} waiting{latency}"
+    )
     if now.wire.num_tiles:
         saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
         out.print(

@@ -87,7 +87,7 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest, Strate
         subset = on_subset(request, tuple(d.device_id for d in devices if d.device_id in chosen))
         where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
         for strategy in ("hmp", "sp", "megatron-tp"):
-            yield f"{strategy} {where}", subset, strategy  # type: ignore[misc]
+            yield f"{strategy} {where}", subset, strategy
 
 
 def _slower(seconds: float, best_seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from coordinator.costs import predict
@@ -20,7 +20,7 @@ class PlanRequest:
     spec: ModelSpec
     cluster: ClusterProfile
     seq_len: int
-    wire: WireFormat = WireFormat()
+    wire: WireFormat = field(default_factory=WireFormat)
     strategy: Strategy | Literal["auto"] = "auto"
 
 

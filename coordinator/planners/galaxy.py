@@ -75,9 +75,7 @@ class GalaxyPlanner:
         b = balanced_partition(num_grains(spec.ffn_size, COLUMN_GRAIN), capacities)
         v = balanced_partition(num_grains(spec.vocab_size, VOCABULARY_GRAIN), capacities)
         # Lines 30-32: each call starts from the list of all devices; the finer grain first.
-        b = memory_aware_balancing(
-            b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks
-        )
+        b = memory_aware_balancing(b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks)
         v = memory_aware_balancing(
             v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks
         )
@@ -166,9 +164,7 @@ def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
     return body
 
 
-def _move_grain(
-    shares: tuple[int, ...], source: int, target: int, grain: int, total: int
-) -> tuple[int, ...] | None:
+def _move_grain(shares: tuple[int, ...], source: int, target: int, grain: int, total: int) -> tuple[int, ...] | None:
     """One grain from `source` to `target`; the shorter last grain stays with whoever is last."""
     grains = [-(-share // grain) for share in shares]
     if grains[source] == 0:

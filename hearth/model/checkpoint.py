@@ -104,7 +104,9 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __contains__(self, name: str) -> bool:
@@ -132,7 +134,9 @@ class Checkpoint:
         """`float32`, `float16` or `bfloat16`."""
         tensor = self._tensor(name)
         if tensor.dtype not in _DTYPES:
-            raise BadCheckpoint(path=str(tensor.file.path), reason=f"the tensor {name} holds {tensor.dtype}, not floats")
+            raise BadCheckpoint(
+                path=str(tensor.file.path), reason=f"the tensor {name} holds {tensor.dtype}, not floats"
+            )
         return _DTYPES[tensor.dtype][0]
 
     def array(self, name: str) -> np.ndarray[Any, Any]:

@@ -54,7 +54,11 @@ def _slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[_Slice]:
         return [*rows, _Slice("o.weight", columns=part)]
     if kind == "mlp":
         part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
-        return [_Slice("up.weight", rows=part), _Slice("up.bias", rows=part), _Slice("down.weight", columns=part)]
+        return [
+            _Slice("up.weight", rows=part),
+            _Slice("up.bias", rows=part),
+            _Slice("down.weight", columns=part),
+        ]
     if kind == "connective":
         norms = [f"{norm}.{what}" for norm in ("norm1", "norm2") for what in ("weight", "bias")]
         return [_Slice(name) for name in ("o.bias", "down.bias", *norms)]
@@ -100,7 +104,11 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
     otherwise in its next version, and knows bfloat16 only through torch."""
     header, offset = {}, 0
     for name, array in tensors.items():
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -15,9 +15,7 @@ from hearth.transport.base import Buffer, Received
 class MemoryHub:
     """Connects the ranks of one test. With `bytes_per_second`, each sender's outgoing side is that fast."""
 
-    def __init__(
-        self, num_ranks: int, bytes_per_second: float | None = None, latency_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, num_ranks: int, bytes_per_second: float | None = None, latency_seconds: float = 0.0) -> None:
         self.num_ranks = num_ranks
         self._rate = bytes_per_second
         self._latency = latency_seconds

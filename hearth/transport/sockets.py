@@ -88,7 +88,7 @@ class SocketTransport:
                 push.send(frame, more, copy=len(frame) < _COPY_BELOW_BYTES)
 
     def receive(self, timeout_seconds: float) -> Received | None:
-        for socket, _ in self._poller.poll(timeout_seconds * 1000):
+        for socket, _ in self._poller.poll(int(timeout_seconds * 1000)):
             if socket is self._pull and not self._closed.is_set():
                 return self._read(self._pull.recv_multipart(copy=False))
         return None

@@ -17,22 +17,22 @@ import pytest
 
 pytest.importorskip("psutil")
 
-import zmq.asyncio  # noqa: E402
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from support.plans import BERT_LARGE  # noqa: E402
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from support.plans import BERT_LARGE
 
-from agent.config import AgentSettings, add_arguments, load_settings  # noqa: E402
-from agent.gpu import GpuReader, tegra_model  # noqa: E402
-from agent.identity import hardware_fingerprint, load_identity  # noqa: E402
-from agent.lease import acquire, require  # noqa: E402
-from agent.links import LinkServer, measure_link  # noqa: E402
-from agent.store import ShardStore  # noqa: E402
-from agent.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature  # noqa: E402
-from hearth.errors import AgentBusy, BadSetting, ChunkCorrupt, ChunkMissing, LeaseLost, StoreFull, WrongKey  # noqa: E402
-from hearth.messages import MeasureLink, OpenLinkProbe  # noqa: E402
-from hearth.profile import BlockProfile  # noqa: E402
-from hearth.security import asyncio_gatekeeper, new_keypair  # noqa: E402
+from agent.config import AgentSettings, add_arguments, load_settings
+from agent.gpu import GpuReader, tegra_model
+from agent.identity import hardware_fingerprint, load_identity
+from agent.lease import acquire, require
+from agent.links import LinkServer, measure_link
+from agent.store import ShardStore
+from agent.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
+from hearth.errors import AgentBusy, BadSetting, ChunkCorrupt, ChunkMissing, LeaseLost, StoreFull, WrongKey
+from hearth.messages import MeasureLink, OpenLinkProbe
+from hearth.profile import BlockProfile
+from hearth.security import asyncio_gatekeeper, new_keypair
 
 
 def chunk(index: int, size: int = 100) -> tuple[str, bytes]:
@@ -159,7 +159,11 @@ def test_two_state_directories_on_one_host_are_two_devices(tmp_path: Path) -> No
 
 
 def test_one_state_directory_takes_one_agent(tmp_path: Path) -> None:
-    with load_identity(tmp_path), pytest.raises(BadSetting, match=f"pid {os.getpid()}"), load_identity(tmp_path):
+    with (
+        load_identity(tmp_path),
+        pytest.raises(BadSetting, match=f"pid {os.getpid()}"),
+        load_identity(tmp_path),
+    ):
         pass
 
 
@@ -208,17 +212,21 @@ def test_a_pc_is_named_by_its_processor(tmp_path: Path) -> None:
     assert tegra_model(tmp_path) is None
 
 
+V1, V2 = "sys__fs__cgroup__memory__", "sys__fs__cgroup__"
+
+
 @pytest.mark.parametrize(
-    "files",
+    ("limit", "usage", "membership"),
     [
-        {"sys__fs__cgroup__memory.max": "536870912\n", "sys__fs__cgroup__memory.current": "136870912\n"},
-        {"sys__fs__cgroup__memory__memory.limit_in_bytes": "536870912", "sys__fs__cgroup__memory__memory.usage_in_bytes": "136870912"},
-        {"proc__self__cgroup": "0::/a/b\n", "sys__fs__cgroup__a__b__memory.max": "536870912", "sys__fs__cgroup__a__b__memory.current": "136870912"},
-        {"proc__self__cgroup": "3:cpu,memory:/x\n", "sys__fs__cgroup__memory__x__memory.limit_in_bytes": "536870912", "sys__fs__cgroup__memory__x__memory.usage_in_bytes": "136870912"},
+        (f"{V2}memory.max", f"{V2}memory.current", ""),
+        (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes", ""),
+        (f"{V2}a__b__memory.max", f"{V2}a__b__memory.current", "0::/a/b\n"),
+        (f"{V1}x__memory.limit_in_bytes", f"{V1}x__memory.usage_in_bytes", "3:cpu,memory:/x\n"),
     ],
-)  # fmt: skip
-def test_a_cgroups_limit_counts_as_all_memory(files: dict[str, str], tmp_path: Path) -> None:
-    assert memory(write(tmp_path, **files)) == (512 << 20, 400_000_000)
+)
+def test_a_cgroups_limit_counts_as_all_memory(limit: str, usage: str, membership: str, tmp_path: Path) -> None:
+    root = write(tmp_path, **{limit: "536870912\n", usage: "136870912\n", "proc__self__cgroup": membership})
+    assert memory(root) == (512 << 20, 400_000_000)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +277,14 @@ def test_flags_win_over_variables_and_variables_over_defaults() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [["--control-port", "x"], ["--memory-bytes", "much"], ["--data-ports", "9-3"], ["--memory-percent", "120"], ["--compute-device", "tpu"], ["--log-level", "loud"]],
+    [
+        ["--control-port", "x"],
+        ["--memory-bytes", "much"],
+        ["--data-ports", "9-3"],
+        ["--memory-percent", "120"],
+        ["--compute-device", "tpu"],
+        ["--log-level", "loud"],
+    ],
 )
 def test_bad_settings_are_named(flags: list[str]) -> None:
     with pytest.raises(BadSetting, match=flags[0]):
@@ -278,7 +293,13 @@ def test_bad_settings_are_named(flags: list[str]) -> None:
 
 def test_the_agent_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agent.main", "--state-dir", str(tmp_path), "--store-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--key-path", str(tmp_path / "none")], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [*command, "--key-path", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr.startswith("hearth-agent: There is no key at")
     assert "Traceback" not in done.stderr
@@ -312,7 +333,11 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
         gatekeeper.start()
         await server.start()
         request = MeasureLink(
-            host="127.0.0.1", port=server.port, peer_public_key=theirs.public, max_bytes=8 << 20, max_seconds=1.0
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=theirs.public,
+            max_bytes=8 << 20,
+            max_seconds=1.0,
         )
         try:
             with pytest.raises(WrongKey):
@@ -337,12 +362,36 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
 
 def test_the_block_profiler_measures_every_curve_of_a_model() -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-    spec = BERT_LARGE.model_copy(update={"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn_size": 256, "vocab_size": 100})
+    spec = BERT_LARGE.model_copy(
+        update={
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "head_dim": 16,
+            "ffn_size": 256,
+            "vocab_size": 100,
+        }
+    )
     request = {"model": spec.model_dump(), "seq_len": 32, "num_threads": 1, "compute_device": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-m", "agent.worker.profiler"], input=json.dumps(request) + "\n", capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "agent.worker.profiler"],
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     blocks = BlockProfile.model_validate_json(done.stdout)
     assert blocks.seq_len == 32
     assert (blocks.attention.sizes[-1], blocks.mlp.sizes[-1], blocks.connective.sizes[-1]) == (4, 256, 32)
-    assert all(s > 0 for curve in (blocks.attention, blocks.mlp, blocks.connective, blocks.sequence_layer, blocks.embedding) for s in curve.seconds)
+    assert all(
+        s > 0
+        for curve in (
+            blocks.attention,
+            blocks.mlp,
+            blocks.connective,
+            blocks.sequence_layer,
+            blocks.embedding,
+        )
+        for s in curve.seconds
+    )

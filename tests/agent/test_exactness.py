@@ -129,14 +129,14 @@ def test_distilbert_shape_with_random_weights(tmp_path: Path) -> None:
     check_full_shape(model_dir, "hmp", (2, 1), [64], tmp_path)
 
 
-@pytest.mark.parametrize(("strategy", "split"), [("hmp", (5, 4, 3)), ("hmp", (1, 1, 1, 1, 1)), ("sp", (1, 2)), ("local", (1,))])
+@pytest.mark.parametrize(
+    ("strategy", "split"), [("hmp", (5, 4, 3)), ("hmp", (1, 1, 1, 1, 1)), ("sp", (1, 2)), ("local", (1,))]
+)
 def test_minilm_with_its_real_weights(strategy: str, split: tuple[int, ...], tmp_path: Path) -> None:
     check_full_shape(minilm(), strategy, split, [512, 1, 37], tmp_path)
 
 
-def check_full_shape(
-    model_dir: Path, strategy: Any, split: tuple[int, ...], lengths: list[int], folder: Path
-) -> None:
+def check_full_shape(model_dir: Path, strategy: Any, split: tuple[int, ...], lengths: list[int], folder: Path) -> None:
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, make_plan(spec, strategy, split), folder) as cluster:
         for length in lengths:

@@ -141,9 +141,7 @@ def test_the_firewall_check_tells_active_from_absent_from_unreadable(
         ({47801}, "warning", "port 47800 does not"),
     ],
 )
-def test_the_port_check_notices_an_agent_that_is_half_there(
-    open_ports: set[int], status: str, says: str
-) -> None:
+def test_the_port_check_notices_an_agent_that_is_half_there(open_ports: set[int], status: str, says: str) -> None:
     finding = check_ports(lambda port: port in open_ports)
     assert (finding.status, says in finding.what) == (status, True)
 
@@ -203,9 +201,7 @@ def test_clocks_that_are_off_are_named() -> None:
 def test_agents_that_refused_or_have_another_version_are_findings() -> None:
     refusal = ProtocolMismatch(peer="tcp://10.0.0.7:47800", ours=1, theirs=2)
     findings = check_agents([device("pi"), device("jetson", version="0.0.1")], [refusal], now=0.0)
-    by_status = {
-        status: [f.what for f in findings if f.status == status] for status in ("problem", "warning")
-    }
+    by_status = {status: [f.what for f in findings if f.status == status] for status in ("problem", "warning")}
     assert by_status["problem"] == [refusal.explanation()]
     assert len(by_status["warning"]) == 1
     assert "jetson 0.0.1" in by_status["warning"][0]
@@ -271,15 +267,11 @@ def test_the_command_prints_json_and_fails_when_there_is_a_problem(tmp_path: Pat
     findings = json.loads(result.stdout)["findings"]
     assert result.exit_code == 1
     assert [f["check"] for f in findings if f["status"] == "problem"] == ["key"]
-    assert {"versions", "interface", "disk", "multicast", "firewall", "ports"} <= {
-        f["check"] for f in findings
-    }
+    assert {"versions", "interface", "disk", "multicast", "firewall", "ports"} <= {f["check"] for f in findings}
 
 
 def test_the_command_tells_people_what_to_do(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["doctor", "--key", str(tmp_path / "absent"), "--mdns-interfaces", "127.0.0.1"]
-    )
+    result = CliRunner().invoke(app, ["doctor", "--key", str(tmp_path / "absent"), "--mdns-interfaces", "127.0.0.1"])
     assert result.exit_code == 1
     assert "problem key: There is no key at" in result.stdout.replace("\n", "")
     assert "-> Make one with `hearth key new`" in result.stdout

@@ -9,7 +9,8 @@ from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
 from coordinator.costs import StepGraph, predict
 from coordinator.memory import memory_use
-from coordinator.planners import PlanRequest, make_plan as plan_for
+from coordinator.planners import PlanRequest
+from coordinator.planners import make_plan as plan_for
 from coordinator.planners.base import missing_bytes
 from coordinator.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
 from coordinator.simulator import Task, chrome_trace, simulate
@@ -124,7 +125,9 @@ def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: fl
 def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
-    seconds = [predict(SMALL, body, devices, 284, WireFormat(values=v))[0].total_seconds for v in ("exact", "fp16", "int8")]
+    seconds = [
+        predict(SMALL, body, devices, 284, WireFormat(values=v))[0].total_seconds for v in ("exact", "fp16", "int8")
+    ]
     assert seconds[0] > seconds[1] > seconds[2]
 
 
@@ -161,7 +164,12 @@ def test_workload_is_proportional_to_capacity() -> None:
         ([6, 3, 1], [6, 3, 1], [4, 9, 9], [4, 4.5, 1.5]),  # 2 units shifted 3 : 1
         ([8, 2], [4, 1], [3, 20], [3, 7]),
         ([6, 3, 1], [6, 3, 1], [2, 4, 9], [2, 4, 4]),  # the shift overloads the second: recursion hands it on
-        ([8, 2], [4, 1], [3, 2], [8, 2]),  # no free device: what cannot be placed stays, for the caller to refuse
+        (
+            [8, 2],
+            [4, 1],
+            [3, 2],
+            [8, 2],
+        ),  # no free device: what cannot be placed stays, for the caller to refuse
         ([8, 2], [4, 1], [0, 20], [0, 10]),
     ],
 )
@@ -208,7 +216,9 @@ def test_a_small_device_gives_columns_away_before_heads() -> None:
     st.lists(st.tuples(st.floats(0.1, 4), st.integers(300, 3000)), min_size=1, max_size=6),
     st.sampled_from(["hmp", "megatron-tp"]),
 )
-def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(devices: list[tuple[float, int]], strategy: str) -> None:
+def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
+    devices: list[tuple[float, int]], strategy: str
+) -> None:
     asked = request([speed for speed, _ in devices], [mib << 20 for _, mib in devices], strategy=strategy)
     try:
         plan = GalaxyPlanner(strategy).plan(asked)  # type: ignore[arg-type]
@@ -249,7 +259,11 @@ def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> N
     plan = plan_for(request([1.0, 1.0, 1.0], mbit=1000))
     assert plan.num_ranks == 3
     assert {other.strategy.split()[0] for other in plan.alternatives} >= {"local", "hmp", "megatron-tp"}
-    assert all(other.predicted_seconds >= plan.predicted.total_seconds for other in plan.alternatives if other.predicted_seconds)
+    assert all(
+        other.predicted_seconds >= plan.predicted.total_seconds
+        for other in plan.alternatives
+        if other.predicted_seconds
+    )
     assert plan_from_json(plan.model_dump_json()) == plan
 
 
@@ -267,7 +281,13 @@ def test_auto_splits_what_fits_no_single_device() -> None:
 def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], mbit: float) -> None:
     plan = plan_for(request(speeds, mbit=mbit))
     best = min(
-        predict(BERT_LARGE, make_plan(BERT_LARGE, "local", (1,)).body, cluster([device_profile(0, s)], 1), 284, EXACT)[0].total_seconds
+        predict(
+            BERT_LARGE,
+            make_plan(BERT_LARGE, "local", (1,)).body,
+            cluster([device_profile(0, s)], 1),
+            284,
+            EXACT,
+        )[0].total_seconds
         for s in speeds
     )
     assert plan.predicted.total_seconds <= best * 1.0001

@@ -25,10 +25,18 @@ def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Pat
             assert not checkpoint.array(name).flags.writeable
 
 
-@pytest.mark.parametrize(("family", "prefix"), [("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert.")])
+@pytest.mark.parametrize(
+    ("family", "prefix"), [("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert.")]
+)
 def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path / "my-model", family, prefix))
-    assert (spec.name, spec.family, spec.num_layers, spec.num_heads, spec.head_dim) == ("my-model", family, 2, 3, 8)
+    assert (spec.name, spec.family, spec.num_layers, spec.num_heads, spec.head_dim) == (
+        "my-model",
+        family,
+        2,
+        3,
+        8,
+    )
     assert (spec.ffn_size, spec.vocab_size, spec.dtype) == (130, 2500, "float32")
     assert spec.type_vocab_size == (2 if family == "bert" else 0)
 
@@ -91,12 +99,18 @@ FIRST = "embeddings.LayerNorm.bias"
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "appended"),
         (lambda p: p.write_bytes(b"abc"), "too short"),
         (lambda p: p.write_bytes(b""), "cannot be read"),
-        (lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)), "cut short, or is no safetensors"),
+        (
+            lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)),
+            "cut short, or is no safetensors",
+        ),
         (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"nope"), "header cannot be read"),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[7])), f"{FIRST} has"),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[-1])), FIRST),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(dtype="F99")), FIRST),
-        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])), "overlap or leave gaps"),
+        (
+            lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])),
+            "overlap or leave gaps",
+        ),
     ],
 )
 def test_broken_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
@@ -117,7 +131,10 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{name} is missing"):
         manifest(checkpoint, read_spec(tmp_path))
     save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"):
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"),
+    ):
         manifest(checkpoint, read_spec(tmp_path))
     integers = {**tensors, name: np.zeros((24, 130), np.int32)}
     save_file(integers, tmp_path / "model.safetensors")

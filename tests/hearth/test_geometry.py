@@ -29,7 +29,13 @@ def test_negative_shares_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("shares", "total", "expected"),
-    [((1, 1, 1), 10, (4, 3, 3)), ((3, 1), 2, (2, 0)), ((0, 1), 5, (0, 5)), ((1, 1), 0, (0, 0)), ((0.5, 0.3, 0.2), 7, (4, 2, 1))],
+    [
+        ((1, 1, 1), 10, (4, 3, 3)),
+        ((3, 1), 2, (2, 0)),
+        ((0, 1), 5, (0, 5)),
+        ((1, 1), 0, (0, 0)),
+        ((0.5, 0.3, 0.2), 7, (4, 2, 1)),
+    ],
 )
 def test_largest_remainder_by_table(shares: tuple[float, ...], total: int, expected: tuple[int, ...]) -> None:
     assert largest_remainder(shares, total) == expected

@@ -12,7 +12,17 @@ from support.messages import EXAMPLES
 
 from hearth import errors
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
-from hearth.messages import MAX_MESSAGE_BYTES, MESSAGE_TYPES, Done, Failed, Hello, Message, PutChunk, decode, encode
+from hearth.messages import (
+    MAX_MESSAGE_BYTES,
+    MESSAGE_TYPES,
+    Done,
+    Failed,
+    Hello,
+    Message,
+    PutChunk,
+    decode,
+    encode,
+)
 
 # Written once by `python tests/hearth/test_messages.py`; a change here is a change of the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
@@ -58,7 +68,12 @@ def test_any_bytes_raise_nothing_else(data: bytes) -> None:
 
 
 json_like = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -110,7 +125,9 @@ def _all_errors(root: type[HearthError]) -> list[type[HearthError]]:
     return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
 
 
-@pytest.mark.parametrize("error_type", [e for e in _all_errors(HearthError) if e is not HearthError], ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    "error_type", [e for e in _all_errors(HearthError) if e is not HearthError], ids=lambda e: e.__name__
+)
 def test_errors_cross_the_wire_and_say_what_to_do(error_type: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": "x"}
     error = error_type(**{name: samples[kind] for name, kind in error_type.__annotations__.items() if kind in samples})
@@ -123,7 +140,10 @@ def test_errors_cross_the_wire_and_say_what_to_do(error_type: type[HearthError])
     assert errors.__dict__[error_type.__name__] is error_type
 
 
-@pytest.mark.parametrize(("code", "details"), [("NoSuchError", {}), ("TextTooLong", {}), ("HearthError", {}), ("BadMessage", {"reason": None})])
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [("NoSuchError", {}), ("TextTooLong", {}), ("HearthError", {}), ("BadMessage", {"reason": None})],
+)
 def test_an_error_from_another_version_is_still_an_error(code: str, details: dict[str, None]) -> None:
     assert isinstance(error_from_wire(code, details), HearthError)
 

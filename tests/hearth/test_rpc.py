@@ -10,8 +10,28 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from hearth.errors import BadMessage, ConnectionLost, DeadlineExceeded, InternalError, PortInUse, ProtocolMismatch, TextTooLong, Unreachable
-from hearth.messages import MAX_PAYLOAD_FRAMES, AgentWelcome, CoordinatorWelcome, Done, GetReadiness, GetStatus, Hello, ListApps, ListDevices, Message
+from hearth.errors import (
+    BadMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    InternalError,
+    PortInUse,
+    ProtocolMismatch,
+    TextTooLong,
+    Unreachable,
+)
+from hearth.messages import (
+    MAX_PAYLOAD_FRAMES,
+    AgentWelcome,
+    CoordinatorWelcome,
+    Done,
+    GetReadiness,
+    GetStatus,
+    Hello,
+    ListApps,
+    ListDevices,
+    Message,
+)
 from hearth.rpc import Caller, Reply, RpcClient, RpcServer
 from hearth.security import Access, asyncio_gatekeeper, new_keypair, secure_client
 
@@ -115,7 +135,12 @@ def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> No
         raw = context.socket(zmq.DEALER)
         secure_client(raw, CLIENT, SERVER.public)
         raw.connect(client.endpoint)
-        for frames in ([b"short", b""], [b"", b""], [bytes(8), b"\xc1"], [bytes(8), b"\x80", *[b""] * (MAX_PAYLOAD_FRAMES + 1)]):
+        for frames in (
+            [b"short", b""],
+            [b"", b""],
+            [bytes(8), b"\xc1"],
+            [bytes(8), b"\x80", *[b""] * (MAX_PAYLOAD_FRAMES + 1)],
+        ):
             await raw.send_multipart(frames)
         answers = [await asyncio.wait_for(raw.recv_multipart(), 5) for _ in range(2)]
         assert all(b"BadMessage" in answer[1] or b"UnknownMessage" in answer[1] for answer in answers)

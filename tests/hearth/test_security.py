@@ -83,7 +83,10 @@ def test_a_mistyped_character_is_noticed(data: st.DataObject) -> None:
         assert HOME.key not in str(error)
 
 
-@pytest.mark.parametrize("text", ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"],
+)
 def test_nonsense_is_a_bad_key(text: str) -> None:
     with pytest.raises(BadKey):
         parse_credential(text, "test")
@@ -95,7 +98,11 @@ def test_a_missing_key_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_roles_have_different_keys_and_homes_too() -> None:
-    keys = {derive_keypair(home.key_bytes(), role).public for home in (HOME, new_home_key()) for role in ("agent", "coordinator", "admin")}  # type: ignore[arg-type]
+    keys = {
+        derive_keypair(home.key_bytes(), role).public
+        for home in (HOME, new_home_key())
+        for role in ("agent", "coordinator", "admin")
+    }  # type: ignore[arg-type]
     assert len(keys) == 6
     assert len({fingerprint(key) for key in keys}) == 6
     assert coordinator_access(HOME) == coordinator_access(parse_credential(format_credential(HOME), "test"))

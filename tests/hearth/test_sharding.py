@@ -13,7 +13,14 @@ from support.plans import BERT_LARGE, make_plan
 
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import FAMILIES, TensorNames, read_spec
-from hearth.model.sharding import all_chunks, cached_manifest, chunk_bytes, chunk_weights, chunks_for_rank, manifest
+from hearth.model.sharding import (
+    all_chunks,
+    cached_manifest,
+    chunk_bytes,
+    chunk_weights,
+    chunks_for_rank,
+    manifest,
+)
 from hearth.plan import STRATEGIES
 
 

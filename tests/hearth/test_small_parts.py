@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from support.plans import BERT_LARGE, make_plan
 
 from hearth.client import endpoint_of
-from hearth.discovery import AGENT_SERVICE, COORDINATOR_SERVICE, Advertiser, Browser, Found, find_coordinator, parse_static_peers
+from hearth.discovery import (
+    AGENT_SERVICE,
+    COORDINATOR_SERVICE,
+    Advertiser,
+    Browser,
+    Found,
+    find_coordinator,
+    parse_static_peers,
+)
 from hearth.errors import BadPlan, BadSetting
 from hearth.interfaces import Interface, choose, why_skipped
 from hearth.messages import DeviceTrace, StepDone, TraceEvent, WireStats
@@ -47,7 +55,14 @@ def test_importing_loads_nothing_heavy(statement: str, forbidden: tuple[str, ...
 def test_the_public_names_are_these() -> None:
     import hearth
 
-    assert sorted(hearth.__all__) == ["AsyncHome", "HearthError", "Home", "__version__", "connect", "connect_async"]
+    assert sorted(hearth.__all__) == [
+        "AsyncHome",
+        "HearthError",
+        "Home",
+        "__version__",
+        "connect",
+        "connect_async",
+    ]
     assert all(getattr(hearth, name) for name in hearth.__all__)
     with pytest.raises(AttributeError):
         _ = hearth.nonsense
@@ -102,7 +117,10 @@ def test_wired_and_fast_come_first_and_the_user_has_the_last_word() -> None:
 # ---- units ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "expected"), [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)],
+)
 def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
@@ -114,7 +132,12 @@ def test_sizes_that_mean_nothing(text: str) -> None:
 
 
 def test_figures_as_people_read_them() -> None:
-    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 TiB"]
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == [
+        "12 B",
+        "1.50 KiB",
+        "5.00 MiB",
+        "3.00 TiB",
+    ]
     assert [format_seconds(s) for s in (2.5, 0.0352, 0.00018)] == ["2.50 s", "35.2 ms", "180 µs"]
     assert [format_rate(r) for r in (15.625e6, 1.25e8)] == ["125 Mbit/s", "1.00 Gbit/s"]
 
@@ -123,7 +146,12 @@ def test_figures_as_people_read_them() -> None:
 
 
 def test_static_peers_by_table() -> None:
-    assert parse_static_peers("a, b:1234,[fe80::1]:5,[::1]") == (("a", 47800), ("b", 1234), ("fe80::1", 5), ("::1", 47800))
+    assert parse_static_peers("a, b:1234,[fe80::1]:5,[::1]") == (
+        ("a", 47800),
+        ("b", 1234),
+        ("fe80::1", 5),
+        ("::1", 47800),
+    )
     assert endpoint_of("box") == "tcp://box:47830"
     for nonsense in ("", "a:b", "a:0", "a:99999", ":5", "two words"):
         with pytest.raises(BadSetting, match="address"):
@@ -204,10 +232,18 @@ def test_transfers_are_drawn_from_send_to_arrival_and_their_overlap_is_counted()
         DeviceTrace(device="b", events=(event("tile 0->1", "receive", 3.0, 3.0), event("qkv", "compute", 2.0, 5.0))),
     ]
     (transfer,) = transfers(traces)
-    assert (transfer.sender, transfer.receiver, transfer.start_seconds, transfer.end_seconds) == ("a", "b", 1.0, 3.0)
+    assert (transfer.sender, transfer.receiver, transfer.start_seconds, transfer.end_seconds) == (
+        "a",
+        "b",
+        1.0,
+        3.0,
+    )
     assert overlap_seconds(traces) == pytest.approx(1.0)
     bars = [bar for bar in chrome_trace(traces)["traceEvents"] if bar["ph"] == "X"]
-    assert {(bar["name"], bar["ts"], bar["dur"]) for bar in bars} == {("qkv", 1e6, 3e6), ("tile 0->1", 0.0, 2e6)}
+    assert {(bar["name"], bar["ts"], bar["dur"]) for bar in bars} == {
+        ("qkv", 1e6, 3e6),
+        ("tile 0->1", 0.0, 2e6),
+    }
 
 
 def test_clocks_are_brought_together_from_the_round_trip() -> None:

@@ -18,7 +18,13 @@ from hearth.transport.sockets import MAX_FRAMES, SocketTransport
 
 
 def peer_of(rank: int, transport: SocketTransport) -> Peer:
-    return Peer(rank=rank, host="127.0.0.1", port=transport.port, public_key=transport.public_key, bytes_per_second=1e9)
+    return Peer(
+        rank=rank,
+        host="127.0.0.1",
+        port=transport.port,
+        public_key=transport.public_key,
+        bytes_per_second=1e9,
+    )
 
 
 @contextmanager

@@ -32,7 +32,14 @@ def tensors_of(family: str, prefix: str = "", dtype: type = np.float32) -> dict[
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(LAYERS):
         base = prefix + table.layer_prefix.format(layer)
-        for part, (rows, columns) in {"q": (H, H), "k": (H, H), "v": (H, H), "o": (H, H), "up": (FFN, H), "down": (H, FFN)}.items():
+        for part, (rows, columns) in {
+            "q": (H, H),
+            "k": (H, H),
+            "v": (H, H),
+            "o": (H, H),
+            "up": (FFN, H),
+            "down": (H, FFN),
+        }.items():
             shapes[f"{base}{table.layer[part]}.weight"] = (rows, columns)
             shapes[f"{base}{table.layer[part]}.bias"] = (rows,)
         for part in ("norm1", "norm2"):
@@ -46,7 +53,9 @@ def tensors_of(family: str, prefix: str = "", dtype: type = np.float32) -> dict[
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def write_model(directory: Path, family: str = "bert", prefix: str = "", dtype: type = np.float32, num_files: int = 1) -> Path:
+def write_model(
+    directory: Path, family: str = "bert", prefix: str = "", dtype: type = np.float32, num_files: int = 1
+) -> Path:
     """A model directory: one safetensors file, or several with an index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[family]))

@@ -69,7 +69,11 @@ class EngineCluster:
         self.hub.close()
 
     def run(
-        self, sequences: Sequence[Sequence[int]], output: str = "hidden", trace: bool = False, timeout: float = 30.0
+        self,
+        sequences: Sequence[Sequence[int]],
+        output: str = "hidden",
+        trace: bool = False,
+        timeout: float = 30.0,
     ) -> tuple[np.ndarray[Any, Any], list[StepDone]]:
         """All rows [T,H] in order (or the sum over ranks), and each rank's answer."""
         self._step += 1

@@ -42,9 +42,7 @@ def small_bert(**changes: Any) -> Any:
 def small_distilbert() -> Any:
     from transformers import DistilBertConfig
 
-    return DistilBertConfig(
-        dim=96, n_heads=6, n_layers=2, hidden_dim=300, vocab_size=3000, max_position_embeddings=64
-    )
+    return DistilBertConfig(dim=96, n_heads=6, n_layers=2, hidden_dim=300, vocab_size=3000, max_position_embeddings=64)
 
 
 def minilm() -> Path:

@@ -16,12 +16,15 @@ BERT_LARGE = ModelSpec(
 )  # fmt: skip
 
 
+PLAIN_WIRE = WireFormat(lz4="off")
+
+
 def make_plan(
     spec: ModelSpec,
     strategy: Strategy,
     weights: Sequence[float],
     row_weights: Sequence[float] | None = None,
-    wire: WireFormat = WireFormat(lz4="off"),
+    wire: WireFormat = PLAIN_WIRE,
     overlap: bool = True,
     epoch: int = 1,
 ) -> Plan:

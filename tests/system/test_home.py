@@ -18,8 +18,8 @@ from support.models import save_random_model, small_bert
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from hearth.client import Home, connect  # noqa: E402
-from hearth.errors import (  # noqa: E402
+from hearth.client import Home, connect
+from hearth.errors import (
     AgentBusy,
     AppRevoked,
     BadRequest,
@@ -33,7 +33,7 @@ from hearth.errors import (  # noqa: E402
     WorkerDied,
     WrongKey,
 )
-from hearth.security import (  # noqa: E402
+from hearth.security import (
     AppKey,
     HomeKey,
     admin_key,
@@ -135,9 +135,7 @@ def _devices_of_second(pair: TestHome) -> str:
 def test_an_app_key_may_ask_for_inference_only_until_it_is_revoked(pair: TestHome) -> None:
     credential = load_credential(pair.key)
     keys = new_keypair()
-    app_key = AppKey(
-        name="lamp", secret=keys.secret, coordinator_public=coordinator_access(credential).server_public
-    )
+    app_key = AppKey(name="lamp", secret=keys.secret, coordinator_public=coordinator_access(credential).server_public)
     with pair.connect() as admin:
         admin.add_app("lamp", keys.public)
         with pytest.raises(BadRequest, match="already"):
@@ -270,7 +268,11 @@ def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(model_dir: Pa
         house.start_agent("a", "--memory-bytes", "100MiB")
         house.start_coordinator()
         with house.connect() as home:
-            state = wait_for("the complaint", lambda: "bytes are missing" in home.readiness().state and home.readiness(), 40.0)
+            state = wait_for(
+                "the complaint",
+                lambda: "bytes are missing" in home.readiness().state and home.readiness(),
+                40.0,
+            )
             assert not state.ready
             with pytest.raises(NotServing, match="bytes are missing"):
                 home.hidden_states(TOKENS, timeout_seconds=1.0)
@@ -299,7 +301,11 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, tmp_
         chunk.write_bytes(damaged)
         house.start_agent("a")
         with house.connect() as home:
-            wait_for("serving to begin anew", lambda: "restarted" in home.status().last_error or not home.ready(), 20.0)
+            wait_for(
+                "serving to begin anew",
+                lambda: "restarted" in home.status().last_error or not home.ready(),
+                20.0,
+            )
             home.wait_ready(60.0)
             assert np.array_equal(home.hidden_states(TOKENS), before)
 
