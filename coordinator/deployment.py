@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ from hearth.messages import (
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
 from hearth.plan import Plan
-from hearth.profile import ClusterProfile
+from hearth.profile import Link
 from hearth.trace import shift_to_common_clock
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ _ABORT_GRACE_SECONDS = 1.0
 _TIMEOUT_FACTOR = 20.0
 # ... but never less: the prediction knows nothing of a cold cache or a busy household.
 _MIN_TIMEOUT_SECONDS = 2.0
-_UNKNOWN_LINK_BYTES_PER_SECOND = 12.5e6
 
 Progress = Callable[[str, int, int], None]  # device name, bytes sent, bytes to send in all
 
@@ -118,7 +117,9 @@ class Deployment:
             await _all_or_first_error(push_to(rank) for rank in range(self.plan.num_ranks))
         return per_rank
 
-    async def load(self, chunks: Sequence[tuple[ChunkRef, ...]], cluster: ClusterProfile | None, encrypt: bool) -> None:
+    async def load(
+        self, chunks: Sequence[tuple[ChunkRef, ...]], links: Mapping[tuple[str, str], Link], encrypt: bool
+    ) -> None:
         """Start the workers, and connect them when all are bound."""
         token = secrets.token_bytes(16)
         devices = self.plan.devices
@@ -137,7 +138,6 @@ class Deployment:
                 timeout_seconds=_LOAD_SECONDS,
             )
         )
-        rates = {(link.source, link.target): link.bytes_per_second for link in (cluster.links if cluster else ())}
 
         def connect(rank: int) -> Awaitable[Done]:
             peers = tuple(
@@ -146,9 +146,7 @@ class Deployment:
                     host=self._fleet.devices[devices[other].device_id].host,
                     port=bound[other].port,
                     public_key=bound[other].public_key,
-                    bytes_per_second=rates.get(
-                        (devices[rank].device_id, devices[other].device_id), _UNKNOWN_LINK_BYTES_PER_SECOND
-                    ),
+                    bytes_per_second=links[devices[rank].device_id, devices[other].device_id].bytes_per_second,
                 )
                 for other in range(self.plan.num_ranks)
                 if other != rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -89,7 +90,12 @@ def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: i
     )
 
 
+def by_name(devices: Iterable[Device]) -> list[Device]:
+    """In the order in which people and plans see them, whoever answered first."""
+    return sorted(devices, key=lambda device: (device.name, device.device_id))
+
+
 def usable(devices: list[Device], now: float) -> list[Device]:
-    """The devices that a plan may use: alive and not punished; if all are punished, all that are alive."""
-    alive = [device for device in devices if device.health in ("alive", "suspect")]
+    """The devices that a plan may use, by name: alive and not punished; if all are punished, all that are alive."""
+    alive = [device for device in by_name(devices) if device.health in ("alive", "suspect")]
     return [device for device in alive if device.penalty_until <= now] or alive

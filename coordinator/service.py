@@ -18,6 +18,7 @@ from coordinator.apps import AppRegistry
 from coordinator.config import CoordinatorSettings
 from coordinator.deployment import Progress
 from coordinator.fleet import Fleet
+from coordinator.registry import by_name
 from coordinator.serving import Answer, Server
 from coordinator.state import ServingGoal
 from hearth.discovery import COORDINATOR_SERVICE, Advertiser
@@ -179,7 +180,7 @@ class Service:
     async def _devices(self) -> DeviceList:
         await self._fleet.refresh_telemetry()
         return DeviceList(
-            devices=tuple(device.info() for device in self._fleet.devices.values()),
+            devices=tuple(device.info() for device in by_name(self._fleet.devices.values())),
             links=tuple(self._server.profiler.links.values()),
         )
 

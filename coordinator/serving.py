@@ -35,7 +35,6 @@ from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
-from hearth.profile import ClusterProfile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -297,7 +296,7 @@ class Server:
         previous, self._deployment = self._deployment, None
         if previous is not None:
             await previous.close()
-        plan, cluster = await self._choose_plan(self.goal, model)
+        plan = await self._choose_plan(self.goal, model)
         epoch = max(self._saved.last_epoch, self._fleet.last_epoch) + 1
         plan = plan.with_epoch(epoch)
         self._saved = SavedState(goal=self.goal, plan=plan, last_epoch=epoch)
@@ -308,14 +307,14 @@ class Server:
         self._set_state(f"pushing shards to {names}")
         chunks = await deployment.push(model.directory, self._settings.state_dir / "manifests", self._progress)
         self._set_state(f"loading on {names}")
-        await deployment.load(chunks, cluster, self._settings.encrypt_data_plane)
+        await deployment.load(chunks, self.profiler.links, self._settings.encrypt_data_plane)
         await self._warm_up(deployment, model)
         if deployment.failure is not None:
             raise deployment.failure
         self._set_state(f"serving {model.spec.name} on {names} ({plan.body.strategy})")
         self._ready.set()
 
-    async def _choose_plan(self, goal: ServingGoal, model: Model) -> tuple[Plan, ClusterProfile | None]:
+    async def _choose_plan(self, goal: ServingGoal, model: Model) -> Plan:
         """The saved plan when all its devices are there (after a power cut), else a new one."""
         saved = self._saved.plan
         if saved is not None and saved.model == model.spec and saved.seq_len == model.seq_len:
@@ -323,9 +322,13 @@ class Server:
             self._set_state("waiting for the devices of the last plan")
             deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
             while time.monotonic() < deadline:
-                if wanted <= {device.device_id for device in self._fleet.usable()}:
+                there = [device for device in self._fleet.usable() if device.device_id in wanted]
+                if len(there) == len(wanted):
                     self._saved = self._saved.model_copy(update={"plan": None})  # should it fail, plan anew
-                    return saved, None
+                    links = await self.profiler.measure_links(there)  # cached, unless that is long ago
+                    if len(links) == len(wanted) * (len(wanted) - 1):
+                        return saved
+                    break
                 await asyncio.sleep(0.1)
         self._saved = self._saved.model_copy(update={"plan": None})
         self._set_state("looking for devices")
@@ -340,7 +343,7 @@ class Server:
         request = PlanRequest(
             spec=model.spec, cluster=cluster, seq_len=model.seq_len, wire=goal.wire, strategy=goal.strategy
         )
-        return await asyncio.to_thread(make_plan, request), cluster
+        return await asyncio.to_thread(make_plan, request)
 
     async def _warm_up(self, deployment: Deployment, model: Model) -> None:
         """One small step: proves that all workers reach each other, and loads the kernels."""

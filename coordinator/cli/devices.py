@@ -14,6 +14,7 @@ from coordinator.cli.tables import device_table, link_table
 from coordinator.config import load_settings
 from coordinator.fleet import Fleet
 from coordinator.profiling import Profiler
+from coordinator.registry import by_name
 from hearth.errors import NoDevices, NotAuthorised
 from hearth.messages import DeviceInfo
 from hearth.profile import Link
@@ -65,7 +66,7 @@ async def _look(
         profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
         links = await profiler.measure_links(found) if measure else {}
         return (
-            [device.info() for device in fleet.devices.values()],
+            [device.info() for device in by_name(fleet.devices.values())],
             list(links.values()),
             list(fleet.refusals),
         )

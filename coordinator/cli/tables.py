@@ -18,10 +18,11 @@ _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow"
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
     """Fits a terminal of 80 columns."""
     table = Table(title="Devices", title_justify="left", show_edge=False)
-    for heading in ("device", "state", "processor", "load"):
+    table.add_column("device", no_wrap=True, min_width=21)
+    for heading in ("state", "processor", "load"):
         table.add_column(heading)
-    table.add_column("may use / free", justify="right")
-    table.add_column("GPU, temperature")
+    table.add_column("may use\n[dim]free[/]", justify="right")
+    table.add_column("GPU, temp")
     for device in devices:
         state = f"[{_MARKS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
         name = f"{device.name}\n[dim]{device.host}[/]"
