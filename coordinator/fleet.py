@@ -194,6 +194,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 pass
             except HearthError as error:  # for instance another protocol version, or another home's key
                 self._refuse(error)
+            except Exception:  # a fault of ours with one agent must not lose it for good
+                log.exception("keeping %s:%d failed", connection.host, connection.port)
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _refuse(self, error: HearthError) -> None:

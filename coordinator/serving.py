@@ -77,6 +77,12 @@ def open_model(goal: ServingGoal) -> Model:
     return Model(directory, spec, seq_len, SentenceTokenizer(directory) if has_tokenizer else None)
 
 
+def _fault(error: Exception) -> InternalError:
+    """What is no HearthError is a fault of ours: it is logged whole, and the server lives on."""
+    log.error("a fault", exc_info=error)
+    return InternalError(where="the coordinator", reason=f"{type(error).__name__}: {error}")
+
+
 class Server:
     """One goal, one deployment at a time, one step at a time. `report` gets a line for people at each stage."""
 
@@ -212,13 +218,15 @@ class Server:
         async def work() -> None:
             if answer.done():
                 return  # its client has given up: nobody waits for this
-            assert self._deployment is not None
             try:
+                if self._deployment is None:  # lost between the signal that it is ready and now
+                    raise NotServing(state=self.state)
                 result = await compute(self._deployment)
-            except HearthError as error:
-                self._failed_request(error)
+            except Exception as error:
+                failure = error if isinstance(error, HearthError) else _fault(error)
+                self._failed_request(failure)
                 if not answer.done():
-                    answer.set_exception(error)
+                    answer.set_exception(failure)
                 return
             self.served += 1
             self.last_latency_seconds = result.latency_seconds
@@ -277,16 +285,10 @@ class Server:
             self._stale.clear()
             try:
                 await self._deploy()
-            except HearthError as error:
-                self.last_error = str(error)
-                self._set_state(f"not ready, trying again: {error}")
-                await asyncio.sleep(_RETRY_SECONDS)
-                self._stale.set()
             except Exception as error:
-                log.exception("deploying failed")
-                fault = InternalError(where="the coordinator", reason=f"{type(error).__name__}: {error}")
-                self.last_error = str(fault)
-                self._set_state(f"not ready, trying again: {fault}")
+                failure = error if isinstance(error, HearthError) else _fault(error)
+                self.last_error = str(failure)
+                self._set_state(f"not ready, trying again: {failure}")
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._stale.set()
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import lz4.block
 import numpy as np
 
 from hearth.errors import BadMessage
@@ -211,12 +210,16 @@ def _to_bf16(array: Array) -> Array:
 
 
 def _compress(plane: Array) -> bytes:
+    import lz4.block  # late: a client reads plain arrays only, and need not install it
+
     shuffled = np.ascontiguousarray(plane.reshape(-1).view(np.uint8).reshape(-1, plane.itemsize).T)
     compressed: bytes = lz4.block.compress(shuffled, store_size=False)
     return compressed
 
 
 def _decompress(buffer: Buffer, dtype: np.dtype[Any], size: int) -> Array:
+    import lz4.block
+
     num_bytes = size * dtype.itemsize
     try:
         raw = lz4.block.decompress(buffer, uncompressed_size=num_bytes) if num_bytes else b""

@@ -56,7 +56,7 @@ def test_a_device_whose_worker_died_is_left_out_for_a_while_unless_nobody_else_i
     good, bad = device("good"), registry.punished(device("bad"), now=100.0)
     assert registry.usable([good, bad], now=101.0) == [good]
     assert registry.usable([bad], now=101.0) == [bad]
-    assert registry.usable([good, bad], now=100.0 + WORKER_PENALTY_SECONDS) == [good, bad]
+    assert registry.usable([good, bad], now=100.0 + WORKER_PENALTY_SECONDS) == [bad, good]  # by name
     assert registry.usable([registry.silent(good, 110.0)], now=110.0) == []
 
 

@@ -41,6 +41,7 @@ from hearth.units import format_bytes, format_rate, format_seconds, parse_bytes
     [
         ("import hearth", ("torch", "onnxruntime", "numpy", "zeroconf", "transformers")),
         ("import hearth; hearth.connect", ("torch", "onnxruntime", "numpy", "zeroconf")),
+        ("import hearth.framing", ("torch", "lz4", "zeroconf")),
         ("import agent.main, agent.daemon", ("torch", "onnxruntime", "numpy")),
         ("import coordinator.cli.app", ("torch", "onnxruntime", "transformers")),
     ],

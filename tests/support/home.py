@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,12 @@ class TestHome:
 
     def wait(self, name: str, seconds: float = 30.0) -> int:
         return self._processes[name].wait(seconds)
+
+    def port(self, name: str) -> int:
+        """The port that a program listens on, as its log says."""
+        pattern = r"(?:control|listening on) port (\d+)"
+        found = wait_for(f"the port of {name}", lambda: re.search(pattern, self.log(name)))
+        return int(found[1])
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

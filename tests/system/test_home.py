@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import zmq.asyncio
 from support.home import LOOPBACK, TestHome, wait_for
 from support.models import save_random_model, small_bert
+from support.plans import BERT_LARGE
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -25,18 +29,33 @@ from hearth.errors import (
     BadRequest,
     DeviceLost,
     HearthError,
+    LeaseLost,
     ModelDoesNotFit,
     NotAuthorised,
     NotServing,
+    QueueFull,
     StepFailed,
     TextTooLong,
     WorkerDied,
     WrongKey,
 )
+from hearth.messages import (
+    AcquireLease,
+    GetTelemetry,
+    Heartbeat,
+    Message,
+    ProfileBlocks,
+    PutChunk,
+    Telemetry,
+    Unload,
+)
+from hearth.rpc import RpcClient
 from hearth.security import (
     AppKey,
+    Credential,
     HomeKey,
     admin_key,
+    agent_access,
     coordinator_access,
     load_credential,
     new_home_key,
@@ -125,10 +144,7 @@ def test_a_second_coordinator_is_told_that_the_agents_are_busy(pair: TestHome) -
 
 
 def _devices_of_second(pair: TestHome) -> str:
-    port = next((line.split()[-1] for line in pair.log("second").splitlines() if "listening" in line), None)
-    if port is None:
-        return ""
-    with connect(f"{LOOPBACK}:{port}", key=pair.key) as home:
+    with connect(f"{LOOPBACK}:{pair.port('second')}", key=pair.key) as home:
         return " ".join(device.reason for device in home.devices().devices)
 
 
@@ -158,12 +174,46 @@ def test_an_admin_key_looks_but_cannot_command_agents(pair: TestHome) -> None:
     assert isinstance(credential, HomeKey)
     with pair.connect(admin_key(credential)) as home:
         assert home.status().state.startswith("serving")
+    assert isinstance(_ask_agent(pair, admin_key(credential), GetTelemetry()), Telemetry)
+    for command in (
+        AcquireLease(holder="me", holder_name="me", seconds=5.0),
+        Unload(holder="me", epoch=1),
+        PutChunk(holder="me", hash="0" * 64),
+        ProfileBlocks(model=BERT_LARGE, seq_len=8),
+    ):
+        with pytest.raises(NotAuthorised):
+            _ask_agent(pair, admin_key(credential), command)
+
+
+def test_a_coordinator_without_the_lease_changes_nothing(pair: TestHome) -> None:
+    credential = load_credential(pair.key)
+    with pytest.raises(AgentBusy):
+        _ask_agent(pair, credential, AcquireLease(holder="me", holder_name="me", seconds=5.0))
+    for command in (Unload(holder="me", epoch=1), PutChunk(holder="me", hash="0" * 64), Heartbeat(holder="me")):
+        with pytest.raises(LeaseLost):
+            _ask_agent(pair, credential, command)
+
+
+def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Message:
+    """One request to the control socket of agent a, with any key."""
+
+    async def ask() -> Message:
+        context = zmq.asyncio.Context()
+        client = RpcClient(context, f"tcp://{LOOPBACK}:{pair.port('a')}", agent_access(credential), "test")
+        try:
+            return (await client.call(message, timeout_seconds=5.0)).message
+        finally:
+            await client.close()
+            context.destroy(linger=0)
+
+    return asyncio.run(ask())
 
 
 def test_another_homes_key_finds_nothing_and_opens_nothing(pair: TestHome) -> None:
-    port = next(line.split()[-1] for line in pair.log("coordinator").splitlines() if "listening" in line)
     with pytest.raises(WrongKey):
-        connect(f"{LOOPBACK}:{port}", key=new_home_key(), timeout_seconds=5.0)
+        connect(f"{LOOPBACK}:{pair.port('coordinator')}", key=new_home_key(), timeout_seconds=5.0)
+    with pytest.raises(WrongKey):
+        _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
 def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_succeeds(
@@ -314,6 +364,36 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, tmp_
             )
             home.wait_ready(60.0)
             assert np.array_equal(home.hidden_states(TOKENS), before)
+
+
+def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
+    slow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
+    with TestHome(tmp_path, slow_model_dir) as house:
+        house.start_agent("a")
+        house.start_coordinator("--strategy", "local")
+        with house.ready() as home, ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
+            outcomes = [future.exception() or future.result().shape for future in asked]
+        refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+        assert refused
+        assert refused[0].limit == 2
+        assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 768)] * (
+            8 - len(refused)
+        )
+
+
+def test_without_multicast_agents_and_coordinator_are_found_by_address(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
+    with TestHome(tmp_path, model_dir) as house:
+        house.start_agent("a", "--no-advertise")
+        house.start_coordinator("--devices", f"{LOOPBACK}:{house.port('a')}")
+        with connect(f"{LOOPBACK}:{house.port('coordinator')}", key=house.key, timeout_seconds=20.0) as home:
+            home.wait_ready(60.0)
+            assert home.hidden_states(TOKENS).shape == (40, 96)
 
 
 def test_an_idle_daemon_is_small(pair: TestHome) -> None:
