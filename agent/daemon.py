@@ -14,7 +14,6 @@ import zmq.asyncio
 
 import hearth
 from agent.config import AgentSettings
-from agent.gpu import GpuReader
 from agent.identity import Identity
 from agent.lease import Lease, acquire, require
 from agent.links import LinkServer, measure_link
@@ -69,7 +68,6 @@ class AgentDaemon:
         identity: Identity,
         store: ShardStore,
         telemetry: TelemetryReader,
-        gpu: GpuReader,
         links: LinkServer,
         context: zmq.asyncio.Context,
         coordinator_public_key: str,
@@ -79,7 +77,6 @@ class AgentDaemon:
         self._identity = identity
         self._store = store
         self._telemetry = telemetry
-        self._gpu = gpu
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key

@@ -60,7 +60,7 @@ async def run_agent(settings: AgentSettings) -> None:
         await links.start()
         stack.push_async_callback(links.close)
         daemon = AgentDaemon(
-            settings, identity, store, TelemetryReader(settings, gpu), gpu, links, context, coordinator_public
+            settings, identity, store, TelemetryReader(settings, gpu), links, context, coordinator_public
         )
         server = RpcServer(
             context, settings.bind_host, settings.control_port, agent_keys, ZAP_DOMAIN, daemon.handle,

@@ -17,7 +17,7 @@ from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
 log = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
-_FORMER = ".part"
+_PART_SUFFIX = ".part"
 
 
 class ShardStore:
@@ -62,7 +62,7 @@ class ShardStore:
                 return
             self._make_room(len(data))
             target = self._file(chunk)
-            part = target.with_name(f"{chunk}.{secrets.token_hex(4)}{_FORMER}")
+            part = target.with_name(f"{chunk}.{secrets.token_hex(4)}{_PART_SUFFIX}")
             try:
                 target.parent.mkdir(exist_ok=True)
                 with part.open("wb") as file:
@@ -140,7 +140,7 @@ class ShardStore:
         """What an earlier run left: chunks in order of their last use, unfinished parts removed."""
         found = []
         for file in self.path.glob("??/*"):
-            if file.name.endswith(_FORMER):
+            if file.name.endswith(_PART_SUFFIX):
                 file.unlink(missing_ok=True)
             elif len(file.name) == 64:
                 status = file.stat()

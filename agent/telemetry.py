@@ -53,7 +53,6 @@ class TelemetryReader:
             compute_device=self._gpu.compute_device,
             clock_unix_seconds=now,
             python_version=platform.python_version(),
-            dropped_messages=0,
         )
 
 

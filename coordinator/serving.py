@@ -35,6 +35,7 @@ from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
+from hearth.units import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -308,6 +309,9 @@ class Server:
         names = ", ".join(device.name for device in plan.devices)
         self._set_state(f"pushing shards to {names}")
         chunks = await deployment.push(model.directory, self._settings.state_dir / "manifests", self._progress)
+        self._report(
+            f"pushed {format_bytes(deployment.sent_bytes)} of weights; what was there already was not sent again"
+        )
         self._set_state(f"loading on {names}")
         await deployment.load(chunks, self.profiler.links, self._settings.encrypt_data_plane)
         await self._warm_up(deployment, model)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Task(NamedTuple):
-    """Occupies all of `resources` for `seconds`, once the tasks `after` have ended and `delay` has passed since.
+    """Occupies all of `resources` for `seconds`, once the tasks `after` have ended.
 
-    `delay` models a link's latency: it holds nothing up but this task's successors, so a transfer carries it as
-    `latency`, added after its end.
+    Its successors may start `latency` seconds after that: a link's delay, which keeps nobody busy.
     """
 
     name: str
@@ -92,20 +91,3 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     if done != len(tasks):
         raise ValueError("some tasks wait for each other")
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), dict(busy))
-
-
-def chrome_trace(tasks: Sequence[Task], timeline: Timeline) -> dict[str, Any]:
-    """The predicted timeline as a Chrome trace, one lane per resource."""
-    events = [
-        {
-            "name": task.name,
-            "ph": "X",
-            "pid": 1,
-            "tid": resource,
-            "ts": start * 1e6,
-            "dur": (end - start) * 1e6,
-        }
-        for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True)
-        for resource in task.resources
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

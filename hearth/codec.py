@@ -20,7 +20,6 @@ from hearth.transport.base import Buffer
 
 Array = np.ndarray[Any, Any]
 
-FP16_MAX = 65504.0
 SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
 SAMPLE_EVERY = 64  # tiles of one kind, after the first
 

@@ -108,7 +108,6 @@ class Telemetry(_Message):
     compute_device: Literal["cpu", "cuda"]
     clock_unix_seconds: float
     python_version: Name
-    dropped_messages: int
 
 
 class AcquireLease(_Message):

@@ -13,7 +13,7 @@ from coordinator.planners import PlanRequest
 from coordinator.planners import make_plan as plan_for
 from coordinator.planners.base import missing_bytes
 from coordinator.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
-from coordinator.simulator import Task, chrome_trace, simulate
+from coordinator.simulator import Task, simulate
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
 from hearth.plan import WireFormat, plan_from_json
@@ -59,12 +59,6 @@ def test_impossible_graphs_are_refused() -> None:
         simulate([Task("a", (), 1.0, (1,)), Task("b", (), 1.0, (0,))])
     with pytest.raises(ValueError, match="does not exist"):
         simulate([Task("a", (), 1.0, (7,))])
-
-
-def test_the_timeline_becomes_a_chrome_trace() -> None:
-    tasks = [Task("a", ("cpu",), 2.0), Task("b", ("cpu",), 1.0)]
-    (first, second) = chrome_trace(tasks, simulate(tasks))["traceEvents"]
-    assert (first["ts"], first["dur"], second["ts"]) == (0.0, 2e6, 2e6)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.integers(0, 3)), min_size=1, max_size=15))

@@ -13,7 +13,7 @@ _TELEMETRY = m.Telemetry(
     host_id="h", cpu_model="Cortex-A72", num_cores=4, load_1min=0.5, frequency_mhz=1500.0, memory_total_bytes=4 << 30,
     memory_available_bytes=3 << 30, memory_budget_bytes=2 << 30, disk_free_bytes=1 << 34, temperature_celsius=51.5,
     gpu=m.Gpu(name="Orin", kind="tegra", memory_total_bytes=8, memory_free_bytes=4, load_fraction=0.25), num_threads=4,
-    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12", dropped_messages=0,
+    compute_device="cpu", clock_unix_seconds=1.5e9, python_version="3.10.12",
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
 _LINK = Link(source="a", target="b", bytes_per_second=1e7, round_trip_seconds=0.001)
