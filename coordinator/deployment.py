@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _CHUNKS_IN_FLIGHT = 4  # per device: hides the round trip, bounds the coordinator's memory
 _CHUNK_SECONDS = 120.0
 _LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
-_ABORT_GRACE_SECONDS = 1.0
+_ABORT_GRACE_SECONDS = 0.5
 # A step may take this many times its predicted time before a wait inside it gives up ...
 _TIMEOUT_FACTOR = 20.0
 # ... but never less: the prediction knows nothing of a cold cache or a busy household.

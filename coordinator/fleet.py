@@ -236,7 +236,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _beat(self, connection: _Connection, device_id: str) -> None:
         """Heartbeats until the device is dead. Without a lease, reading telemetry takes their place."""
         while True:
-            await asyncio.sleep(registry.HEARTBEAT_SECONDS)
+            pause, patience = registry.next_beat(self.devices[device_id], time.monotonic())
+            await asyncio.sleep(pause)
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
@@ -246,9 +247,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     if await self._acquire(connection, device_id):
                         self._update(device_id, health="alive", reason="")
                 else:
-                    reply = await connection.client.call(
-                        Heartbeat(holder=self.holder), timeout_seconds=registry.SUSPECT_SECONDS
-                    )
+                    reply = await connection.client.call(Heartbeat(holder=self.holder), timeout_seconds=patience)
                     if not isinstance(reply.message, AgentState):
                         raise BadMessage(reason=f"a heartbeat was answered with {type(reply.message).__name__}")
                     if reply.message.boot_id != device.welcome.boot_id:

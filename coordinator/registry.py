@@ -13,6 +13,7 @@ from hearth.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 1.5
 DEAD_SECONDS = 3.0
+_BEAT_SECONDS = 0.75  # one heartbeat's answer may take this long, so that several fit in before a device is dead
 # A device whose worker died may only have run out of memory once: it is left out of plans for this long.
 WORKER_PENALTY_SECONDS = 60.0
 
@@ -65,6 +66,16 @@ def silent(device: Device, now: float) -> Device:
         return device
     health: Health = "dead" if quiet >= DEAD_SECONDS else "suspect"
     return replace(device, health=health, reason=f"no answer for {quiet:.1f} s")
+
+
+def next_beat(device: Device, now: float) -> tuple[float, float]:
+    """`(pause before the next heartbeat, how long to wait for its answer)`.
+
+    Once one was missed the next follows at once, and none waits beyond the moment at which the device is dead.
+    """
+    quiet = now - device.last_seen
+    pause = HEARTBEAT_SECONDS if quiet < HEARTBEAT_SECONDS else 0.05
+    return pause, min(_BEAT_SECONDS, max(DEAD_SECONDS - quiet - pause, 0.05))
 
 
 def refused(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:

@@ -108,6 +108,7 @@ class Server:
         self._progress = progress
         self._file = StateFile(settings.state_dir)
         self._saved = SavedState()
+        self._restored: Plan | None = None  # to be tried once, at the start
         self._model: Model | None = None
         self._deployment: Deployment | None = None
         self._stale = asyncio.Event()  # set: what is deployed is not what should be
@@ -139,6 +140,7 @@ class Server:
             raise NotServing(state="nothing was served here before")
         self._model = open_model(goal)
         self.goal = goal
+        self._restored = plan
         self._saved = self._saved.model_copy(update={"goal": goal, "plan": plan})
         self._file.save(self._saved)
         self._stale.set()
@@ -219,13 +221,14 @@ class Server:
         async def work() -> None:
             if answer.done():
                 return  # its client has given up: nobody waits for this
+            deployment = self._deployment
             try:
-                if self._deployment is None:  # lost between the signal that it is ready and now
+                if deployment is None:  # lost between the signal that it is ready and now
                     raise NotServing(state=self.state)
-                result = await compute(self._deployment)
+                result = await compute(deployment)
             except Exception as error:
                 failure = error if isinstance(error, HearthError) else _fault(error)
-                self._failed_request(failure)
+                self._failed_request(failure, deployment)
                 if not answer.done():
                     answer.set_exception(failure)
                 return
@@ -250,10 +253,10 @@ class Server:
             raise NotServing(state=self.state)
         return self._model
 
-    def _failed_request(self, error: HearthError) -> None:
+    def _failed_request(self, error: HearthError, deployment: Deployment | None) -> None:
+        """Count it; an error that is not the request's own ends the deployment it ran on (not a newer one)."""
         self.failed += 1
         self.last_error = str(error)
-        deployment = self._deployment
         if deployment is not None and not isinstance(error, BadRequest | TextTooLong):
             deployment.fail(error)
             self._lost(deployment)
@@ -321,25 +324,18 @@ class Server:
         self._ready.set()
 
     async def _choose_plan(self, goal: ServingGoal, model: Model) -> Plan:
-        """The saved plan when all its devices are there (after a power cut), else a new one."""
-        saved = self._saved.plan
-        if saved is not None and saved.model == model.spec and saved.seq_len == model.seq_len:
-            wanted = {device.device_id for device in saved.devices}
+        """At the start the saved plan, when all its devices are there (after a power cut); else a new one."""
+        restored, self._restored = self._restored, None
+        if restored is not None and restored.model == model.spec and restored.seq_len == model.seq_len:
             self._set_state("waiting for the devices of the last plan")
-            deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
-            while time.monotonic() < deadline:
-                there = [device for device in self._fleet.usable() if device.device_id in wanted]
-                if len(there) == len(wanted):
-                    self._saved = self._saved.model_copy(update={"plan": None})  # should it fail, plan anew
-                    links = await self.profiler.measure_links(there)  # cached, unless that is long ago
-                    if len(links) == len(wanted) * (len(wanted) - 1):
-                        return saved
-                    break
-                await asyncio.sleep(0.1)
-        self._saved = self._saved.model_copy(update={"plan": None})
+            if await self._all_there(restored):
+                return restored
         self._set_state("looking for devices")
-        settle = self._settings.settle_seconds if self.plan is None else 0.0
-        await self._fleet.settle(settle, self._settings.min_devices, _WAIT_FOR_DEVICES_SECONDS)
+        # Once something was served, what is left must do: the user's minimum and the wait for newcomers are for starts.
+        settle_seconds, min_devices = (
+            (self._settings.settle_seconds, self._settings.min_devices) if self.plan is None else (0.0, 1)
+        )
+        await self._fleet.settle(settle_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
         devices = [device for device in self._fleet.usable() if not {device.name, device.device_id} & set(goal.exclude)]
         if not devices:
             raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
@@ -350,6 +346,18 @@ class Server:
             spec=model.spec, cluster=cluster, seq_len=model.seq_len, wire=goal.wire, strategy=goal.strategy
         )
         return await asyncio.to_thread(make_plan, request)
+
+    async def _all_there(self, plan: Plan) -> bool:
+        """Whether all devices of a plan came in time, with the links between them measured (cached, mostly)."""
+        wanted = {device.device_id for device in plan.devices}
+        deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
+        while time.monotonic() < deadline:
+            there = [device for device in self._fleet.usable() if device.device_id in wanted]
+            if len(there) == len(wanted):
+                links = await self.profiler.measure_links(there)
+                return len(links) == len(wanted) * (len(wanted) - 1)
+            await asyncio.sleep(0.1)
+        return False
 
     async def _warm_up(self, deployment: Deployment, model: Model) -> None:
         """One small step: proves that all workers reach each other, and loads the kernels."""

@@ -52,6 +52,19 @@ def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> Non
     assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
 
 
+def test_heartbeats_follow_at_once_when_one_was_missed_and_end_when_the_device_is_dead() -> None:
+    now, beats = 100.0, []
+    known = device(last_seen=now)
+    while known.health != "dead":
+        pause, patience = registry.next_beat(known, now)
+        beats.append(pause)
+        now += pause + patience
+        known = registry.silent(known, now)
+    assert beats[0] == registry.HEARTBEAT_SECONDS
+    assert len(beats) >= 4
+    assert now - 100.0 <= DEAD_SECONDS + 0.2
+
+
 def test_a_device_whose_worker_died_is_left_out_for_a_while_unless_nobody_else_is_left() -> None:
     good, bad = device("good"), registry.punished(device("bad"), now=100.0)
     assert registry.usable([good, bad], now=101.0) == [good]

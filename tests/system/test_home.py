@@ -234,6 +234,7 @@ def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_su
             plan = home.status().plan
             assert plan is not None
             assert {device.name for device in plan.devices} == {"a", "c"}
+            assert "trying again" not in house.log("coordinator")  # one new plan was enough
 
 
 def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(slow_model_dir: Path, tmp_path: Path) -> None:
@@ -253,6 +254,7 @@ def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(slow_model
                 plan = home.status().plan
                 assert plan is not None
                 assert [device.name for device in plan.devices] == ["a"]
+                assert "trying again" not in house.log("coordinator")
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
