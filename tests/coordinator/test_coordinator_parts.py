@@ -224,12 +224,15 @@ def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
         (("serve", "MODEL", "--key", "KEY", "--plan", "no-plan.json"), "no-plan.json cannot be read"),
         (("demo", "--model", "no-such-model"), "no-such-model"),
         (("embed", "hello", "--key", "KEY", "--address", "a:b"), "'a:b' is not of the form"),
+        (("serve", "CUT"), "model.safetensors cannot be used: it has"),
     ],
 )
 def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     run("key", "new", "--key", str(tmp_path / "key"))
-    places = {"MODEL": tmp_path / "model", "KEY": tmp_path / "key", "STATE": tmp_path / "state"}
+    cut = write_model(tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    places = {"CUT": cut.parent, "MODEL": tmp_path / "model", "KEY": tmp_path / "key", "STATE": tmp_path / "state"}
     key = () if "--key" in arguments else ("--key", str(tmp_path / "key")) if arguments[0] != "demo" else ()
     output = run(*(str(places.get(argument, argument)) for argument in (*arguments, *key)), code=1)
     assert said in " ".join(output.split())
