@@ -22,6 +22,7 @@ Array = np.ndarray[Any, Any]
 
 SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
 SAMPLE_EVERY = 64  # tiles of one kind, after the first
+_LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output: one more step of a match length
 
 
 class ValueFormat(IntEnum):
@@ -65,6 +66,8 @@ class Codec:
     """The sending side of one link. `encode` belongs to one thread at a time; `clock` returns seconds."""
 
     def __init__(self, wire: WireFormat, link_bytes_per_second: float, clock: Callable[[], float]) -> None:
+        if wire.lz4 != "off":
+            import lz4.block  # noqa: F401  # now: the first sample must not time the import
         self._values = _FORMATS[wire.values]
         self._lz4 = wire.lz4
         self._link_bytes_per_second = link_bytes_per_second
@@ -127,7 +130,8 @@ def decode(
 ) -> Array:
     """The array again, in its first dtype and shape; read-only where nothing was converted. Raises BadMessage.
 
-    The caller has checked that `shape` names no more memory than a frame may: lz4 cannot make more than it implies.
+    The caller has checked that `shape` names no more memory than a frame may. lz4 can make no more than that, nor more
+    than the bytes at hand can hold: a short buffer under a large shape allocates nothing.
     """
     layout = wire_layout(values, dtype, shape)
     if len(buffers) != len(layout):
@@ -140,7 +144,7 @@ def decode(
         elif len(buffer) != size * plane_dtype.itemsize:
             raise BadMessage(reason=f"{len(buffer)} bytes for {size} values of {plane_dtype}")
         else:
-            plane = np.frombuffer(buffer, plane_dtype) if size else np.empty(0, plane_dtype)
+            plane = np.frombuffer(memoryview(buffer).toreadonly(), plane_dtype) if size else np.empty(0, plane_dtype)
         planes.append(plane.reshape(plane_shape))
     return _from_wire(values, planes, dtype)
 
@@ -220,6 +224,8 @@ def _decompress(buffer: Buffer, dtype: np.dtype[Any], size: int) -> Array:
     import lz4.block
 
     num_bytes = size * dtype.itemsize
+    if num_bytes > len(buffer) * _LZ4_MAX_RATIO:
+        raise BadMessage(reason=f"{len(buffer)} compressed bytes cannot hold a tile of {num_bytes}")
     try:
         raw = lz4.block.decompress(buffer, uncompressed_size=num_bytes) if num_bytes else b""
     except (lz4.block.LZ4BlockError, ValueError, OverflowError, MemoryError):

@@ -60,11 +60,15 @@ class TileKey(NamedTuple):
 
 
 def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
-    """The frames of one tile, encoded for one link. The array must not change until they are sent."""
+    """The frames of one tile, encoded for one link. The array must not change until they are sent.
+
+    Raises FrameTooLarge rather than send what the peer must refuse, ValueError for what is no tile of floats.
+    """
+    array, dtype_code = _for_wire(array, _DTYPES[:_TILE_DTYPES])
     encoded = link.encode(key.phase.name, array)
     header = _HEADER.pack(
         _VERSION,
-        _DTYPE_CODES[array.dtype],
+        dtype_code,
         encoded.values | (_COMPRESSED if encoded.compressed else 0),
         array.ndim,
         key.phase,
@@ -79,28 +83,21 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
 
 
 def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
-    """Read what a tile is, without touching its values. Raises BadMessage."""
-    return _read_header(token, frames)[0]
+    """Read what a tile is, without touching its values. Raises BadMessage, FrameTooLarge."""
+    return _read_header(token, frames).key
 
 
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
     """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
-    key, dtype, encoding, shape = _read_header(token, frames)
-    try:
-        values = ValueFormat(encoding & ~_COMPRESSED)
-    except ValueError:
-        raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
-    if values is not ValueFormat.EXACT and (dtype != _DTYPES[0] or not shape):
-        raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
-    return key, codec.decode(values, bool(encoding & _COMPRESSED), dtype, shape, frames[1:])
+    header = _read_header(token, frames)
+    return header.key, codec.decode(header.values, header.compressed, header.dtype, header.shape, frames[1:])
 
 
 def pack_array(array: Array) -> list[Buffer]:
-    """An array as two payload frames of a message."""
-    array = np.ascontiguousarray(array)
-    dtype = array.dtype.newbyteorder("<")
-    header = _ARRAY.pack(_VERSION, _DTYPE_CODES[dtype], array.ndim, *_padded(array.shape))
-    return [header, memoryview(array.astype(dtype, copy=False).data).cast("B") if array.size else b""]
+    """An array as two payload frames of a message. Raises FrameTooLarge, ValueError for a type that has no code."""
+    array, dtype_code = _for_wire(array, _DTYPES)
+    header = _ARRAY.pack(_VERSION, dtype_code, array.ndim, *_padded(array.shape))
+    return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
 
 
 def unpack_array(frames: Sequence[Buffer]) -> Array:
@@ -115,7 +112,16 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
     return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
 
 
-def _read_header(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, np.dtype[Any], int, tuple[int, ...]]:
+class _TileHeader(NamedTuple):
+    key: TileKey
+    dtype: np.dtype[Any]
+    values: ValueFormat
+    compressed: bool
+    shape: tuple[int, ...]
+
+
+def _read_header(token: bytes, frames: Sequence[Buffer]) -> _TileHeader:
+    """All checks that need no values, so that a tile that is forwarded unread is well formed too."""
     if not frames or len(frames[0]) != TOKEN_BYTES + _HEADER.size:
         raise BadMessage(reason="a tile begins with a header")
     head = bytes(frames[0])
@@ -131,20 +137,44 @@ def _read_header(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, np.dt
     except ValueError:
         raise BadMessage(reason=f"unknown phase {phase}") from None
     dtype = _DTYPES[dtype_code]
-    return key, dtype, encoding, _checked_shape(num_dims, dims, dtype)
+    shape = _checked_shape(num_dims, dims, dtype)
+    try:
+        values = ValueFormat(encoding & ~_COMPRESSED)
+    except ValueError:
+        raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
+    if values is not ValueFormat.EXACT and (dtype != _DTYPES[0] or not shape):
+        raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
+    num_buffers = len(codec.wire_layout(values, dtype, shape))
+    if len(frames) != 1 + num_buffers:
+        raise BadMessage(reason=f"{len(frames) - 1} buffers for a tile of {num_buffers}")
+    return _TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
 
 
 def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
     if num_dims > MAX_DIMS or any(dims[num_dims:]):
         raise BadMessage(reason=f"a tensor of {num_dims} dimensions, at most {MAX_DIMS} are allowed")
-    num_bytes = math.prod(dims[:num_dims]) * dtype.itemsize
-    # A zero in the shape hides the other dimensions from the product; each is bounded by itself too.
-    if num_bytes > MAX_PAYLOAD_FRAME_BYTES or max(dims, default=0) > MAX_PAYLOAD_FRAME_BYTES:
+    shape = tuple(dims[:num_dims])
+    _check_size(shape, dtype)
+    return shape
+
+
+def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    # A zero counts as one: it must not hide other dimensions whose product no array can have.
+    num_bytes = math.prod(max(dim, 1) for dim in shape) * dtype.itemsize
+    if num_bytes > MAX_PAYLOAD_FRAME_BYTES:
         raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
-    return tuple(dims[:num_dims])
+
+
+def _for_wire(array: Array, allowed: Sequence[np.dtype[Any]]) -> tuple[Array, int]:
+    """The array in little-endian order, and the code of its type."""
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in allowed:
+        raise ValueError(f"{array.dtype} is none of {', '.join(str(each) for each in allowed)}")
+    if array.ndim > MAX_DIMS:
+        raise ValueError(f"a tensor of {array.ndim} dimensions, at most {MAX_DIMS} are allowed")
+    _check_size(array.shape, dtype)
+    return array.astype(dtype, copy=False), _DTYPE_CODES[dtype]
 
 
 def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"a tensor of {len(shape)} dimensions, at most {MAX_DIMS} are allowed")
     return shape + (0,) * (MAX_DIMS - len(shape))

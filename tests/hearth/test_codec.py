@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +142,22 @@ def test_compression_never_makes_a_tile_larger() -> None:
     noise = np.frombuffer(np.random.default_rng(0).bytes(4096), np.float32)
     encoded = codec("exact", "on").encode("kind", noise)
     assert sum(len(buffer) for buffer in encoded.buffers) <= noise.nbytes
+
+
+def test_the_tightest_compression_still_comes_back() -> None:
+    zeros = np.zeros((1024, 1024), np.float32)  # lz4 gets close to its limit of 255 to 1
+    link = codec("exact", "on")
+    assert np.array_equal(round_trip(link, zeros), zeros)
+    assert link.stats.sent_bytes < zeros.nbytes / 250
+
+
+def test_the_first_sample_does_not_time_the_import_of_lz4() -> None:
+    code = (
+        "import sys; from hearth.codec import Codec; from hearth.plan import WireFormat;"
+        "Codec(WireFormat(lz4='off'), 1e6, lambda: 0.0); assert 'lz4' not in sys.modules;"
+        "Codec(WireFormat(lz4='auto'), 1e6, lambda: 0.0); assert 'lz4.block' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @given(st.binary(max_size=200), st.sampled_from(list(ValueFormat)), st.booleans())
