@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import socket
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hearth.errors import BadSetting
+
+log = logging.getLogger(__name__)
 
 # Networks that exist inside this machine only: their addresses mean nothing to other devices.
 _CONTAINER = re.compile(r"^(docker|br-|veth|virbr|vnet|cni|flannel|cali|podman|lxc|lxd|kube|vmnet|vboxnet|nerdctl)")
@@ -28,6 +31,7 @@ class Interface(NamedTuple):
     is_wireless: bool
     speed_mbit: int
     skipped: str
+    has_default_route: bool = False
 
 
 def why_skipped(name: str, address: str, is_up: bool) -> str:
@@ -48,11 +52,22 @@ def why_skipped(name: str, address: str, is_up: bool) -> str:
     return ""
 
 
-def interfaces(sys_root: Path = Path("/sys")) -> list[Interface]:
+def default_route_holders(proc_root: Path = Path("/proc")) -> frozenset[str]:
+    """The names of the interfaces that an IPv4 default route goes through."""
+    try:
+        rows = [line.split() for line in (proc_root / "net/route").read_text().splitlines()[1:]]
+    except OSError:
+        return frozenset()
+    # Columns: interface, destination, gateway, flags, ..., mask (proc(5)); a default route has neither of the two set.
+    return frozenset(row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000")
+
+
+def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> list[Interface]:
     """All interfaces of this machine with an address, best first."""
     import psutil
 
     stats = psutil.net_if_stats()
+    with_default_route = default_route_holders(proc_root)
     found = []
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
@@ -67,14 +82,20 @@ def interfaces(sys_root: Path = Path("/sys")) -> list[Interface]:
                     any((sys_root / "class/net" / name / mark).exists() for mark in ("wireless", "phy80211")),
                     stats[name].speed if name in stats else 0,
                     why_skipped(name, address.address, is_up),
+                    name in with_default_route,
                 )
             )
     return ranked(found)
 
 
 def ranked(found: Sequence[Interface]) -> list[Interface]:
-    """Usable before skipped, IPv4 before IPv6, wired before wireless, fast before slow."""
-    return sorted(found, key=lambda i: (bool(i.skipped), ":" in i.address, i.is_wireless, -i.speed_mbit, i.name))
+    """Usable before skipped, IPv4 before IPv6, wired before wireless, fast before slow, then the default route's."""
+    return sorted(
+        found,
+        key=lambda i: (
+            bool(i.skipped), ":" in i.address, i.is_wireless, -i.speed_mbit, not i.has_default_route, i.name,
+        ),
+    )  # fmt: skip
 
 
 def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
@@ -98,6 +119,8 @@ def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
 def choose_address(preferred: str | None) -> str:
     """The local address to advertise, verified: we can bind it and connect to it."""
     interface = choose(interfaces(), preferred)
+    if interface.skipped and not preferred:
+        log.warning("only %s (%s) can be used, and %s", interface.name, interface.address, interface.skipped)
     verify_reachable(interface)
     return interface.address
 

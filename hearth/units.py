@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _SUFFIXES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _SUFFIXES.update({f"{letter}i": 1024 ** (i + 1) for i, letter in enumerate("kmgt")})
@@ -14,7 +15,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.match(text)
     if match is None or match[2].lower() not in _SUFFIXES:
         raise ValueError(f"'{text}' is not a size such as 800M or 2GiB")
-    return int(float(match[1]) * _SUFFIXES[match[2].lower()])
+    return int(Fraction(match[1]) * _SUFFIXES[match[2].lower()])  # exact, where a float would round or overflow
 
 
 def format_bytes(num_bytes: float) -> str:
