@@ -6,10 +6,13 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
@@ -18,12 +21,14 @@ log = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
 _PART_SUFFIX = ".part"
+_CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256, so that a name is never a path
 
 
 class ShardStore:
     """Chunks under `path`, in at most `max_bytes`. Safe to call from several threads.
 
-    A chunk is trusted after its hash was checked once since the start; until then `verify` reads it.
+    A chunk is trusted after its hash was checked once since the start; until then `verify` reads it. Whoever empties the
+    folder while we run takes chunks away, nothing else: what is gone is reported missing and can be put again.
     """
 
     def __init__(self, path: Path, max_bytes: int, device: str) -> None:
@@ -46,7 +51,7 @@ class ShardStore:
         with self._lock:
             absent = []
             for chunk in hashes:
-                if chunk in self._sizes:
+                if self._holds(chunk):
                     self._touch(chunk)
                 else:
                     absent.append(chunk)
@@ -57,9 +62,10 @@ class ShardStore:
         if hashlib.sha256(data).hexdigest() != chunk:
             raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")
         with self._lock:
-            if chunk in self._sizes:
+            if self._holds(chunk):
                 self._touch(chunk)
                 return
+            self.path.mkdir(parents=True, exist_ok=True)
             self._make_room(len(data))
             target = self._file(chunk)
             part = target.with_name(f"{chunk}.{secrets.token_hex(4)}{_PART_SUFFIX}")
@@ -90,7 +96,7 @@ class ShardStore:
             intact = False
         with self._lock:
             if not intact:
-                self._sizes.pop(chunk, None)
+                self._forget(chunk)
                 path.unlink(missing_ok=True)
                 raise ChunkCorrupt(chunk=chunk[:12], where=f"the disk of {self._device}")
             self._verified.add(chunk)
@@ -98,15 +104,21 @@ class ShardStore:
     def path_of(self, chunk: str) -> Path:
         """Where a chunk lies. Raises ChunkMissing."""
         with self._lock:
-            if chunk not in self._sizes:
+            if not self._holds(chunk):
                 raise ChunkMissing(chunk=chunk[:12], device=self._device)
             self._touch(chunk)
             return self._file(chunk)
 
     def pin(self, hashes: Iterable[str]) -> None:
-        """Keep these, whatever comes: they are the deployed plan's."""
+        """Keep these, whatever comes: they are the deployed plan's. The access time says so to the next start."""
         with self._lock:
-            self._pinned |= set(hashes)
+            for chunk in hashes:
+                self._pinned.add(chunk)
+                if self._holds(chunk):
+                    self._touch(chunk)
+                    with suppress(OSError):  # a wrong time costs an eviction in a worse order, no more
+                        written_ns = self._file(chunk).stat().st_mtime_ns  # stays: when the content came
+                        os.utime(self._file(chunk), ns=(time.time_ns(), written_ns))
 
     def unpin_all(self) -> None:
         with self._lock:
@@ -115,18 +127,37 @@ class ShardStore:
     def _file(self, chunk: str) -> Path:
         return self.path / chunk[:2] / chunk
 
+    def _holds(self, chunk: str) -> bool:
+        """Whether the chunk is here, on the disk too."""
+        if chunk not in self._sizes:
+            return False
+        if self._file(chunk).is_file():
+            return True
+        log.warning("the chunk %s is gone from %s", chunk[:12], self.path)
+        self._forget(chunk)
+        return False
+
+    def _forget(self, chunk: str) -> None:
+        self._sizes.pop(chunk, None)
+        self._verified.discard(chunk)
+
     def _touch(self, chunk: str) -> None:
         self._sizes[chunk] = self._sizes.pop(chunk)
 
     def _make_room(self, num_bytes: int) -> None:
         evictable = [chunk for chunk in self._sizes if chunk not in self._pinned]
+        freeable = sum(self._sizes[chunk] for chunk in evictable)
+        if (
+            self.total_bytes - freeable + num_bytes > self._max_bytes
+            or self._disk_free() + freeable < num_bytes + _RESERVE_BYTES
+        ):
+            raise self._full(num_bytes)  # before anything is evicted in vain
         while self.total_bytes + num_bytes > self._max_bytes or self._disk_free() < num_bytes + _RESERVE_BYTES:
             if not evictable:
                 raise self._full(num_bytes)
             chunk = evictable.pop(0)
             self._file(chunk).unlink(missing_ok=True)
-            del self._sizes[chunk]
-            self._verified.discard(chunk)
+            self._forget(chunk)
 
     def _full(self, num_bytes: int) -> StoreFull:
         pinned = sum(size for chunk, size in self._sizes.items() if chunk in self._pinned)
@@ -137,12 +168,12 @@ class ShardStore:
         return shutil.disk_usage(self.path).free
 
     def _scan(self) -> None:
-        """What an earlier run left: chunks in order of their last use, unfinished parts removed."""
+        """What an earlier run left: chunks in order of their last deployment, unfinished parts removed."""
         found = []
         for file in self.path.glob("??/*"):
             if file.name.endswith(_PART_SUFFIX):
                 file.unlink(missing_ok=True)
-            elif len(file.name) == 64:
+            elif _CHUNK_NAME.fullmatch(file.name) and file == self._file(file.name) and file.is_file():
                 status = file.stat()
-                found.append((status.st_mtime, file.name, status.st_size))
+                found.append((status.st_atime_ns, file.name, status.st_size))
         self._sizes = {name: size for _, name, size in sorted(found)}
