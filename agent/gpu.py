@@ -18,10 +18,12 @@ from hearth.messages import Gpu
 log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 60.0  # importing torch from a slow card
+# The GPU's address and name differ between boards and JetPack releases: 57000000.gpu, 17000000.gv11b, 17000000.ga10b.
+# Some have the device in devfreq only, others a link gpu.0. Other engines are in devfreq too, hence the names.
 _TEGRA_LOAD_FILES = (
     "sys/devices/gpu.0/load",
     "sys/devices/platform/gpu.0/load",
-    "sys/devices/platform/17000000.gpu/load",
+    *(f"sys/class/devfreq/*{name}/device/load" for name in (".gpu", ".gp10b", ".gv11b", ".ga10b")),
 )
 
 
@@ -105,9 +107,10 @@ def tegra_model(root: Path = Path("/")) -> str | None:
 
 
 def _tegra_load(root: Path) -> float | None:
-    for name in _TEGRA_LOAD_FILES:
-        try:
-            return int((root / name).read_text()) / 1000
-        except (OSError, ValueError):
-            continue
+    for pattern in _TEGRA_LOAD_FILES:
+        for path in root.glob(pattern):
+            try:
+                return int(path.read_text()) / 1000  # per mille
+            except (OSError, ValueError):
+                continue
     return None

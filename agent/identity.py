@@ -26,6 +26,9 @@ _HARDWARE_FILES = (
     "proc/device-tree/serial-number",
     "sys/firmware/devicetree/base/serial-number",
 )
+# Where network hardware does not come and go. A USB adapter that is plugged in makes no other device of this one.
+_BUILT_IN_BUSES = ("pci", "platform", "virtio", "vmbus", "xen")
+_PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM of the kernel's netdevice.h; others are random, borrowed or set
 
 
 class _Saved(BaseModel):
@@ -47,13 +50,19 @@ class Identity:
 
 
 def hardware_fingerprint(root: Path = Path("/")) -> str:
-    """A hash of serial numbers and of the physical interfaces' addresses; the same at every boot."""
+    """A hash of serial numbers and of the built-in wired interfaces' addresses; the same at every boot.
+
+    Wireless addresses are left out: network managers replace them by random ones.
+    """
     facts = [_read(root / name) for name in _HARDWARE_FILES]
     for line in _read(root / "proc/cpuinfo").splitlines():
         if line.lower().startswith("serial"):
             facts.append(line)
     for interface in sorted((root / "sys/class/net").glob("*")):
-        if (interface / "device").exists():  # virtual interfaces have none, and may be random
+        bus = (interface / "device/subsystem").resolve().name  # virtual interfaces have no device
+        wireless = (interface / "phy80211").exists() or (interface / "wireless").exists()
+        permanent = _read(interface / "addr_assign_type") == _PERMANENT_ADDRESS
+        if bus in _BUILT_IN_BUSES and permanent and not wireless:
             facts.append(_read(interface / "address"))
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
@@ -62,7 +71,7 @@ def hardware_fingerprint(root: Path = Path("/")) -> str:
 def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]:
     """The identity kept in `state_dir`, made at first use; the directory is locked as long as it is held.
 
-    Raises BadSetting when another agent uses the directory, naming its pid.
+    Raises BadSetting when another agent uses the directory, naming its pid, or when it cannot be read or written.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -75,9 +84,13 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
         except OSError:
             holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
             raise BadSetting(setting="--state-dir", reason=f"another agent (pid {holder}) uses {state_dir}") from None
-        os.truncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        yield _load_or_make(state_dir / "identity.json", hardware_fingerprint(root))
+        try:
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            identity = _load_or_make(state_dir / "identity.json", hardware_fingerprint(root))
+        except OSError as error:
+            raise BadSetting(setting="--state-dir", reason=str(error)) from None
+        yield identity
     finally:
         os.close(lock)
 

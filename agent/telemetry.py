@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,21 +33,21 @@ class TelemetryReader:
         total, available = memory(self._root)
         frequency = _frequency()
         gpu = self._gpu.read()
-        budget_from = available
+        budget_total, budget_available = total, available
         if self._gpu.compute_device == "cuda" and gpu is not None and gpu.kind == "cuda":
-            budget_from = total = gpu.memory_free_bytes
+            budget_total, budget_available = gpu.memory_total_bytes, gpu.memory_free_bytes
         return Telemetry(
             host_id=host_id(self._root),
             cpu_model=self._cpu_model[:256],
             num_cores=self._num_cores,
             load_1min=psutil.getloadavg()[0],
             frequency_mhz=frequency,
-            memory_total_bytes=memory(self._root)[0],
+            memory_total_bytes=total,
             memory_available_bytes=available,
             memory_budget_bytes=memory_budget(
-                total, budget_from, self._settings.memory_bytes, self._settings.memory_percent
+                budget_total, budget_available, self._settings.memory_bytes, self._settings.memory_percent
             ),
-            disk_free_bytes=shutil.disk_usage(self._settings.store_dir).free,
+            disk_free_bytes=disk_free(self._settings.store_dir),
             temperature_celsius=temperature(self._root),
             gpu=gpu,
             num_threads=self._settings.threads or self._num_cores,
@@ -59,46 +60,69 @@ class TelemetryReader:
 def memory_budget(total: int, available: int, limit_bytes: int | None, limit_percent: float | None) -> int:
     """What a worker may hold: the user's limit where there is one, else what is free less a reserve.
 
-    The user's limit wins even over what is free just now: it is a promise, and other programs come and go.
+    The user's limit wins even over what is free just now: it is a promise, and other programs come and go. It never
+    exceeds all that there is.
     """
     limits = [limit for limit in (limit_bytes, int(total * limit_percent / 100) if limit_percent else None) if limit]
     if limits:
-        return min(limits)
+        return min(total, *limits)
     return max(available - max(int(total * _RESERVE_SHARE), _RESERVE_BYTES), 0)
 
 
 def memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Total and available bytes, no more than this process's cgroup allows (v1 and v2)."""
+    """Total and available bytes, no more than the cgroups of this process allow (v1 and v2).
+
+    A cgroup's page cache is given back when it is asked for, as in the kernel's own MemAvailable; it is not in use.
+    Without that, a daemon that has just stored a model's chunks would report no memory for it.
+    """
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for limit_file, usage_file in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-        *_own_cgroup(root),
-    ):
-        limit, usage = _number(root / limit_file), _number(root / usage_file)
-        if limit is not None and 0 < limit < total:
-            total = limit
-            available = min(available, max(limit - (usage or 0), 0))
+    for cgroup, limit_name, usage_name, prefix in _cgroups(root):
+        limit = _number(cgroup / limit_name)
+        if limit is not None and 0 < limit < host.total:
+            used = max((_number(cgroup / usage_name) or 0) - _page_cache(cgroup, prefix), 0)
+            total = min(total, limit)
+            available = min(available, max(limit - used, 0))
     return total, available
 
 
-def _own_cgroup(root: Path) -> list[tuple[str, str]]:
-    """The limit files of the cgroup this process is in."""
-    found = []
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Every cgroup that this process is in, up to the root, since each one's limit holds.
+
+    In each: the names of its limit and its usage, and what its statistics over all children begin with.
+    """
+    mount = root / "sys/fs/cgroup"
+    v2 = ("memory.max", "memory.current", "")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    yield (mount, *v2)
+    yield (mount / "memory", *v1)
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base = f"sys/fs/cgroup{path}"
-            found.append((f"{base}/memory.max", f"{base}/memory.current"))
-        elif "memory" in controllers.split(","):
-            base = f"sys/fs/cgroup/memory{path}"
-            found.append((f"{base}/memory.limit_in_bytes", f"{base}/memory.usage_in_bytes"))
-    return found
+        names = [name for name in path.split("/") if name]
+        for depth in range(len(names), 0, -1):
+            if controllers == "":
+                yield (mount.joinpath(*names[:depth]), *v2)
+            elif "memory" in controllers.split(","):
+                yield (mount.joinpath("memory", *names[:depth]), *v1)
+
+
+def _page_cache(cgroup: Path, prefix: str) -> int:
+    """Bytes of files that this cgroup and its children hold in memory."""
+    try:
+        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return int(rows[f"{prefix}inactive_file"]) + int(rows[f"{prefix}active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def disk_free(path: Path) -> int:
+    """Free bytes where `path` is, or will be made again when somebody has deleted it."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -131,6 +155,8 @@ def host_id(root: Path = Path("/")) -> str:
     try:
         machine = (root / "etc/machine-id").read_text().strip()
     except OSError:
+        machine = ""
+    if machine in ("", "uninitialized"):  # in images whose first boot is still to come (machine-id(5))
         machine = platform.node()
     return hashlib.sha256(f"hearth host {machine}".encode()).hexdigest()[:16]
 
