@@ -1,0 +1,1 @@
+"""Benchmarks on the emulated testbed: `python -m tools.bench galaxy ...` reruns the Galaxy paper's tables."""
