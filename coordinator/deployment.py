@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coordinator.accuracy import Values
 from coordinator.fleet import Fleet
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
 from hearth.framing import pack_array, unpack_array
@@ -55,7 +56,9 @@ class StepResult:
     """`rows` is [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence."""
 
     rows: np.ndarray[Any, Any]
-    latency_seconds: float
+    latency_seconds: float  # as a client sees it
+    step_seconds: float  # as the workers see it: without the way to them and back, like a plan's prediction
+    compute_seconds: tuple[float, ...]  # busy time of each rank
     traces: tuple[DeviceTrace, ...]
 
 
@@ -180,8 +183,12 @@ class Deployment:
         cumulative_lengths: np.ndarray[Any, Any],
         output: Literal["hidden", "mean"],
         trace: bool = False,
+        values: Values | None = None,
     ) -> StepResult:
-        """One forward pass on all ranks. Raises the error that caused the failure, not those that followed from it."""
+        """One forward pass on all ranks, activations as `values` (None: as the plan says).
+
+        Raises the error that caused the failure, not those that followed from it.
+        """
         import numpy as np
 
         if self.failure is not None:
@@ -195,6 +202,7 @@ class Deployment:
             output=output,
             timeout_seconds=timeout,
             trace=trace,
+            values=values,
         )
         payload = [*pack_array(token_ids), *pack_array(cumulative_lengths)]
         loop = asyncio.get_running_loop()
@@ -232,7 +240,13 @@ class Deployment:
             for rank, (device, (done, _)) in enumerate(zip(self.plan.devices, results, strict=True))
             if trace
         )
-        return StepResult(rows, latency, traces)
+        return StepResult(
+            rows,
+            latency,
+            step_seconds=max(done.ended_seconds - done.began_seconds for done, _ in results),
+            compute_seconds=tuple(done.compute_seconds for done, _ in results),
+            traces=traces,
+        )
 
     async def _give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
         """End the step everywhere, and find the error at the bottom of it."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from hearth.messages import (
     ProfileBlocks,
 )
 from hearth.model.spec import ModelSpec
-from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 
 # A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
 LINK_CACHE_SECONDS = 3600.0
@@ -45,6 +45,7 @@ class Profiler:
         self._cache_dir = cache_dir
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
+        self._factors: dict[str, float] = {}  # of devices that drifted since their blocks were measured
 
     async def cluster(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> ClusterProfile:
         """The profile of these devices for this model. A device that fails while it is measured is left out.
@@ -60,7 +61,7 @@ class Profiler:
                 device_id=device.device_id,
                 name=device.name,
                 budget_bytes=device.telemetry.memory_budget_bytes,
-                blocks=blocks[device.device_id],
+                blocks=_scaled(blocks[device.device_id], self.factor(device.device_id)),
             )
             for device in devices
             if device.device_id in blocks and device.telemetry is not None
@@ -109,6 +110,32 @@ class Profiler:
         )
         write_atomically(path, answer.blocks.model_dump_json())
         return answer.blocks
+
+    # ---- drift ----------------------------------------------------------------------------------------------------
+
+    def factor(self, device_id: str) -> float:
+        """How many times its measured seconds a device takes now."""
+        return self._factors.get(device_id, 1.0)
+
+    def scale_device(self, device_id: str, factor: float) -> None:
+        """A device has become slower (above 1) or faster: its curves are handed out times `factor` from now on."""
+        self._factors[device_id] = self.factor(device_id) * factor
+
+    async def look_again(self, device: Device, spec: ModelSpec, seq_len: int) -> None:
+        """Measure how far a device is from its cached profile now. It should be idle otherwise."""
+        cached = await self._profile(device, spec, seq_len)
+        request = ProfileBlocks(model=spec, seq_len=seq_len)
+        fresh = await self._fleet.ask(device.device_id, request, BlocksProfiled, _PROFILE_TIMEOUT_SECONDS)
+        before, now = (
+            blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size) for blocks in (cached, fresh.blocks)
+        )
+        self._factors[device.device_id] = now / before if before > 0 and now > 0 else 1.0
+
+    def forget_links(self, device_ids: Collection[str]) -> None:
+        """Have the links between these devices measured anew."""
+        for pair in permutations(device_ids, 2):
+            self.links.pop(pair, None)
+            self._link_path(*pair).unlink(missing_ok=True)
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
@@ -180,6 +207,17 @@ def _blocks_key(device: Device, spec: ModelSpec, seq_len: int) -> str:
     telemetry = device.telemetry
     settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
     return _digest(device.device_id, shape, seq_len, settings)
+
+
+def _scaled(blocks: BlockProfile, factor: float) -> BlockProfile:
+    """Every curve of the profile times `factor`."""
+    curves = {name: curve for name, curve in blocks if isinstance(curve, LatencyCurve)}
+    return blocks.model_copy(
+        update={
+            name: curve.model_copy(update={"seconds": tuple(seconds * factor for seconds in curve.seconds)})
+            for name, curve in curves.items()
+        }
+    )
 
 
 def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:

@@ -1,19 +1,26 @@
-"""Keeps one model served: plans, deploys, runs requests from a bounded queue, and plans anew when something is lost."""
+"""Keeps one model served: plans, deploys, runs requests from a bounded queue, and plans anew.
+
+At once when something is lost; in the background, while requests go on, when devices drifted or came (`drift`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from coordinator.accuracy import Values, calibrate, choose, describe
 from coordinator.config import CoordinatorSettings
-from coordinator.deployment import Deployment, Progress
+from coordinator.deployment import Deployment, Progress, StepResult
+from coordinator.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays, with_held_memory
 from coordinator.fleet import Fleet
 from coordinator.planners import PlanRequest, make_plan
+from coordinator.planners.base import price
 from coordinator.profiling import Profiler
 from coordinator.registry import Device
 from coordinator.sentences import SentenceTokenizer, batches, mean_pool, pack
@@ -35,7 +42,8 @@ from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
-from hearth.units import format_bytes
+from hearth.profile import ClusterProfile
+from hearth.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +54,8 @@ DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
 _RETRY_SECONDS = 2.0
 _WARM_UP_TOKENS = 8
+_LOOK_SECONDS = 1.0  # between two looks for reasons to plan anew
+_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long for the links of two devices to be measured
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class Server:
         fleet: Fleet,
         report: Callable[[str], None],
         progress: Progress = lambda name, done, total: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = "starting"
         self.goal: ServingGoal | None = None
@@ -106,6 +117,7 @@ class Server:
         self._fleet = fleet
         self._report = report
         self._progress = progress
+        self._clock = clock
         self._file = StateFile(settings.state_dir)
         self._saved = SavedState()
         self._restored: Plan | None = None  # to be tried once, at the start
@@ -114,6 +126,13 @@ class Server:
         self._stale = asyncio.Event()  # set: what is deployed is not what should be
         self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], float]] = asyncio.Queue(settings.queue_limit)
         self._ready = asyncio.Event()
+        self._stepping = asyncio.Lock()  # held by who uses the workers: a request, a calibration, a change of plan
+        self._values: Values | None = None  # of activations, where the accuracy budget chooses
+        self._calibrated = False
+        self._watch = Watch()
+        self._monitor: DriftMonitor | None = None
+        self._replanning: asyncio.Task[None] | None = None
+        self._chosen: Plan | None = None  # by the background, for the deployment that follows
 
     @property
     def ready(self) -> bool:
@@ -164,7 +183,7 @@ class Server:
 
     async def run(self) -> None:
         """Deploy and serve until cancelled."""
-        await asyncio.gather(self._deploy_loop(), self._serve_loop())
+        await asyncio.gather(self._deploy_loop(), self._serve_loop(), self._replan_loop())
 
     async def close(self) -> None:
         if self._deployment is not None:
@@ -187,7 +206,7 @@ class Server:
             seconds = 0.0
             for batch in batches([len(ids) for ids in encoded], model.seq_len):
                 ids, lengths = pack([encoded[i] for i in batch])
-                result = await deployment.run_step(ids, lengths, "mean", trace)
+                result = await self._run_step(deployment, ids, lengths, "mean", trace)
                 vectors.append(mean_pool(result.rows, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
@@ -209,10 +228,24 @@ class Server:
         ids, lengths = pack([token_ids.tolist()])
 
         async def compute(deployment: Deployment) -> Answer:
-            result = await deployment.run_step(ids, lengths, "hidden")
+            result = await self._run_step(deployment, ids, lengths, "hidden")
             return Answer(result.rows, result.latency_seconds, len(ids))
 
         return await self._enqueue(compute, timeout_seconds)
+
+    async def _run_step(
+        self,
+        deployment: Deployment,
+        ids: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+        output: Literal["hidden", "mean"],
+        trace: bool = False,
+    ) -> StepResult:
+        """A request's step: in the format that was chosen, and watched for drift."""
+        result = await deployment.run_step(ids, lengths, output, trace, self._values)
+        if deployment is self._deployment and self._monitor is not None:
+            self._monitor.observe(len(ids), result.compute_seconds, result.step_seconds)
+        return result
 
     async def _enqueue(self, compute: Callable[[Deployment], Awaitable[Answer]], timeout_seconds: float) -> Answer:
         loop = asyncio.get_running_loop()
@@ -264,11 +297,16 @@ class Server:
     async def _serve_loop(self) -> None:
         while True:
             work, deadline = await self._queue.get()
-            try:
-                await asyncio.wait_for(self._ready.wait(), max(deadline - time.monotonic(), 0.001))
-            except asyncio.TimeoutError:
-                continue  # its own wait has told the client
-            await work()
+            done = False
+            while not done:
+                try:
+                    await asyncio.wait_for(self._ready.wait(), max(deadline - time.monotonic(), 0.001))
+                except asyncio.TimeoutError:
+                    break  # its own wait has told the client
+                async with self._stepping:
+                    if self.ready:  # the plan was not taken down while this waited
+                        await work()
+                        done = True
 
     # ---- deployment -----------------------------------------------------------------------------------------------
 
@@ -278,6 +316,8 @@ class Server:
             self.last_error = str(error)
             self._set_state(f"planning anew: {error.explanation() if error else ''}")
             for device in deployment.plan.devices:
+                if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
+                    self._watch.lost(device.device_id, self._clock())
                 if isinstance(error, WorkerDied) and error.device == device.name:
                     self._fleet.punish(device.device_id)
             self._ready.clear()
@@ -289,6 +329,7 @@ class Server:
             self._stale.clear()
             try:
                 await self._deploy()
+                await self._calibrate()
             except Exception as error:
                 failure = error if isinstance(error, HearthError) else _fault(error)
                 self.last_error = str(failure)
@@ -299,12 +340,17 @@ class Server:
     async def _deploy(self) -> None:
         assert self.goal is not None
         model = self._require_model()
+        self._ready.clear()
+        await self._stop_replanning()
         previous, self._deployment = self._deployment, None
         if previous is not None:
             await previous.close()
         plan = await self._choose_plan(self.goal, model)
         epoch = max(self._saved.last_epoch, self._fleet.last_epoch) + 1
         plan = plan.with_epoch(epoch)
+        self._monitor = DriftMonitor(plan)
+        self._calibrated = self.goal.accuracy_budget is None
+        self._values = None if self._calibrated else "exact"
         self._saved = SavedState(goal=self.goal, plan=plan, last_epoch=epoch)
         self._file.save(self._saved)
         deployment = Deployment(self._fleet, plan)
@@ -325,10 +371,14 @@ class Server:
 
     async def _choose_plan(self, goal: ServingGoal, model: Model) -> Plan:
         """At the start the saved plan, when all its devices are there (after a power cut); else a new one."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            return chosen
         restored, self._restored = self._restored, None
         if restored is not None and restored.model == model.spec and restored.seq_len == model.seq_len:
             self._set_state("waiting for the devices of the last plan")
             if await self._all_there(restored):
+                self._watch.planned([device.device_id for device in restored.devices], self._clock())
                 return restored
         self._set_state("looking for devices")
         # Once something was served, what is left must do: the user's minimum and the wait for newcomers are for starts.
@@ -336,16 +386,31 @@ class Server:
             (self._settings.settle_seconds, self._settings.min_devices) if self.plan is None else (0.0, 1)
         )
         await self._fleet.settle(settle_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
-        devices = [device for device in self._fleet.usable() if not {device.name, device.device_id} & set(goal.exclude)]
+        devices = self._candidates(goal)
         if not devices:
             raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
+        self.goal = goal.model_copy(update={"keep_plan": False})  # what was to be kept could not be
         self._set_state(f"profiling {len(devices)} devices")
         cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)
         self._set_state("planning")
-        request = PlanRequest(
-            spec=model.spec, cluster=cluster, seq_len=model.seq_len, wire=goal.wire, strategy=goal.strategy
-        )
-        return await asyncio.to_thread(make_plan, request)
+        plan = await asyncio.to_thread(make_plan, self._plan_request(goal, model, cluster))
+        self._considered(devices, plan)
+        return plan
+
+    def _candidates(self, goal: ServingGoal) -> list[Device]:
+        excluded = set(goal.exclude)
+        return [device for device in self._fleet.usable() if not {device.name, device.device_id} & excluded]
+
+    def _plan_request(self, goal: ServingGoal, model: Model, cluster: ClusterProfile) -> PlanRequest:
+        wire = goal.wire if self._values is None else goal.wire.model_copy(update={"values": self._values})
+        return PlanRequest(spec=model.spec, cluster=cluster, seq_len=model.seq_len, wire=wire, strategy=goal.strategy)
+
+    def _considered(self, devices: Sequence[Device], plan: Plan) -> None:
+        """`plan` is the best that could be made of `devices`."""
+        ids = {device.device_id for device in devices}
+        left_out = ids - {device.device_id for device in plan.devices}
+        slow = [device_id for device_id in left_out if self.profiler.factor(device_id) > COMPUTE_DRIFT]
+        self._watch.planned(ids, self._clock(), slow)
 
     async def _all_there(self, plan: Plan) -> bool:
         """Whether all devices of a plan came in time, with the links between them measured (cached, mostly)."""
@@ -365,6 +430,119 @@ class Server:
         length = min(_WARM_UP_TOKENS, model.seq_len)
         ids, lengths = pack([[0] * length])
         await deployment.run_step(ids, lengths, "mean")
+
+    async def _calibrate(self) -> None:
+        """Choose how activations travel, between requests; until then they travel exactly."""
+        deployment, model = self._deployment, self._require_model()
+        budget = self.goal.accuracy_budget if self.goal else None
+        if budget is None or deployment is None:
+            return
+        if deployment.plan.num_ranks > 1:  # one device sends nothing
+
+            async def run(values: Values, ids: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+                async with self._stepping:
+                    result = await deployment.run_step(*pack([ids.tolist()]), "hidden", values=values)
+                return result.rows, result.step_seconds
+
+            try:
+                measured = await calibrate(run, model.spec.vocab_size, model.seq_len)
+            except HearthError as error:
+                deployment.fail(error)
+                self._lost(deployment)
+                return
+            chosen = choose(measured, budget)
+            self._values = chosen.values
+            if self._monitor is not None:
+                self._monitor.rebase()  # steps in another format are no measure for those that follow
+            self._report(describe(measured, chosen, budget))
+        self._calibrated = True
+
+    # ---- planning anew in the background --------------------------------------------------------------------------
+
+    async def _replan_loop(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                goal, deployment, monitor = self.goal, self._deployment, self._monitor
+                if goal is None or goal.keep_plan or deployment is None or monitor is None:
+                    continue
+                if not self.ready or not self._calibrated:
+                    continue
+                usable = [device.device_id for device in self._candidates(goal)]
+                reasons = self._watch.due(usable, monitor.finding, self._clock())
+                if reasons is not None:
+                    self._replanning = asyncio.create_task(self._replan(goal, deployment, monitor, reasons))
+                    await asyncio.wait({self._replanning})
+        finally:
+            await self._stop_replanning()
+
+    async def _stop_replanning(self) -> None:
+        if self._replanning is not None and not self._replanning.done():
+            self._replanning.cancel()
+            await asyncio.wait({self._replanning})
+
+    async def _replan(self, goal: ServingGoal, deployment: Deployment, monitor: DriftMonitor, reasons: Reasons) -> None:
+        """Move to a better plan, if there is one; its weights are pushed first. Nothing that fails here ends serving."""
+        model = self._require_model()
+        try:
+            plan = await self._better_plan(goal, model, deployment.plan, reasons)
+            if plan is not None:
+                manifests = self._settings.state_dir / "manifests"
+                await Deployment(self._fleet, plan).push(model.directory, manifests, self._progress)
+                async with self._stepping:
+                    if deployment is self._deployment and self.ready:
+                        self._ready.clear()
+                        self._chosen = plan
+                        self._stale.set()
+        except Exception as error:
+            failure = error if isinstance(error, HearthError) else _fault(error)
+            self._report(f"the plan stays, for no better one could be made: {failure}")
+        finally:
+            if reasons.finding is not None:
+                monitor.rebase()
+
+    async def _better_plan(self, goal: ServingGoal, model: Model, plan: Plan, reasons: Reasons) -> Plan | None:
+        """A plan that gains enough over `plan`, which is deployed, both priced under what is known now."""
+        devices = self._candidates(goal)
+        self._considered(devices, plan)  # now, so that one that cannot be measured is not tried again and again
+        await self._refresh_profiles(devices, model, plan, reasons)
+        cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)
+        request = self._plan_request(goal, model, with_held_memory(cluster, plan))
+        members = tuple(device.device_id for device in plan.devices)
+        if missing := set(members) - {device.device_id for device in cluster.devices}:
+            names = [device.name for device in plan.devices if device.device_id in missing]
+            raise DeviceLost(device=", ".join(names), reason="it could not be measured")
+        new = await asyncio.to_thread(make_plan, request)
+        old = price(request, request.cluster.subset(members), plan.body, plan.planner)
+        before, after = old.predicted.total_seconds, new.predicted.total_seconds
+        why = explain(reasons, {device.device_id: device.name for device in devices})
+        compared = f"a new one is predicted to take {format_seconds(after)} instead of {format_seconds(before)}"
+        if not pays(after, before):
+            self._report(f"{why}: the plan stays; {compared}")
+            return None
+        self._considered(devices, new)
+        self._report(f"{why}: changing the plan; {compared}")
+        return new
+
+    async def _refresh_profiles(self, devices: Sequence[Device], model: Model, plan: Plan, reasons: Reasons) -> None:
+        """Bring in what was found, and measure what is new: links between requests, so that neither disturbs the other."""
+        if reasons.finding is not None:
+            for device_id, factor in reasons.finding.factors.items():
+                self.profiler.scale_device(device_id, factor)
+            if reasons.finding.links_suspect:
+                self.profiler.forget_links([device.device_id for device in plan.devices])
+        for device in devices:
+            if device.device_id in reasons.joined and self.profiler.factor(device.device_id) != 1.0:
+                await self.profiler.look_again(device, model.spec, model.seq_len)
+        for one, other in combinations(devices, 2):
+            a, b = one.device_id, other.device_id
+            if {(a, b), (b, a)} <= self.profiler.links.keys():
+                continue
+            async with self._stepping:
+                try:
+                    await asyncio.wait_for(self.profiler.measure_links([one, other]), _LINK_PAUSE_SECONDS)
+                except asyncio.TimeoutError:
+                    pass  # once more with all the others, while requests go on
 
     def _set_state(self, state: str) -> None:
         if state != self.state:

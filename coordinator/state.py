@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hearth.plan import Plan, Strategy, WireFormat
 
@@ -25,6 +25,10 @@ class ServingGoal(BaseModel):
     seq_len: int | None = None
     wire: WireFormat = WireFormat()
     exclude: tuple[str, ...] = ()
+    # Relative error that lossy activations may cause; None: they travel as `wire` says.
+    accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    # The user gave the plan: no better one takes its place while its devices are there.
+    keep_plan: bool = False
 
 
 class SavedState(BaseModel):

@@ -68,11 +68,13 @@ class Codec:
     def __init__(self, wire: WireFormat, link_bytes_per_second: float, clock: Callable[[], float]) -> None:
         if wire.lz4 != "off":
             import lz4.block  # noqa: F401  # now: the first sample must not time the import
+        self._wire = wire
         self._values = _FORMATS[wire.values]
         self._lz4 = wire.lz4
         self._link_bytes_per_second = link_bytes_per_second
         self._clock = clock
-        self._decisions: dict[str, tuple[int, bool]] = {}  # kind: tiles seen, whether lz4 pays
+        # Format and kind: tiles seen, whether lz4 pays.
+        self._decisions: dict[tuple[ValueFormat, str], tuple[int, bool]] = {}
         self._num_tiles = self._raw_bytes = self._sent_bytes = self._lz4_tiles = 0
 
     @property
@@ -84,11 +86,15 @@ class Codec:
             lz4_tiles=self._lz4_tiles,
         )
 
+    def use(self, values: str | None) -> None:
+        """Send the tiles that follow in this format; None: in the plan's."""
+        self._values = _FORMATS[values or self._wire.values]
+
     def encode(self, kind: str, array: Array) -> Encoded:
         """Encode a float array. `kind` names tensors that compress alike; zero-copy where nothing is converted."""
         array = np.ascontiguousarray(array)
         values, planes = _to_wire(array, self._values)
-        compress = array.nbytes > 0 and self._wants_lz4(kind, planes)
+        compress = array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
             smaller = [_compress(plane) for plane in planes]
@@ -102,7 +108,7 @@ class Codec:
         self._lz4_tiles += compress
         return Encoded(values, compress, buffers)
 
-    def _wants_lz4(self, kind: str, planes: Sequence[Array]) -> bool:
+    def _wants_lz4(self, kind: tuple[ValueFormat, str], planes: Sequence[Array]) -> bool:
         if self._lz4 != "auto":
             return self._lz4 == "on"
         seen, pays = self._decisions.get(kind, (0, False))

@@ -256,6 +256,7 @@ class RunStep(_Message):
     output: Literal["hidden", "mean"]  # rows, or their sum per sequence (for mean pooling)
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)]  # of each wait for a peer
     trace: bool = False
+    values: Literal["exact", "bf16", "fp16", "int8"] | None = None  # on the wire in this step; None: as the plan says
 
 
 class TraceEvent(_Message):
@@ -294,6 +295,7 @@ class StepDone(_Message):
     num_rows: Annotated[int, Field(ge=0)]
     began_seconds: float  # on the worker's monotonic clock, like the trace
     ended_seconds: float
+    compute_seconds: Annotated[float, Field(ge=0)] = 0.0  # of the compute thread, without its waits for tiles
     wire: WireStats  # since the plan was loaded
     dropped_messages: int
     trace: tuple[TraceEvent, ...] = ()

@@ -52,6 +52,7 @@ class Communicator:
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
         self.dropped = 0
+        self.waited_seconds = 0.0  # of the compute thread for tiles, in this step
         self._transport = transport
         self._epoch = epoch
         self._token = token
@@ -84,8 +85,14 @@ class Communicator:
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
-    def begin_step(self, step: int, timeout_seconds: float, recorder: Recorder) -> None:
-        """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile."""
+    def begin_step(self, step: int, timeout_seconds: float, recorder: Recorder, values: str | None = None) -> None:
+        """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
+
+        `values` is the format of this step's tiles on the wire; None: the plan's.
+        """
+        for codec in self._codecs.values():
+            codec.use(values)
+        self.waited_seconds = 0.0
         with self._changed:
             self._step = step
             self._timeout_seconds = timeout_seconds
@@ -136,7 +143,8 @@ class Communicator:
                 for key in keys:
                     if key in self._arrived:
                         return key, self._arrived.pop(key)
-                remaining = deadline - time.monotonic()
+                now = time.monotonic()
+                remaining = deadline - now
                 if remaining <= 0:
                     waiting = next(iter(keys))
                     raise StepFailed(
@@ -145,6 +153,7 @@ class Communicator:
                         f" tile {waiting.tile} of layer {waiting.layer} from rank {waiting.source}",
                     )
                 self._changed.wait(remaining)
+                self.waited_seconds += time.monotonic() - now
 
     # ---- the two threads ------------------------------------------------------------------------------------------
 

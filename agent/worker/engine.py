@@ -41,7 +41,7 @@ class Engine:
         """
         began = time.monotonic()
         recorder = Recorder(request.trace)
-        self._communicator.begin_step(request.step, request.timeout_seconds, recorder)
+        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, request.values)
         rows = self._pack(token_ids, cumulative_lengths)
         tiles = spans(rows_for(self._plan.body.row_weights, rows.num_rows))
         collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
@@ -50,11 +50,13 @@ class Engine:
         own = tiles[self._rank]
         output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)
         array = output.cpu().numpy()  # waits for the GPU
+        ended = time.monotonic()
         done = StepDone(
             first_row=own.start,
             num_rows=own.size,
             began_seconds=began,
-            ended_seconds=time.monotonic(),
+            ended_seconds=ended,
+            compute_seconds=max(ended - began - self._communicator.waited_seconds, 0.0),
             wire=self._communicator.wire_stats(),
             dropped_messages=self._communicator.dropped,
             trace=recorder.events(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -31,6 +32,14 @@ def serve(
     seq_len: SeqLen = None,
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
+    accuracy_budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="Relative error (0.01: one percent) that faster activations may cause; the fastest format within it "
+            "is measured and used.",
+            metavar="X",
+        ),
+    ] = None,
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
     min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
     port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
@@ -61,7 +70,11 @@ def serve(
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")
     if not settings.encrypt_data_plane:
         err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
+    if accuracy_budget is not None:
+        _check_budget(accuracy_budget, model, wire)
     goal = goal_of(model, strategy, seq_len, wire, lz4, exclude) if model else None
+    if goal is not None:
+        goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
     saved = None
     if plan is not None:
         if goal is None:
@@ -92,3 +105,16 @@ def serve(
 
         service = Service(settings, home, lambda line: err.print(line, soft_wrap=True), progress)
         asyncio.run(service.run(goal, saved))
+
+
+def _check_budget(budget: float, model: Path | None, wire: str) -> None:
+    """Raise BadSetting where an accuracy budget makes no sense."""
+    reason = None
+    if not 0 < budget < math.inf:
+        reason = "a relative error is above 0, such as 0.01"
+    elif model is None:
+        reason = "it needs the MODEL that it is for"
+    elif wire != "exact":
+        reason = "the format is chosen by it; leave --wire out"
+    if reason:
+        raise BadSetting(setting="--accuracy-budget", reason=reason)
