@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import zmq
 
+from agent.worker.allocator import keep_freed_buffers
 from agent.worker.communicator import Communicator
 from agent.worker.engine import Engine
 from agent.worker.shard import load_shard
@@ -177,6 +178,7 @@ def _die_with_the_daemon() -> None:
 
 def main() -> None:
     _die_with_the_daemon()
+    keep_freed_buffers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the daemon, which ends us in order
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     try:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import zmq
 
+from agent.worker.allocator import keep_freed_buffers
 from agent.worker.communicator import Communicator
 from agent.worker.engine import Engine
 from agent.worker.shard import Shard, load_shard
@@ -93,6 +94,7 @@ class Runner:
 
 
 def main() -> None:
+    keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))
 
 

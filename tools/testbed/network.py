@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from hearth.errors import BadSetting
 
-# Enough for two bursts of one tick; more would let a device that was silent send above its rate.
-_BURST_SECONDS = 0.001
-_MIN_BURST_BYTES = 4 * 1514
+# A network card takes large segments from the kernel and cuts them itself; so must the bucket pass them whole, or the
+# emulated device pays for every packet. More than that would let a device that was silent send above its rate.
+_SEGMENT_BYTES = 16 << 10
+_BURST_BYTES = _SEGMENT_BYTES + (4 << 10)
 _QUEUE_BYTES = 1 << 20
 _COMMAND_SECONDS = 20.0
 
@@ -39,6 +40,8 @@ class Network:
             _ip("netns", "add", namespace)
             _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", namespace)
             _ip("link", "set", outer, "master", self._bridge, "up")
+            for end in (("-n", namespace, "link", "set", "eth0"), ("link", "set", outer)):
+                _ip(*end, "gso_max_size", str(_SEGMENT_BYTES))
             _ip("-n", namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "lo", "up")
             _ip("-n", namespace, "link", "set", "eth0", "up")
@@ -47,8 +50,7 @@ class Network:
 
     def set_mbit(self, device: str, mbit: float) -> None:
         """Shape both directions of a device's link; takes effect at once."""
-        burst = max(int(mbit * 1e6 / 8 * _BURST_SECONDS), _MIN_BURST_BYTES)
-        shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst), "limit", str(_QUEUE_BYTES))
+        shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
         _run("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
         _run("tc", "qdisc", "replace", "dev", self._outer(device), *shape)
 
