@@ -16,6 +16,7 @@ Values: TypeAlias = Literal["exact", "bf16", "fp16", "int8"]
 FORMATS: tuple[Values, ...] = get_args(Values)
 
 SAFETY_FACTOR = 2.0  # real inputs may err more than the few that were measured
+MIN_GAIN = 0.05  # a lossy format must save this share of exact's time: less is within what steps vary by
 _REPEATS = 3  # timed steps of each format, on the longest batch
 _SEED = 20240525
 
@@ -74,9 +75,14 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measur
 
 
 def choose(measured: Sequence[Measured], budget: float) -> Measured:
-    """The fastest format whose error, times the safety factor, is within the budget; exact always is."""
-    within = [each for each in measured if each.values == "exact" or each.error * SAFETY_FACTOR <= budget]
-    return min(within, key=lambda each: (each.seconds, each.error))
+    """The fastest format whose error, times the safety factor, is within the budget, and that is worth its error.
+
+    Exact, unless another one saves at least `MIN_GAIN` of its time.
+    """
+    exact = next(each for each in measured if each.values == "exact")
+    enough = (1 - MIN_GAIN) * exact.seconds
+    worth = [each for each in measured if each.error * SAFETY_FACTOR <= budget and each.seconds <= enough]
+    return min(worth, key=lambda each: (each.seconds, each.error), default=exact)
 
 
 def describe(measured: Sequence[Measured], chosen: Measured, budget: float) -> str:

@@ -16,6 +16,7 @@ from support.plans import make_plan
 
 from coordinator.accuracy import (
     FORMATS,
+    MIN_GAIN,
     SAFETY_FACTOR,
     Measured,
     Values,
@@ -81,14 +82,16 @@ POSITIVE = st.floats(1e-6, 10)
     st.lists(POSITIVE, min_size=4, max_size=4), st.lists(st.floats(0, 1) | st.just(np.inf), min_size=3, max_size=3),
     st.floats(1e-6, 1),
 )  # fmt: skip
-def test_the_choice_is_within_the_budget_and_none_within_is_faster(
+def test_the_choice_is_within_the_budget_and_none_within_gains_more(
     seconds: list[float], errors: list[float], budget: float
 ) -> None:
     measured = [Measured(*each) for each in zip(FORMATS, [0.0, *errors], seconds, strict=True)]
     chosen = choose(measured, budget)
+    exact = measured[0]
     assert chosen.error * SAFETY_FACTOR <= budget
+    assert chosen is exact or chosen.seconds <= (1 - MIN_GAIN) * exact.seconds
     for each in measured:
-        if each.error * SAFETY_FACTOR <= budget:
+        if each.error * SAFETY_FACTOR <= budget and each.seconds <= (1 - MIN_GAIN) * exact.seconds:
             assert chosen.seconds <= each.seconds
     assert choose(measured, 2 * budget).seconds <= chosen.seconds  # more room never makes it slower
     assert f"travel as {chosen.values} " in describe(measured, chosen, budget)
@@ -97,6 +100,8 @@ def test_the_choice_is_within_the_budget_and_none_within_is_faster(
 def test_exact_wins_when_nothing_is_gained_or_nothing_is_good_enough() -> None:
     same = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 1.0)]
     assert choose(same, 0.1).values == "exact"
+    hardly = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 0.96)]
+    assert choose(hardly, 0.1).values == "exact"
     faster = [Measured("exact", 0.0, 1.0), Measured("int8", 0.03, 0.4), Measured("bf16", 0.004, 0.6)]
     assert [choose(faster, budget).values for budget in (0.1, 0.01, 0.001)] == ["int8", "bf16", "exact"]
     line = describe(faster, faster[2], 0.01)
