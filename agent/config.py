@@ -38,6 +38,12 @@ class AgentSettings(BaseModel):
     control_port: int = Field(default=AGENT_PORT, ge=0, le=65535, description="TCP port for coordinators; 0: any")
     link_port: int = Field(default=LINK_PORT, ge=0, le=65535, description="TCP port for measuring links; 0: any")
     data_ports: tuple[int, int] = Field(default=DATA_PORTS, description="TCP ports for workers, first-last; 0-0: any")
+    percent: float | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="most of this machine that a worker may use: of its memory and its cores",
+    )
     memory_bytes: int | None = Field(default=None, ge=1 << 20, description="most that a worker may use, e.g. 2GiB")
     memory_percent: float | None = Field(default=None, gt=0, le=100, description="the same as a share of all memory")
     threads: int | None = Field(
@@ -51,6 +57,11 @@ class AgentSettings(BaseModel):
     @classmethod
     def _size(cls, value: object) -> object:
         return parse_bytes(value) if isinstance(value, str) else value
+
+    @field_validator("percent", "memory_percent", mode="before")
+    @classmethod
+    def _share(cls, value: object) -> object:
+        return value.strip().removesuffix("%") if isinstance(value, str) else value
 
     @field_validator("data_ports", mode="before")
     @classmethod

@@ -45,16 +45,28 @@ class TelemetryReader:
             memory_total_bytes=total,
             memory_available_bytes=available,
             memory_budget_bytes=memory_budget(
-                budget_total, budget_available, self._settings.memory_bytes, self._settings.memory_percent
+                budget_total, budget_available, self._settings.memory_bytes, self._memory_percent()
             ),
             disk_free_bytes=disk_free(self._settings.store_dir),
             temperature_celsius=temperature(self._root),
             gpu=gpu,
-            num_threads=self._settings.threads or self._num_cores,
+            num_threads=num_threads(self._num_cores, self._settings.threads, self._settings.percent),
             compute_device=self._gpu.compute_device,
             clock_unix_seconds=now,
             python_version=platform.python_version(),
         )
+
+    def _memory_percent(self) -> float | None:
+        """The share of the whole machine holds for the memory where nothing was said of the memory itself."""
+        said = self._settings.memory_bytes or self._settings.memory_percent
+        return self._settings.memory_percent if said else self._settings.percent
+
+
+def num_threads(num_cores: int, threads: int | None, percent: float | None) -> int:
+    """How many threads a worker may compute with: what the user says, else a share of the cores, but at least one."""
+    if threads is not None:
+        return threads
+    return max(1, int(num_cores * percent / 100)) if percent is not None else num_cores
 
 
 def memory_budget(total: int, available: int, limit_bytes: int | None, limit_percent: float | None) -> int:

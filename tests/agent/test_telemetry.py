@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from agent.config import AgentSettings
+from agent.config import AgentSettings, load_settings
 from agent.gpu import GpuReader
-from agent.telemetry import TelemetryReader, host_id, memory, memory_budget
+from agent.telemetry import TelemetryReader, host_id, memory, memory_budget, num_threads
+from hearth.errors import BadSetting
 from hearth.messages import Gpu
 
 MEGABYTE = 1_000_000
@@ -78,6 +80,41 @@ def test_the_budget_of_a_gpu_is_a_share_of_its_own_memory(percent: float | None,
         name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", memory_percent=percent
     )
     assert TelemetryReader(settings, OneCuda("cuda")).read(now=0.0).memory_budget_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "percent", "expected"),
+    [(8, None, None, 8), (8, None, 50, 4), (8, 6, 50, 6), (4, None, 99, 3), (4, None, 1, 1), (1, None, 50, 1)],
+)
+def test_a_share_of_the_cores_is_whole_threads_and_at_least_one(
+    cores: int, threads: int | None, percent: float | None, expected: int
+) -> None:
+    assert num_threads(cores, threads, percent) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget"),
+    [
+        ({"percent": "25%"}, 2 << 30),
+        ({"percent": "25", "threads": "1"}, 2 << 30),
+        ({"percent": "25", "memory_bytes": "3GiB"}, 3 << 30),
+        ({"percent": "25", "memory_percent": "50"}, 4 << 30),
+    ],
+)
+def test_a_share_of_the_machine_holds_for_what_has_no_limit_of_its_own(
+    limits: dict[str, str], budget: int, tmp_path: Path
+) -> None:
+    variables = {f"HEARTH_AGENT_{name.upper()}": value for name, value in limits.items()}
+    settings = load_settings(argparse.Namespace(), {"HOME": str(tmp_path), **variables})
+    found = TelemetryReader(settings, OneCuda("cuda")).read(now=0.0)
+    assert found.memory_budget_bytes == budget
+    assert found.num_threads == (1 if "threads" in limits else max(1, found.num_cores // 4))
+
+
+@pytest.mark.parametrize("percent", ["0", "0.5", "101", "half"])
+def test_a_share_that_is_none_is_refused(percent: str, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="--percent"):
+        load_settings(argparse.Namespace(percent=percent), {"HOME": str(tmp_path)})
 
 
 def test_a_deleted_store_folder_does_not_end_telemetry(tmp_path: Path) -> None:
