@@ -1,61 +1,50 @@
-"""Keeps one model served: plans, deploys, runs requests from a bounded queue, and plans anew.
+"""Keeps one model served: plans, deploys, runs requests from a bounded queue, and plans anew when something is lost.
 
-At once when something is lost; in the background, while requests go on, when devices drifted or came (`drift`).
+When devices drifted or came, `replanning` finds a better plan while requests go on.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coordinator.accuracy import Values, calibrate, choose, describe
 from coordinator.config import CoordinatorSettings
 from coordinator.deployment import Deployment, Progress, StepResult
-from coordinator.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays, with_held_memory
+from coordinator.drift import DriftMonitor
 from coordinator.fleet import Fleet
-from coordinator.planners import PlanRequest, make_plan
-from coordinator.planners.base import price
+from coordinator.goal import Model, allowed, open_model, plan_request
+from coordinator.limits import breach, unknown_names
+from coordinator.planners import make_plan
 from coordinator.profiling import Profiler
 from coordinator.registry import Device
-from coordinator.sentences import SentenceTokenizer, batches, mean_pool, pack
+from coordinator.replanning import Replanner, Served, failure_of
+from coordinator.sentences import batches, mean_pool, pack
 from coordinator.state import SavedState, ServingGoal, StateFile
 from hearth.errors import (
     BadRequest,
     DeadlineExceeded,
     DeviceLost,
     HearthError,
-    InternalError,
     NoDevices,
     NotServing,
     QueueFull,
     TextTooLong,
     WorkerDied,
 )
-from hearth.messages import DeviceTrace, WireStats
-from hearth.model.families import read_spec
-from hearth.model.sentence import read_pooling
-from hearth.model.spec import ModelSpec
+from hearth.messages import ChunkRef, DeviceTrace, WireStats
 from hearth.plan import Plan
-from hearth.profile import ClusterProfile
-from hearth.units import format_bytes, format_seconds
+from hearth.units import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
 
-log = logging.getLogger(__name__)
-
-DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
 _RETRY_SECONDS = 2.0
 _WARM_UP_TOKENS = 8
-_LOOK_SECONDS = 1.0  # between two looks for reasons to plan anew
-_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long for the links of two devices to be measured
 
 
 @dataclass(frozen=True)
@@ -66,32 +55,6 @@ class Answer:
     latency_seconds: float
     num_tokens: int
     traces: tuple[DeviceTrace, ...] = ()
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is read once from the model's directory."""
-
-    directory: Path
-    spec: ModelSpec
-    seq_len: int  # a step holds at most this many rows, and a text at most this many tokens
-    tokenizer: SentenceTokenizer | None  # without one, token ids still work
-
-
-def open_model(goal: ServingGoal) -> Model:
-    """Read config and tokenizer. Raises BadCheckpoint or UnsupportedArchitecture."""
-    directory = Path(goal.model_dir)
-    spec = read_spec(directory)
-    read_pooling(directory)
-    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, spec.max_positions)
-    has_tokenizer = (directory / "tokenizer.json").exists()
-    return Model(directory, spec, seq_len, SentenceTokenizer(directory) if has_tokenizer else None)
-
-
-def _fault(error: Exception) -> InternalError:
-    """What is no HearthError is a fault of ours: it is logged whole, and the server lives on."""
-    log.error("a fault", exc_info=error)
-    return InternalError(where="the coordinator", reason=f"{type(error).__name__}: {error}")
 
 
 class Server:
@@ -117,7 +80,6 @@ class Server:
         self._fleet = fleet
         self._report = report
         self._progress = progress
-        self._clock = clock
         self._file = StateFile(settings.state_dir)
         self._saved = SavedState()
         self._restored: Plan | None = None  # to be tried once, at the start
@@ -129,10 +91,11 @@ class Server:
         self._stepping = asyncio.Lock()  # held by who uses the workers: a request, a calibration, a change of plan
         self._values: Values | None = None  # of activations, where the accuracy budget chooses
         self._calibrated = False
-        self._watch = Watch()
         self._monitor: DriftMonitor | None = None
-        self._replanning: asyncio.Task[None] | None = None
         self._chosen: Plan | None = None  # by the background, for the deployment that follows
+        self._replanner = Replanner(
+            fleet, self.profiler, self._stepping, self._served, self._push_ahead, self._swap, report, clock
+        )
 
     @property
     def ready(self) -> bool:
@@ -183,7 +146,7 @@ class Server:
 
     async def run(self) -> None:
         """Deploy and serve until cancelled."""
-        await asyncio.gather(self._deploy_loop(), self._serve_loop(), self._replan_loop())
+        await asyncio.gather(self._deploy_loop(), self._serve_loop(), self._replanner.run())
 
     async def close(self) -> None:
         if self._deployment is not None:
@@ -260,7 +223,7 @@ class Server:
                     raise NotServing(state=self.state)
                 result = await compute(deployment)
             except Exception as error:
-                failure = error if isinstance(error, HearthError) else _fault(error)
+                failure = failure_of(error)
                 self._failed_request(failure, deployment)
                 if not answer.done():
                     answer.set_exception(failure)
@@ -317,7 +280,7 @@ class Server:
             self._set_state(f"planning anew: {error.explanation() if error else ''}")
             for device in deployment.plan.devices:
                 if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
-                    self._watch.lost(device.device_id, self._clock())
+                    self._replanner.lost(device.device_id)
                 if isinstance(error, WorkerDied) and error.device == device.name:
                     self._fleet.punish(device.device_id)
             self._ready.clear()
@@ -331,7 +294,7 @@ class Server:
                 await self._deploy()
                 await self._calibrate()
             except Exception as error:
-                failure = error if isinstance(error, HearthError) else _fault(error)
+                failure = failure_of(error)
                 self.last_error = str(failure)
                 self._set_state(f"not ready, trying again: {failure}")
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -341,7 +304,7 @@ class Server:
         assert self.goal is not None
         model = self._require_model()
         self._ready.clear()
-        await self._stop_replanning()
+        await self._replanner.stop()
         previous, self._deployment = self._deployment, None
         if previous is not None:
             await previous.close()
@@ -357,7 +320,7 @@ class Server:
         self._deployment, self.plan = deployment, plan
         names = ", ".join(device.name for device in plan.devices)
         self._set_state(f"pushing shards to {names}")
-        chunks = await deployment.push(model.directory, self._settings.state_dir / "manifests", self._progress)
+        chunks = await self._push(deployment, model)
         self._report(
             f"pushed {format_bytes(deployment.sent_bytes)} of weights; what was there already was not sent again"
         )
@@ -378,39 +341,38 @@ class Server:
         if restored is not None and restored.model == model.spec and restored.seq_len == model.seq_len:
             self._set_state("waiting for the devices of the last plan")
             if await self._all_there(restored):
-                self._watch.planned([device.device_id for device in restored.devices], self._clock())
-                return restored
+                against = breach(restored, goal.limits, goal.exclude, self._offered_bytes())
+                if against is None:
+                    self._replanner.restored(restored)
+                    return restored
+                self._report(f"the given plan is not used: {against}")
         self._set_state("looking for devices")
         # Once something was served, what is left must do: the user's minimum and the wait for newcomers are for starts.
         settle_seconds, min_devices = (
             (self._settings.settle_seconds, self._settings.min_devices) if self.plan is None else (0.0, 1)
         )
         await self._fleet.settle(settle_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
-        devices = self._candidates(goal)
+        devices = allowed(goal, self._fleet.usable())
         if not devices:
             raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
         self.goal = goal.model_copy(update={"keep_plan": False})  # what was to be kept could not be
+        self._warn_of_unknown(goal)
         self._set_state(f"profiling {len(devices)} devices")
         cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)
         self._set_state("planning")
-        plan = await asyncio.to_thread(make_plan, self._plan_request(goal, model, cluster))
-        self._considered(devices, plan)
+        plan = await asyncio.to_thread(make_plan, plan_request(goal, model, cluster, self._values))
+        self._replanner.considered(devices, plan)
         return plan
 
-    def _candidates(self, goal: ServingGoal) -> list[Device]:
-        excluded = set(goal.exclude)
-        return [device for device in self._fleet.usable() if not {device.name, device.device_id} & excluded]
+    def _offered_bytes(self) -> dict[str, int]:
+        there = self._fleet.usable()
+        return {device.device_id: device.telemetry.memory_budget_bytes for device in there if device.telemetry}
 
-    def _plan_request(self, goal: ServingGoal, model: Model, cluster: ClusterProfile) -> PlanRequest:
-        wire = goal.wire if self._values is None else goal.wire.model_copy(update={"values": self._values})
-        return PlanRequest(spec=model.spec, cluster=cluster, seq_len=model.seq_len, wire=wire, strategy=goal.strategy)
-
-    def _considered(self, devices: Sequence[Device], plan: Plan) -> None:
-        """`plan` is the best that could be made of `devices`."""
-        ids = {device.device_id for device in devices}
-        left_out = ids - {device.device_id for device in plan.devices}
-        slow = [device_id for device_id in left_out if self.profiler.factor(device_id) > COMPUTE_DRIFT]
-        self._watch.planned(ids, self._clock(), slow)
+    def _warn_of_unknown(self, goal: ServingGoal) -> None:
+        """A name with a typing error would silently limit nothing; a device that is off now may come later."""
+        names = [*(limit.device for limit in goal.limits), *goal.exclude]
+        for name in unknown_names(names, self._fleet.devices.values()):
+            self._report(f"warning: no device here is called {name} yet; its limit holds when one comes")
 
     async def _all_there(self, plan: Plan) -> bool:
         """Whether all devices of a plan came in time, with the links between them measured (cached, mostly)."""
@@ -457,92 +419,27 @@ class Server:
             self._report(describe(measured, chosen, budget))
         self._calibrated = True
 
-    # ---- planning anew in the background --------------------------------------------------------------------------
+    # ---- a better plan from the background ------------------------------------------------------------------------
 
-    async def _replan_loop(self) -> None:
-        try:
-            while True:
-                await asyncio.sleep(_LOOK_SECONDS)
-                goal, deployment, monitor = self.goal, self._deployment, self._monitor
-                if goal is None or goal.keep_plan or deployment is None or monitor is None:
-                    continue
-                if not self.ready or not self._calibrated:
-                    continue
-                usable = [device.device_id for device in self._candidates(goal)]
-                reasons = self._watch.due(usable, monitor.finding, self._clock())
-                if reasons is not None:
-                    self._replanning = asyncio.create_task(self._replan(goal, deployment, monitor, reasons))
-                    await asyncio.wait({self._replanning})
-        finally:
-            await self._stop_replanning()
-
-    async def _stop_replanning(self) -> None:
-        if self._replanning is not None and not self._replanning.done():
-            self._replanning.cancel()
-            await asyncio.wait({self._replanning})
-
-    async def _replan(self, goal: ServingGoal, deployment: Deployment, monitor: DriftMonitor, reasons: Reasons) -> None:
-        """Move to a better plan, if there is one; its weights are pushed first. Nothing that fails here ends serving."""
-        model = self._require_model()
-        try:
-            plan = await self._better_plan(goal, model, deployment.plan, reasons)
-            if plan is not None:
-                manifests = self._settings.state_dir / "manifests"
-                await Deployment(self._fleet, plan).push(model.directory, manifests, self._progress)
-                async with self._stepping:
-                    if deployment is self._deployment and self.ready:
-                        self._ready.clear()
-                        self._chosen = plan
-                        self._stale.set()
-        except Exception as error:
-            failure = error if isinstance(error, HearthError) else _fault(error)
-            self._report(f"the plan stays, for no better one could be made: {failure}")
-        finally:
-            if reasons.finding is not None:
-                monitor.rebase()
-
-    async def _better_plan(self, goal: ServingGoal, model: Model, plan: Plan, reasons: Reasons) -> Plan | None:
-        """A plan that gains enough over `plan`, which is deployed, both priced under what is known now."""
-        devices = self._candidates(goal)
-        self._considered(devices, plan)  # now, so that one that cannot be measured is not tried again and again
-        await self._refresh_profiles(devices, model, plan, reasons)
-        cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)
-        request = self._plan_request(goal, model, with_held_memory(cluster, plan))
-        members = tuple(device.device_id for device in plan.devices)
-        if missing := set(members) - {device.device_id for device in cluster.devices}:
-            names = [device.name for device in plan.devices if device.device_id in missing]
-            raise DeviceLost(device=", ".join(names), reason="it could not be measured")
-        new = await asyncio.to_thread(make_plan, request)
-        old = price(request, request.cluster.subset(members), plan.body, plan.planner)
-        before, after = old.predicted.total_seconds, new.predicted.total_seconds
-        why = explain(reasons, {device.device_id: device.name for device in devices})
-        compared = f"a new one is predicted to take {format_seconds(after)} instead of {format_seconds(before)}"
-        if not pays(after, before):
-            self._report(f"{why}: the plan stays; {compared}")
+    def _served(self) -> Served | None:
+        goal, model, deployment, monitor = self.goal, self._model, self._deployment, self._monitor
+        if goal is None or goal.keep_plan or model is None or deployment is None or monitor is None:
             return None
-        self._considered(devices, new)
-        self._report(f"{why}: changing the plan; {compared}")
-        return new
+        if not self.ready or not self._calibrated:
+            return None
+        return Served(goal, model, deployment, monitor, self._values)
 
-    async def _refresh_profiles(self, devices: Sequence[Device], model: Model, plan: Plan, reasons: Reasons) -> None:
-        """Bring in what was found, and measure what is new: links between requests, so that neither disturbs the other."""
-        if reasons.finding is not None:
-            for device_id, factor in reasons.finding.factors.items():
-                self.profiler.scale_device(device_id, factor)
-            if reasons.finding.links_suspect:
-                self.profiler.forget_links([device.device_id for device in plan.devices])
-        for device in devices:
-            if device.device_id in reasons.joined and self.profiler.factor(device.device_id) != 1.0:
-                await self.profiler.look_again(device, model.spec, model.seq_len)
-        for one, other in combinations(devices, 2):
-            a, b = one.device_id, other.device_id
-            if {(a, b), (b, a)} <= self.profiler.links.keys():
-                continue
-            async with self._stepping:
-                try:
-                    await asyncio.wait_for(self.profiler.measure_links([one, other]), _LINK_PAUSE_SECONDS)
-                except asyncio.TimeoutError:
-                    pass  # once more with all the others, while requests go on
+    async def _push_ahead(self, plan: Plan) -> None:
+        await self._push(Deployment(self._fleet, plan), self._require_model())
+
+    async def _push(self, deployment: Deployment, model: Model) -> list[tuple[ChunkRef, ...]]:
+        return await deployment.push(model.directory, self._settings.state_dir / "manifests", self._progress)
+
+    def _swap(self, served: Served, plan: Plan) -> None:
+        if served.deployment is self._deployment and self.ready:
+            self._ready.clear()
+            self._chosen = plan
+            self._stale.set()
 
     def _set_state(self, state: str) -> None:
         if state != self.state:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coordinator.limits import MemoryLimit
 from hearth.plan import Plan, Strategy, WireFormat
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class ServingGoal(BaseModel):
     seq_len: int | None = None
     wire: WireFormat = WireFormat()
     exclude: tuple[str, ...] = ()
+    limits: tuple[MemoryLimit, ...] = ()
     # Relative error that lossy activations may cause; None: they travel as `wire` says.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     # The user gave the plan: no better one takes its place while its devices are there.

@@ -13,9 +13,9 @@ from coordinator.cli.output import err, handles_errors, out, print_json
 from coordinator.cli.tables import alternatives_table, plan_tables
 from coordinator.config import load_settings
 from coordinator.fleet import Fleet
+from coordinator.goal import open_model
 from coordinator.planners import PlanRequest, make_plan
 from coordinator.profiling import Profiler
-from coordinator.serving import open_model
 from coordinator.state import ServingGoal, write_atomically
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.plan import STRATEGIES, Plan, WireFormat

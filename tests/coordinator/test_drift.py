@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
-from coordinator import serving
+from coordinator import replanning
 from coordinator.cli.app import app
 from coordinator.config import CoordinatorSettings
 from coordinator.drift import (
@@ -384,7 +384,7 @@ class House:
 async def house(
     folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
 ) -> AsyncIterator[House]:
-    monkeypatch.setattr(serving, "_LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
     fleet, lines = FakeFleet(names), []
     settings = CoordinatorSettings(state_dir=folder / "state", settle_seconds=0)
     server = Server(settings, fleet, lines.append, clock=lambda: found.now)  # type: ignore[arg-type]
