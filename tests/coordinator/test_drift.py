@@ -35,6 +35,7 @@ from coordinator.drift import (
     pays,
     with_held_memory,
 )
+from coordinator.limits import parse_limit
 from coordinator.registry import Device
 from coordinator.serving import Server
 from coordinator.state import ServingGoal, StateFile
@@ -333,7 +334,8 @@ class FakeFleet:
             compute_seconds=plan.devices[rank].compute_seconds * share * self.slow[device_id],
             wire=WireStats(), dropped_messages=0,
         )  # fmt: skip
-        rows = np.ones((own.size, plan.model.hidden_size), np.float32) * (1 + ERRORS[message.values])
+        num_rows = own.size if message.output == "hidden" else len(unpack_array(payload[2:])) - 1
+        rows = np.ones((num_rows, plan.model.hidden_size), np.float32) * (1 + ERRORS[message.values])
         return Reply(done, pack_array(rows))
 
 
@@ -508,6 +510,45 @@ def test_excluded_devices_do_not_join_and_a_given_plan_is_kept(tmp_path: Path, m
     found = asyncio.run(main(None, exclude=("c",)))
     assert found is not None
     asyncio.run(main(found, keep_plan=True))
+
+
+def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
+
+    def budgets(home: House) -> dict[str, int]:
+        return {device.name: device.budget_bytes >> 30 for device in home.server.plan.devices}  # type: ignore[union-attr]
+
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch, limits=limits) as home:
+            assert budgets(home) == {"a": 1, "b": 4}
+            assert home.said("no device here is called cellar yet") == 1
+            home.fleet.devices["c"] = _device("c")
+            home.fleet.slow["c"] = 1.0
+            await asyncio.sleep(0.05)
+            home.now += STAY_SECONDS
+            await home.until(lambda: home.names() == "abc" and home.server.ready)
+            assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of that again
+
+    asyncio.run(main())
+
+
+def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(plan: Plan | None, **goal: Any) -> tuple[Plan | None, int]:
+        async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
+            return home.server.plan, home.said("the given plan is not used: a ")
+
+    given, _ = asyncio.run(main(None))
+    assert given is not None
+    held = given.devices[0].memory.total
+    for goal, refused in (
+        ({"limits": (parse_limit(f"a={held}"),)}, 0),
+        ({"limits": (parse_limit(f"a={held - 1}"),)}, 1),
+        ({"exclude": ("a",)}, 1),
+    ):
+        _, said = asyncio.run(main(given, keep_plan=True, **goal))
+        assert said == refused
 
 
 def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
