@@ -1,4 +1,4 @@
-"""`hearth plan`: what would run where, how fast, and why; changes nothing on the devices."""
+"""`hearth plan`: what would run where, how fast, and why; changes nothing on the devices, unless asked to compare."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import Annotated, Optional
 
 import typer
 
-from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.cli.tables import alternatives_table, plan_tables
+from coordinator.cli.cluster import Reach, live_cluster, load_cluster, save_cluster
+from coordinator.cli.compare import compare as compare_plans
+from coordinator.cli.compare import print_comparison, run_interruptibly
+from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
+from coordinator.cli.output import handles_errors, out, print_json
+from coordinator.cli.tables import alternatives_table, options_list, plan_tables
 from coordinator.config import load_settings
-from coordinator.fleet import Fleet
-from coordinator.goal import open_model
+from coordinator.explanation import option_as_json, options, why_won
+from coordinator.goal import Model, open_model, plan_request
+from coordinator.limits import parse_limit
 from coordinator.planners import PlanRequest, make_plan
-from coordinator.profiling import Profiler
 from coordinator.state import ServingGoal, write_atomically
-from hearth.errors import BadSetting, NoDevices, NotAuthorised
+from hearth.errors import BadSetting
 from hearth.plan import STRATEGIES, Plan, WireFormat
-from hearth.security import HomeKey, agent_access, resolve_credential
+from hearth.profile import ClusterProfile
 from hearth.units import format_seconds
+
+_NUM_OTHERS = 3  # alternatives that are shown without --explain
+_DEFAULT_ROUNDS = 5
 
 StrategyOption = Annotated[
     str, typer.Option(help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work.", metavar="NAME")
@@ -32,9 +38,18 @@ SeqLen = Annotated[
 Wire = Annotated[str, typer.Option(help="Activations on the wire: exact, bf16, fp16 or int8.", metavar="FORMAT")]
 Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
 Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
+Limit = Annotated[
+    list[str],
+    typer.Option(
+        help="Most memory of a device to use: kitchen=1.5GiB, or kitchen=50% of what its agent offers; may be repeated.",
+        metavar="NAME=SIZE",
+    ),
+]
 
 
-def goal_of(model: Path, strategy: str, seq_len: int | None, wire: str, lz4: str, exclude: list[str]) -> ServingGoal:
+def goal_of(
+    model: Path, strategy: str, seq_len: int | None, wire: str, lz4: str, exclude: list[str], limit: list[str]
+) -> ServingGoal:
     """The user's wishes, checked. Raises BadSetting."""
     for option, value, allowed in (
         ("--strategy", strategy, ("auto", *STRATEGIES)),
@@ -50,6 +65,7 @@ def goal_of(model: Path, strategy: str, seq_len: int | None, wire: str, lz4: str
             "seq_len": seq_len,
             "wire": WireFormat.model_validate({"values": wire, "lz4": lz4}),
             "exclude": tuple(exclude),
+            "limits": tuple(parse_limit(each) for each in limit),
         }
     )
 
@@ -62,7 +78,28 @@ def plan(
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
+    limit: Limit = [],  # noqa: B006
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show every plan that was priced, and why it was not taken.")
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Run the plan, and the best one of each other strategy, on the devices; show predicted and measured.",
+        ),
+    ] = False,
+    rounds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Timed steps of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option(help="Save what was measured of devices and links as JSON.", metavar="FILE")
+    ] = None,
+    load_profile: Annotated[
+        Path | None, typer.Option(help="Plan from a saved profile: needs no device, network or key.", metavar="FILE")
+    ] = None,
     wait: Annotated[float, typer.Option(help="Seconds without a new device after which to plan.", min=0.1)] = 1.5,
     static: Devices = None,
     mdns_interfaces: Interfaces = None,
@@ -70,13 +107,53 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a model on the devices of this home: shares, bytes against budgets, predicted time, alternatives."""
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude)
-    made = asyncio.run(_plan(goal, wait, static or "", mdns_interfaces, key))
-    if save is not None:
-        write_atomically(save, made.model_dump_json(indent=1))
-    if as_json:
-        print_json(made.model_dump(mode="json"))
+    if rounds is not None and not compare:
+        raise BadSetting(setting="--rounds", reason="it needs --compare")
+    if compare:
+        for option, given in (("--load-profile", load_profile), ("--save-profile", save_profile), ("--save", save)):
+            if given is not None:
+                raise BadSetting(setting=option, reason="it does not go with --compare")
+    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit)
+    opened = open_model(goal)
+    reach = Reach(key, static or "", mdns_interfaces, wait)
+    if compare:
+        rounds = rounds or _DEFAULT_ROUNDS
+        results = run_interruptibly(compare_plans(goal, opened, reach, load_settings({}), rounds))
+        print_comparison(results, opened, rounds, as_json)
         return
+    if load_profile is not None:
+        cluster = load_cluster(load_profile, goal, opened)
+    else:
+        cluster = asyncio.run(_measure(goal, opened, reach))
+    if save_profile is not None:
+        save_cluster(save_profile, cluster, opened)
+    request = plan_request(goal, opened, cluster)
+    made = make_plan(request)
+    if save is not None:
+        _save(save, made)
+    if as_json:
+        printed = made.model_dump(mode="json")
+        if explain:
+            priced = options(request, made)
+            printed["priced"] = [option_as_json(option, made, cluster, request.strategy) for option in priced]
+        print_json(printed)
+        return
+    _print(made, request, explain)
+
+
+async def _measure(goal: ServingGoal, model: Model, reach: Reach) -> ClusterProfile:
+    async with live_cluster(goal, model, reach, load_settings({})) as live:
+        return live.profile
+
+
+def _save(path: Path, made: Plan) -> None:
+    try:
+        write_atomically(path, made.model_dump_json(indent=1))
+    except OSError as error:
+        raise BadSetting(setting="--save", reason=f"{path} cannot be written ({error.strerror})") from None
+
+
+def _print(made: Plan, request: PlanRequest, explain: bool) -> None:
     out.print(*plan_tables(made), sep="\n")
     predicted = made.predicted
     out.print(
@@ -84,23 +161,9 @@ def plan(
         f"(busiest device {format_seconds(predicted.compute_seconds)}, "
         f"busiest link {format_seconds(predicted.transfer_seconds)})"
     )
-    if made.alternatives:
-        out.print(alternatives_table(made))
-
-
-async def _plan(goal: ServingGoal, wait: float, static: str, interfaces: str | None, key: Path | None) -> Plan:
-    credential = resolve_credential(key)
-    if not isinstance(credential, HomeKey):
-        raise NotAuthorised(role=credential.kind, action="profile devices")
-    model = open_model(goal)
-    limit = max(wait * 4, 5.0)
-    async with Fleet(
-        agent_access(credential), None, interfaces=interface_list(interfaces), static_devices=static
-    ) as fleet:
-        await fleet.settle(wait, 1, limit)
-        chosen = [device for device in fleet.usable() if not {device.name, device.device_id} & set(goal.exclude)]
-        if not chosen:
-            raise NoDevices(seconds=limit)
-        profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
-        cluster = await profiler.cluster(chosen, model.spec, model.seq_len)
-    return make_plan(PlanRequest(model.spec, cluster, model.seq_len, goal.wire, goal.strategy))
+    if explain:
+        priced = options(request, made)
+        out.print(f"\n{why_won(priced, request.cluster, request.strategy)}")
+        out.print(options_list(priced, request.cluster, request.strategy))
+    elif made.alternatives:
+        out.print(alternatives_table(made, _NUM_OTHERS))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
-from coordinator.cli.plan import Exclude, Lz4, SeqLen, StrategyOption, Wire, goal_of
+from coordinator.cli.plan import Exclude, Limit, Lz4, SeqLen, StrategyOption, Wire, goal_of
 from coordinator.config import load_settings
 from coordinator.service import Service
 from hearth.errors import BadKey, BadPlan, BadSetting
@@ -41,6 +41,7 @@ def serve(
         ),
     ] = None,
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
+    limit: Limit = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
     port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
     state_dir: Annotated[Optional[Path], typer.Option(help="Where the state is kept.")] = None,  # noqa: UP045
@@ -72,7 +73,9 @@ def serve(
         err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
     if accuracy_budget is not None:
         _check_budget(accuracy_budget, model, wire)
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude) if model else None
+    if model is None and (limit or exclude):
+        raise BadSetting(setting="--limit" if limit else "--exclude", reason="it needs the MODEL that it is for")
+    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit) if model else None
     if goal is not None:
         goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
     saved = None

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
+from coordinator.explanation import Option, bottleneck, why_lost
 from hearth.geometry import rows_for
 from hearth.messages import DeviceInfo
 from hearth.plan import Plan
-from hearth.profile import Link
+from hearth.profile import ClusterProfile, Link
 from hearth.units import format_bytes, format_rate, format_seconds
 
 _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
@@ -61,18 +62,19 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
 
 def plan_tables(plan: Plan) -> tuple[Table, Table]:
     """Per device: its shares and its busy time in a step; and its bytes by kind against the budget."""
+    devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
     title = (
-        f"Plan: {plan.model.name} by {plan.body.strategy} on {plan.num_ranks} device(s), "
+        f"Plan: {plan.model.name} by {plan.body.strategy} on {devices}, "
         f"{plan.seq_len} rows a step, predicted {format_seconds(plan.predicted.total_seconds)}"
     )
     shares = Table(title=title, title_justify="left", show_edge=False)
-    memory = Table(title="Bytes on each device", title_justify="left", show_edge=False)
-    shares.add_column("device")
-    memory.add_column("device")
+    memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
+    shares.add_column("device", overflow="fold")
+    memory.add_column("device", overflow="fold")
     for heading in ("heads", "columns", "rows", "vocabulary", "busy"):
         shares.add_column(heading, justify="right")
-    for heading in ("weights", "embeddings", "activations", "workspace", "total", "budget"):
-        memory.add_column(heading, justify="right")
+    for heading in ("weights", "embed-\ndings", "activa-\ntions", "work-\nspace", "total", "budget"):
+        memory.add_column(heading, justify="right", no_wrap=True)
     rows = rows_for(plan.body.row_weights, plan.seq_len)
     whole = plan.body.strategy == "sp"
     for rank, device in enumerate(plan.devices):
@@ -90,11 +92,43 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
     return shares, memory
 
 
-def alternatives_table(plan: Plan) -> Table:
-    table = Table(title="Not taken", title_justify="left", show_edge=False)
-    for heading in ("strategy", "predicted", "why"):
-        table.add_column(heading)
-    for other in plan.alternatives:
+def alternatives_table(plan: Plan, most: int) -> Table:
+    """The best `most` that were not taken."""
+    others = sorted(plan.alternatives, key=lambda other: (other.predicted_seconds is None, other.predicted_seconds))
+    left = len(others) - most
+    table = Table(
+        title="Not taken",
+        title_justify="left",
+        show_edge=False,
+        caption=f"and {left} more; --explain shows all" if left > 0 else None,
+        caption_justify="left",
+    )
+    table.add_column("strategy")
+    table.add_column("predicted", justify="right", no_wrap=True)
+    table.add_column("why")
+    for other in others[:most]:
         predicted = format_seconds(other.predicted_seconds) if other.predicted_seconds is not None else "-"
         table.add_row(other.strategy, predicted, other.reason)
+    return table
+
+
+def options_list(priced: Sequence[Option], cluster: ClusterProfile, asked_for: str) -> Table:
+    """Every plan that was priced, the chosen one first: its time, and beside it what it is made of and why it lost."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(justify="right", no_wrap=True, min_width=9)
+    table.add_column(overflow="fold")
+    chosen = priced[0].plan
+    assert chosen is not None
+    for option in priced:
+        table.add_row("", "")
+        text = f"[bold]{option.strategy}[/] on {', '.join(option.devices)}\n"
+        if option.plan is None:
+            table.add_row("-", text + why_lost(option, chosen, cluster, asked_for))
+            continue
+        bound = bottleneck(option.plan, cluster)
+        parts = f"busiest device {format_seconds(bound.device_seconds)} ({bound.device})"
+        if bound.link:
+            parts += f", busiest link {format_seconds(bound.link_seconds)} ({bound.link})"
+        why = "[green]chosen[/]" if option is priced[0] else why_lost(option, chosen, cluster, asked_for)
+        table.add_row(format_seconds(option.seconds), f"{text}{why}\n[dim]{parts}[/]")
     return table

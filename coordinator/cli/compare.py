@@ -1,0 +1,95 @@
+"""`hearth plan MODEL --compare`: what was predicted beside what the devices really do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rich.table import Table
+
+from coordinator.cli.cluster import Reach, live_cluster
+from coordinator.cli.output import err, out, print_json
+from coordinator.comparison import Comparer, Comparison, describe
+from coordinator.config import CoordinatorSettings
+from coordinator.explanation import best_of_each_strategy, options
+from coordinator.goal import Model, plan_request
+from coordinator.planners import PlanRequest, make_plan
+from coordinator.state import ServingGoal
+from hearth.plan import Plan
+from hearth.units import format_seconds
+
+_T = TypeVar("_T")
+
+
+def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
+    """Run it; Ctrl-C and SIGTERM cancel it once, so that it cleans up undisturbed. Raises KeyboardInterrupt then."""
+
+    async def main() -> _T:
+        task = asyncio.ensure_future(work)
+
+        def stop() -> None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, lambda: None)
+            err.print("stopping the workers")
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        return await task
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def compare(
+    goal: ServingGoal, model: Model, reach: Reach, settings: CoordinatorSettings, rounds: int
+) -> list[Comparison]:
+    """Plan, and run the chosen plan and the best one of each other strategy."""
+    comparer = Comparer(lambda line: err.print(line, soft_wrap=True))
+    name = f"{settings.name} (hearth plan --compare)"[:128]
+    async with live_cluster(goal, model, reach, settings, name, comparer.device_changed) as live:
+        request = plan_request(goal, model, live.profile)
+        plans = await asyncio.to_thread(_plans, request)
+        return await comparer.compare(
+            live.fleet, live.profiler.links, model, plans, rounds, settings.state_dir / "manifests",
+            settings.encrypt_data_plane,
+        )  # fmt: skip
+
+
+def _plans(request: PlanRequest) -> list[Plan]:
+    return best_of_each_strategy(options(request, make_plan(request)))
+
+
+def print_comparison(results: Sequence[Comparison], model: Model, rounds: int, as_json: bool) -> None:
+    if as_json:
+        plans = [result.as_json() for result in results]
+        print_json({"model": model.spec.name, "seq_len": model.seq_len, "rounds": rounds, "plans": plans})
+        return
+    table = Table(
+        title=f"{model.spec.name}: a step of {model.seq_len} rows, {rounds} times each", title_justify="left",
+        show_edge=False,
+    )  # fmt: skip
+    table.add_column("plan")
+    for heading in ("predicted", "median", "min", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        label = f"[bold]{result.plan.body.strategy}[/]\n" + ", ".join(device.name for device in result.plan.devices)
+        predicted = format_seconds(result.plan.predicted.total_seconds)
+        if result.median_seconds is None or result.min_seconds is None or result.error_percent is None:
+            table.add_row(f"{label}\n[red]failed:[/] {result.failure}", predicted, "-", "-", "-")
+            continue
+        table.add_row(
+            label,
+            predicted,
+            format_seconds(result.median_seconds),
+            format_seconds(result.min_seconds),
+            f"{result.error_percent:+.0f} %",
+        )
+    out.print(table)
+    out.print("error: how far the prediction lies above (+) or below (-) the median.", style="dim")
+    out.print(describe(results))
