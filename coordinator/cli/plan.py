@@ -110,8 +110,13 @@ def plan(
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
-        for option, given in (("--load-profile", load_profile), ("--save-profile", save_profile), ("--save", save)):
-            if given is not None:
+        for option, given in (
+            ("--load-profile", load_profile),
+            ("--save-profile", save_profile),
+            ("--save", save),
+            ("--explain", explain),
+        ):
+            if given:
                 raise BadSetting(setting=option, reason="it does not go with --compare")
     goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit)
     opened = open_model(goal)
