@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
 from hearth.errors import BadSetting
-from tools.testbed.scenario import Device
+from tools.testbed.scenario import Device, quota_microseconds
 
 _ROOT = Path("/sys/fs/cgroup")
-_STOP_SECONDS = 5.0
+_REMOVE_SECONDS = 5.0
+_UNIFIED = (_ROOT / "cgroup.controllers").exists()
+
+# `ip netns exec` mounts a new /sys, and so hides the cgroups from what it starts: without them an agent sees the whole
+# machine's memory as its own. They are mounted again, and then the program takes the shell's place.
+MOUNT_AND_EXEC = (
+    "mount -t cgroup2 none /sys/fs/cgroup; "
+    if _UNIFIED
+    else "mount -t tmpfs none /sys/fs/cgroup && mkdir /sys/fs/cgroup/memory && "
+    "mount -t cgroup -o memory none /sys/fs/cgroup/memory; "
+) + 'exec "$@"'
 
 
 class DeviceCgroup:
     """The groups of one device. `procs_files` are what a process writes its pid to in order to join."""
 
     def __init__(self, testbed: str, device: str) -> None:
-        self._unified = (_ROOT / "cgroup.controllers").exists()
-        hierarchies = (_ROOT,) if self._unified else (_ROOT / "cpu", _ROOT / "memory")
+        hierarchies = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
         self._parents = [hierarchy / testbed for hierarchy in hierarchies]
         self._groups = [parent / device for parent in self._parents]
 
@@ -31,14 +38,13 @@ class DeviceCgroup:
     def create(self, device: Device, quota_period_ms: float) -> None:
         """Raises BadSetting when this kernel gives us no CPU or memory controller."""
         try:
-            if self._unified:
+            if _UNIFIED:
                 self._enable_controllers()
             for group in self._groups:
                 group.mkdir(parents=True, exist_ok=True)
             self.set_cpu_share(device.cpu_share, quota_period_ms)
             if device.memory_bytes is not None:
-                name = "memory.max" if self._unified else "memory.limit_in_bytes"
-                (self._groups[-1] / name).write_text(str(device.memory_bytes))
+                self._limit_memory(device.memory_bytes)
         except OSError as error:
             raise BadSetting(
                 setting="the testbed's cgroups",
@@ -46,46 +52,65 @@ class DeviceCgroup:
             ) from None
 
     def set_cpu_share(self, cpu_share: float, quota_period_ms: float) -> None:
+        """Takes effect at once. Raises BadSetting for less than the kernel can give."""
         period = int(quota_period_ms * 1000)
-        quota = int(cpu_share * period)
-        if quota < 1000:
-            raise BadSetting(
-                setting="cpu_share",
-                reason=f"{cpu_share} of {quota_period_ms} ms is {quota} us; the kernel refuses quotas under 1 ms: "
-                f"raise quota_period_ms to {1 / cpu_share:.1f}",
-            )
-        if self._unified:
+        try:
+            quota = quota_microseconds(cpu_share, quota_period_ms)
+        except ValueError as error:
+            raise BadSetting(setting="cpu_share", reason=str(error)) from None
+        if _UNIFIED:
             (self._groups[0] / "cpu.max").write_text(f"{quota} {period}")
         else:
             (self._groups[0] / "cpu.cfs_period_us").write_text(str(period))
             (self._groups[0] / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def cpu_share(self) -> float:
+        """What the kernel holds the device to now, in cores."""
+        group = self._groups[0]
+        if _UNIFIED:
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period)
 
     def pids(self) -> list[int]:
         found: set[int] = set()
         for group in self._groups:
             try:
                 found.update(map(int, (group / "cgroup.procs").read_text().split()))
-            except (FileNotFoundError, OSError):
+            except OSError:
                 continue
         return sorted(found)
 
     def remove(self) -> None:
-        """End what still runs in the groups, and remove them."""
-        deadline = time.monotonic() + _STOP_SECONDS
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            time.sleep(0.02)
-        for folder in (*self._groups, *self._parents):
-            try:
-                folder.rmdir()
-            except OSError:  # a parent with other devices in it goes with the last of them
-                pass
+        """Remove the groups; the kernel takes a moment to let go of those whose last process has just ended."""
+        deadline = time.monotonic() + _REMOVE_SECONDS
+        for group in self._groups:
+            while not _removed(group) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        for parent in self._parents:
+            _removed(parent)  # with other devices in it, it goes with the last of them
+
+    def _limit_memory(self, memory_bytes: int) -> None:
+        """And no swap beyond it: the device is out of memory when it is, rather than slow."""
+        group = self._groups[-1]
+        if _UNIFIED:
+            limits = {"memory.max": memory_bytes, "memory.swap.max": 0}
+        else:
+            limits = {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes}
+        for name, limit in limits.items():
+            if "sw" not in name or (group / name).exists():  # kernels without swap have no such file
+                (group / name).write_text(str(limit))
 
     def _enable_controllers(self) -> None:
         for folder in (_ROOT, *self._parents):
             folder.mkdir(exist_ok=True)
             (folder / "cgroup.subtree_control").write_text("+cpu +memory")
+
+
+def _removed(folder: Path) -> bool:
+    try:
+        folder.rmdir()
+    except OSError:
+        return not folder.exists()
+    return True

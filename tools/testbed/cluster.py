@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,35 +12,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.security import new_home_key, save_credential
-from tools.testbed.cgroups import DeviceCgroup
+from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup
 from tools.testbed.network import Network
-from tools.testbed.scenario import Device, Scenario
+from tools.testbed.registry import Running, claim, locked, release, running_testbeds
+from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
 
-RUN_DIR = Path("/run/hearth-testbed")
-_MAX_SLOTS = 32
 _STOP_SECONDS = 5.0
 _BIN = Path(sys.executable).parent
 _HOST_RESERVE_BYTES = 512 << 20
-
-
-class Running(BaseModel):
-    """What is written down about a testbed, so that any later process can end it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    slot: int
-    scenario: Scenario
-    folder: str
-    owner_pid: int | None  # the process whose end is the testbed's end; none: until `down`
-    owner_started: float | None
-
-    @property
-    def orphaned(self) -> bool:
-        return self.owner_pid is not None and _started(self.owner_pid) != self.owner_started
 
 
 class Testbed:
@@ -52,81 +32,96 @@ class Testbed:
     """
 
     __test__ = False  # not a test case, whatever pytest thinks
+    network: Network  # from `up` on
 
-    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, core_seconds: float | None = None) -> None:
+        """`owned`: it ends with this process, else with `down`. `core_seconds`: of `calibrate`; None: rates as written."""
         check_possible(scenario)
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
+        self.link_scale = NOMINAL_CORE_SECONDS / core_seconds if core_seconds and scenario.scale_links else 1.0
         self._owned = owned
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._attach(_free_slot())
+        self._slot: int | None = None
+        self._cgroups: dict[str, DeviceCgroup] = {}
 
     @classmethod
     def attached(cls, running: Running) -> Testbed:
-        """A testbed that `up` left running."""
+        """A testbed that another process has put up."""
         testbed = cls.__new__(cls)
         testbed.scenario = running.scenario
         testbed.folder = Path(running.folder)
         testbed.key = testbed.folder / "home.key"
+        testbed.link_scale = running.link_scale
         testbed._owned = False
         testbed._processes = []
         testbed._attach(running.slot)
         return testbed
 
     def _attach(self, slot: int) -> None:
-        self.slot = slot
-        self.prefix = f"ht{slot}"
+        self._slot = slot
         names = [device.name for device in self.scenario.devices]
-        self.network = Network(self.prefix, slot, names)
-        self._cgroups = {name: DeviceCgroup(f"hearth-{self.prefix}", name) for name in names}
+        self.network = Network(f"ht{slot}", slot, names)
+        self._cgroups = {name: DeviceCgroup(f"hearth-ht{slot}", name) for name in names}
 
     def __enter__(self) -> Testbed:
-        try:
-            self.up()
-        except BaseException:
-            self.down()
-            raise
+        self.up()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.down()
 
     def up(self) -> None:
+        """Raises BadSetting: what the kernel refuses, or the same scenario is up until `down`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        RUN_DIR.mkdir(parents=True, exist_ok=True)
-        owner = os.getpid() if self._owned else None
-        running = Running(
-            slot=self.slot,
-            scenario=self.scenario,
-            folder=str(self.folder),
-            owner_pid=owner,
-            owner_started=_started(owner) if owner else None,
-        )
-        _state_path(self.slot).write_text(running.model_dump_json())
-        self.network.create({device.name: device.mbit for device in self.scenario.devices})
-        for device in self.scenario.devices:
-            self._cgroups[device.name].create(device, self.scenario.quota_period_ms)
-        if not self.key.exists():
-            save_credential(self.key, new_home_key())
+        with locked():
+            remove_orphans()
+            self._attach(claim(self.scenario, self.folder, self.link_scale, self._owned).slot)
+        try:
+            self.network.create({device.name: device.mbit * self.link_scale for device in self.scenario.devices})
+            for device in self.scenario.devices:
+                self._cgroups[device.name].create(device, self.scenario.quota_period_ms)
+            if not self.key.exists():
+                save_credential(self.key, new_home_key())
+        except BaseException:
+            self.down()
+            raise
 
     def down(self) -> None:
-        """End every process of it, and remove every trace."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._kill_namespaces()
+        """End every process of it, and remove every trace but the folder."""
+        if self._slot is None:
+            return
+        self._stop(signal.SIGTERM, _STOP_SECONDS)
+        self._stop(signal.SIGKILL, _STOP_SECONDS)
         for cgroup in self._cgroups.values():
             cgroup.remove()
         self.network.remove()
-        _state_path(self.slot).unlink(missing_ok=True)
+        release(self._slot)
+        self._slot = None
+
+    def pids(self, name: str) -> list[int]:
+        """Of everything that runs on a device: in its namespace, or in its groups."""
+        return sorted({*self.network.pids()[name], *self._cgroups[name].pids()})
+
+    def _stop(self, number: signal.Signals, seconds: float) -> None:
+        """Signal every process, and wait until all are gone, but no longer than this."""
+        deadline = time.monotonic() + seconds
+        signalled: set[int] = set()
+        while True:
+            for process in self._processes:
+                process.poll()  # reaps it
+            cgroups = (pid for cgroup in self._cgroups.values() for pid in cgroup.pids())
+            pids = {*cgroups, *(pid for found in self.network.pids().values() for pid in found)}
+            if not pids or time.monotonic() > deadline:
+                return
+            for pid in pids - signalled:
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    pass
+            signalled |= pids
+            time.sleep(0.02)
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
@@ -141,15 +136,30 @@ class Testbed:
         return self.network.address(name)
 
     def set_mbit(self, mbit: float) -> None:
-        """Every link to this rate."""
+        """Every link to this rate, as it is: not scaled to this machine's speed."""
         for device in self.scenario.devices:
             self.network.set_mbit(device.name, mbit)
 
     def set_cpu_share(self, name: str, cpu_share: float) -> None:
-        self._cgroups[name].set_cpu_share(cpu_share, self.scenario.quota_period_ms)
+        """Takes effect at once. Raises BadSetting for less than the kernel can give."""
+        self._cgroups[self.device(name).name].set_cpu_share(cpu_share, self.scenario.quota_period_ms)
+
+    def cpu_share(self, name: str) -> float:
+        """What the kernel holds the device to now, in cores."""
+        return self._cgroups[name].cpu_share()
 
     def command(self, name: str, *arguments: str) -> list[str]:
-        return ["ip", "netns", "exec", self.network.namespace(name), *arguments]
+        """What runs a program in the device's namespace."""
+        namespace = self.network.namespace(self.device(name).name)
+        return ["ip", "netns", "exec", namespace, "sh", "-c", MOUNT_AND_EXEC, "sh", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """What lets a plain `hearth` in the testbed find its key, its coordinator's state and itself."""
+        return {
+            "HEARTH_KEY": str(self.key),
+            "HEARTH_COORDINATOR_STATE_DIR": str(self.folder / "coordinator"),
+            "PATH": f"{_BIN}:{os.environ.get('PATH', os.defpath)}",
+        }
 
     def popen(
         self,
@@ -164,7 +174,7 @@ class Testbed:
 
         `memory_limited` adds the memory limit: a benchmark that keeps several plans loaded at once leaves it off.
 
-        `ip netns exec` mounts /sys anew, so the cgroups are joined before it.
+        The cgroups are joined out here: inside, /sys is another.
         """
         device = self.device(name)
         process = subprocess.Popen(
@@ -206,7 +216,7 @@ class Testbed:
         done = subprocess.run(
             self.command(name, str(_BIN / "hearth"), *arguments, "--key", str(self.key)),
             capture_output=True, text=True, timeout=timeout_seconds, check=False,
-            env={**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(self.folder / "coordinator")},
+            env={**os.environ, **self.environment()},
         )  # fmt: skip
         if done.returncode != 0:
             raise InternalError(where=f"hearth {arguments[0]}", reason=done.stderr.strip() or done.stdout.strip())
@@ -222,24 +232,16 @@ class Testbed:
                 stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=not self._owned,
             )  # fmt: skip
 
-    def _kill_namespaces(self) -> None:
-        """What runs in our namespaces outside the cgroups: the coordinator, commands of `run`."""
-        for device in self.scenario.devices:
-            found = subprocess.run(
-                ["ip", "netns", "pids", self.network.namespace(device.name)],
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
-            for pid in map(int, found.stdout.split()):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+
+def check_root() -> None:
+    """Raises BadSetting."""
+    if os.geteuid() != 0:
+        raise BadSetting(setting="the testbed", reason="network namespaces and cgroups need root: run it with sudo")
 
 
 def check_possible(scenario: Scenario) -> None:
     """Raises BadSetting for what this machine cannot emulate."""
-    if os.geteuid() != 0:
-        raise BadSetting(setting="the testbed", reason="network namespaces and cgroups need root: run it with sudo")
+    check_root()
     cores = os.sched_getaffinity(0)
     for device in scenario.devices:
         if device.core is not None and device.core not in cores:
@@ -266,23 +268,11 @@ def check_possible(scenario: Scenario) -> None:
         )
 
 
-def running_testbeds() -> list[Running]:
-    """Those that are up or were left behind."""
-    found = []
-    for path in sorted(RUN_DIR.glob("*.json")):
-        try:
-            found.append(Running.model_validate(json.loads(path.read_text())))
-        except (ValidationError, ValueError, OSError):
-            path.unlink(missing_ok=True)
-    return found
-
-
 def remove_orphans() -> None:
-    """Take down the testbeds whose owner was killed."""
+    """Take down the testbeds whose owner was killed; call it `locked`."""
     for running in running_testbeds():
         if running.orphaned:
             Testbed.attached(running).down()
-            shutil.rmtree(running.folder, ignore_errors=True)
 
 
 def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
@@ -292,26 +282,6 @@ def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(action=what, seconds=seconds)
         time.sleep(0.05)
-
-
-def _free_slot() -> int:
-    remove_orphans()
-    taken = {running.slot for running in running_testbeds()}
-    free = [slot for slot in range(_MAX_SLOTS) if slot not in taken]
-    if not free:
-        raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} testbeds are up; take one down first")
-    return free[0]
-
-
-def _state_path(slot: int) -> Path:
-    return RUN_DIR / f"{slot}.json"
-
-
-def _started(pid: int) -> float | None:
-    try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
-        return None
 
 
 def _joining(device: Device, procs_files: Sequence[str]) -> Callable[[], None]:

@@ -1,9 +1,15 @@
-"""Namespaces on one bridge, with a token bucket on both directions of every device's link. No way out of the machine."""
+"""Namespaces on one switch, with a token bucket on both directions of every device's link. No way out of the machine.
+
+The switch is a bridge in a namespace of its own: nothing is added to the host's network, and no firewall of the host
+looks at what passes.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from hearth.errors import BadSetting
 
@@ -13,6 +19,16 @@ _SEGMENT_BYTES = 16 << 10
 _BURST_BYTES = _SEGMENT_BYTES + (4 << 10)
 _QUEUE_BYTES = 1 << 20
 _COMMAND_SECONDS = 20.0
+_BRIDGE = "bridge"
+# A bridge hands what it passes to iptables, where the kernel has that module; every packet would pay for it.
+_NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
+
+
+class LinkState(NamedTuple):
+    """A device's link as the kernel has it now."""
+
+    mbit: float
+    is_cut: bool
 
 
 class Network:
@@ -22,7 +38,7 @@ class Network:
         self._prefix = prefix
         self._slot = slot
         self._names = list(names)
-        self._bridge = f"{prefix}br"
+        self._switch = f"{prefix}-switch"
 
     def namespace(self, device: str) -> str:
         return f"{self._prefix}-{device}"
@@ -30,60 +46,82 @@ class Network:
     def address(self, device: str) -> str:
         return f"10.213.{self._slot}.{self._names.index(device) + 1}"
 
-    def create(self, mbit: dict[str, float]) -> None:
+    def create(self, mbit: Mapping[str, float]) -> None:
         """Raises BadSetting when the kernel does not let us."""
         self.remove()
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("link", "set", self._bridge, "up")
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "netns", "exec", self._switch, "sh", "-c", _NO_FIREWALL)
+        _ip(self._switch, "link", "add", _BRIDGE, "type", "bridge")
+        _ip(self._switch, "link", "set", _BRIDGE, "up")
         for name in self._names:
-            namespace, outer = self.namespace(name), self._outer(name)
-            _ip("netns", "add", namespace)
-            _ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            _ip("link", "set", outer, "master", self._bridge, "up")
-            for end in (("-n", namespace, "link", "set", "eth0"), ("link", "set", outer)):
-                _ip(*end, "gso_max_size", str(_SEGMENT_BYTES))
-            _ip("-n", namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-            _ip("-n", namespace, "link", "set", "lo", "up")
-            _ip("-n", namespace, "link", "set", "eth0", "up")
-            _ip("-n", namespace, "route", "add", "224.0.0.0/4", "dev", "eth0")
+            namespace, port = self.namespace(name), _port(name)
+            _run("ip", "netns", "add", namespace)
+            _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch)
+            _ip(namespace, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
+            _ip(self._switch, "link", "set", port, "gso_max_size", str(_SEGMENT_BYTES))
+            _ip(self._switch, "link", "set", port, "master", _BRIDGE, "up")
+            _ip(namespace, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
+            _ip(namespace, "link", "set", "lo", "up")
+            _ip(namespace, "link", "set", "eth0", "up")
+            _ip(namespace, "route", "add", "224.0.0.0/4", "dev", "eth0")
             self.set_mbit(name, mbit[name])
 
     def set_mbit(self, device: str, mbit: float) -> None:
-        """Shape both directions of a device's link; takes effect at once."""
-        shape = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
+        """Shape both directions of a device's link; takes effect at once. Raises BadSetting for no rate at all."""
+        if not 0.008 <= mbit <= 100_000:
+            raise BadSetting(setting="the rate of a link", reason=f"{mbit:g} Mbit/s; 0.008 to 100000 can be emulated")
+        rate = f"{mbit * 1e6:.0f}bit"
+        shape = ("root", "tbf", "rate", rate, "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
         _run("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
-        _run("tc", "qdisc", "replace", "dev", self._outer(device), *shape)
+        _run("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
+
+    def state(self, device: str) -> LinkState:
+        """Raises BadSetting when the namespace is gone."""
+        bucket = json.loads(_run("tc", "-n", self._switch, "-json", "qdisc", "show", "dev", _port(device), "root"))
+        link = json.loads(_run("ip", "-n", self._switch, "-json", "link", "show", _port(device)))
+        return LinkState(mbit=bucket[0]["options"]["rate"] * 8 / 1e6, is_cut="UP" not in link[0]["flags"])
 
     def cut(self, device: str) -> None:
         """Pull the plug; connections stay, and nothing passes."""
-        _ip("link", "set", self._outer(device), "down")
+        _ip(self._switch, "link", "set", _port(device), "down")
 
     def mend(self, device: str) -> None:
-        _ip("link", "set", self._outer(device), "up")
+        _ip(self._switch, "link", "set", _port(device), "up")
+
+    def pids(self) -> dict[str, list[int]]:
+        """The processes in each device's namespace."""
+        return {name: _pids(self.namespace(name)) for name in self._names}
 
     def remove(self) -> None:
-        """Remove what is there of it; nothing is said about what is not."""
-        for name in self._names:
-            _quietly("ip", "netns", "del", self.namespace(name))
-            _quietly("ip", "link", "del", self._outer(name))
-        _quietly("ip", "link", "del", self._bridge)
-
-    def _outer(self, device: str) -> str:
-        return f"{self._prefix}v{self._names.index(device)}"
+        """Remove what is there of it; nothing is said about what is not. The links go with their namespaces."""
+        for namespace in (*map(self.namespace, self._names), self._switch):
+            subprocess.run(
+                ("ip", "netns", "del", namespace), check=False, capture_output=True, timeout=_COMMAND_SECONDS
+            )
 
 
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
+def _port(device: str) -> str:
+    """The switch's end of a device's link."""
+    return f"to-{device}"
 
 
-def _run(*command: str) -> None:
+def _pids(namespace: str) -> list[int]:
+    found = subprocess.run(
+        ("ip", "netns", "pids", namespace), check=False, capture_output=True, text=True, timeout=_COMMAND_SECONDS
+    )
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _ip(namespace: str, *arguments: str) -> None:
+    _run("ip", "-n", namespace, *arguments)
+
+
+def _run(*command: str) -> str:
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
     except FileNotFoundError:
         raise BadSetting(setting="the testbed", reason=f"{command[0]} is missing: install iproute2") from None
     except subprocess.CalledProcessError as error:
         raise BadSetting(setting="the testbed", reason=f"`{' '.join(command)}`: {error.stderr.strip()}") from None
-
-
-def _quietly(*command: str) -> None:
-    subprocess.run(command, check=False, capture_output=True, timeout=_COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BadSetting(setting="the testbed", reason=f"`{' '.join(command)}` does not end") from None

@@ -21,6 +21,11 @@ else:
     import tomli as tomllib
 
 SCENARIOS = Path(__file__).parent / "scenarios"
+# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set. On another
+# machine they are multiplied by this over what `calibrate` measures there: the ratio of compute to traffic stays.
+NOMINAL_CORE_SECONDS = 0.243
+InstructionSet = Literal["native", "sse4.2"]
+_MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 _NAME = r"^[a-z][a-z0-9-]{0,9}$"  # becomes part of an interface's name, of which Linux takes 15 bytes
 
 
@@ -33,7 +38,7 @@ class Device(BaseModel):
     cpu_share: float = Field(gt=0, le=64)  # of one core; more than 1 is several cores
     core: int | None = Field(default=None, ge=0)  # pinned to this core of the host; none: any
     memory_bytes: int | None = Field(default=None, ge=64 << 20)  # of all its processes; none: no limit
-    instruction_set: Literal["native", "sse4.2"] = "sse4.2"  # caps the kernels to the class of device
+    instruction_set: InstructionSet = "sse4.2"  # caps the kernels to the class of device
     mbit: float = Field(gt=0, le=100_000)  # its network interface, each way
 
     @property
@@ -42,9 +47,7 @@ class Device(BaseModel):
 
     @property
     def environment(self) -> dict[str, str]:
-        if self.instruction_set == "native":
-            return {}
-        return {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
+        return capped_environment(self.instruction_set)
 
 
 class Scenario(BaseModel):
@@ -55,6 +58,7 @@ class Scenario(BaseModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,40}$")
     description: str = ""
     quota_period_ms: float = Field(default=4.0, ge=1.0, le=1000.0)  # a quota slows only work longer than its period
+    scale_links: bool = True  # rates follow the speed of this machine's cores (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     devices: tuple[Device, ...] = Field(min_length=1, max_length=64)
 
@@ -63,13 +67,25 @@ class Scenario(BaseModel):
         names = [device.name for device in self.devices]
         if len(set(names)) != len(names):
             raise ValueError("two devices have the same name")
+        if "switch" in names:
+            raise ValueError("no device may be called switch: that is what connects them")
         if self.coordinator is not None and self.coordinator not in names:
             raise ValueError(f"the coordinator's device {self.coordinator} is none of {', '.join(names)}")
+        for device in self.devices:
+            try:
+                quota_microseconds(device.cpu_share, self.quota_period_ms)
+            except ValueError as error:
+                raise ValueError(f"device {device.name}: {error}") from None
         return self
 
     @property
     def coordinator_device(self) -> str:
         return self.coordinator or self.devices[0].name
+
+    @property
+    def instruction_set(self) -> InstructionSet:
+        """The cap under which this machine's cores are measured."""
+        return self.devices[0].instruction_set
 
     def with_mbit(self, mbit: float) -> Scenario:
         """The same with every link at this rate."""
@@ -79,6 +95,26 @@ class Scenario(BaseModel):
     def with_devices(self, count: int) -> Scenario:
         """The first `count` devices only."""
         return self.model_copy(update={"devices": self.devices[:count]})
+
+
+def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
+    """What makes torch use no newer instructions than the emulated class of device has."""
+    if instruction_set == "native":
+        return {}
+    return {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
+
+
+def quota_microseconds(cpu_share: float, quota_period_ms: float) -> int:
+    """How long a device may compute in every period. Raises ValueError for less than the kernel takes."""
+    quota = int(cpu_share * quota_period_ms * 1000)
+    if quota < _MIN_QUOTA_MICROSECONDS:
+        raise ValueError(
+            f"{cpu_share:g} of a core in periods of {quota_period_ms:g} ms is under the 1 ms that the kernel gives: "
+            f"raise quota_period_ms to {1.01 / cpu_share:.1f}"
+            if cpu_share > 0
+            else "a device needs some CPU: its share is more than 0"
+        )
+    return quota
 
 
 def load_scenario(name_or_path: str | Path) -> Scenario:
@@ -96,20 +132,27 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None
     try:
-        return Scenario.model_validate({"name": path.stem, **values, "devices": list(map(_device, values["devices"]))})
-    except KeyError as error:
-        raise BadSetting(setting=f"scenario {path}", reason=f"{error.args[0]} is missing") from None
-    except (ValidationError, TypeError, AttributeError, ValueError) as error:
+        return Scenario.model_validate({"name": path.stem, **values, "devices": _devices(values)})
+    except (ValidationError, ValueError) as error:
         raise BadSetting(setting=f"scenario {path}", reason=_first(error)) from None
 
 
-def _device(values: dict[str, Any]) -> dict[str, Any]:
-    memory = values.get("memory")
-    rest = {key: value for key, value in values.items() if key != "memory"}
-    return rest if memory is None else {**rest, "memory_bytes": parse_bytes(str(memory))}
+def _devices(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables of the devices, with `memory = "1.5GiB"` in bytes. Raises ValueError."""
+    tables = values.get("devices")
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError("devices is missing: a [[devices]] table for each is needed")
+    found = []
+    for index, table in enumerate(tables):
+        rest = {key: value for key, value in table.items() if key != "memory"}
+        try:
+            found.append(rest if "memory" not in table else {**rest, "memory_bytes": parse_bytes(str(table["memory"]))})
+        except ValueError as error:
+            raise ValueError(f"devices.{index}.memory: {error}") from None
+    return found
 
 
-def _first(error: Exception) -> str:
+def _first(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -1,0 +1,100 @@
+"""What is written down about the testbeds of this machine, so that any later process can end one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hearth.errors import BadSetting
+from tools.testbed.scenario import Scenario
+
+RUN_DIR = Path("/run/hearth-testbed")
+_MAX_SLOTS = 32
+
+
+class Running(BaseModel):
+    """A testbed that is up, or was left behind."""
+
+    model_config = ConfigDict(frozen=True)
+
+    slot: int
+    scenario: Scenario
+    folder: str
+    link_scale: float  # real rate of a link over the scenario's
+    owner_pid: int | None  # the process whose end is the testbed's end; none: until `down`
+    owner_ticks: int | None  # when that process began, since pids come again
+
+    @property
+    def detached(self) -> bool:
+        return self.owner_pid is None
+
+    @property
+    def orphaned(self) -> bool:
+        return self.owner_pid is not None and start_ticks(self.owner_pid) != self.owner_ticks
+
+
+@contextmanager
+def locked() -> Iterator[None]:
+    """One process at a time takes a slot or takes down orphans."""
+    RUN_DIR.mkdir(parents=True, exist_ok=True)
+    with (RUN_DIR / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def running_testbeds() -> list[Running]:
+    """Those that are up or were left behind."""
+    found = []
+    for path in sorted(RUN_DIR.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
+        try:
+            found.append(Running.model_validate(json.loads(path.read_text())))
+        except (ValidationError, ValueError, OSError):  # of another version, or gone just now
+            continue
+    return found
+
+
+def claim(scenario: Scenario, folder: Path, link_scale: float, owned: bool) -> Running:
+    """Take a free slot; call it `locked`. Raises BadSetting: all are taken, or this scenario is up until `down`."""
+    others = running_testbeds()
+    if not owned and any(other.detached and other.scenario.name == scenario.name for other in others):
+        raise BadSetting(
+            setting=f"scenario {scenario.name}", reason="it is up already; `python -m tools.testbed down` ends it"
+        )
+    taken = {int(path.stem) for path in RUN_DIR.glob("[0-9]*.json")}
+    free = [slot for slot in range(_MAX_SLOTS) if slot not in taken]
+    if not free:
+        raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} of them are up; take one down first")
+    owner = os.getpid() if owned else None
+    running = Running(
+        slot=free[0],
+        scenario=scenario,
+        folder=str(folder),
+        link_scale=link_scale,
+        owner_pid=owner,
+        owner_ticks=start_ticks(owner) if owner else None,
+    )
+    _path(running.slot).write_text(running.model_dump_json())
+    return running
+
+
+def release(slot: int) -> None:
+    _path(slot).unlink(missing_ok=True)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None where it has ended, also while nobody has reaped it."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in "ZX" else int(rest[18])
+
+
+def _path(slot: int) -> Path:
+    return RUN_DIR / f"{slot}.json"
