@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -192,6 +193,19 @@ class Testbed:
         """The real `hearth-agent` on every device."""
         for device in self.scenario.devices:
             self.start_agent(device.name, *options)
+
+    def wait_for_agents(self, seconds: float = 60.0) -> None:
+        """Until all listen. Raises InternalError with what one said before it ended, or DeadlineExceeded."""
+        for name in (device.name for device in self.scenario.devices):
+            wait_until(f"the start of {name}", functools.partial(self._agent_is_ready, name), seconds)
+
+    def _agent_is_ready(self, name: str) -> bool:
+        said = self.log(f"{name}.log")
+        if " is ready on " in said:
+            return True
+        if not self.pids(name):
+            raise InternalError(where=f"the agent on {name}", reason=said.strip()[-500:] or "it ended at once")
+        return False
 
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name

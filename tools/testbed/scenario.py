@@ -6,6 +6,7 @@ to traffic is the paper's, the absolute times are not.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -106,11 +107,11 @@ def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
 
 def quota_microseconds(cpu_share: float, quota_period_ms: float) -> int:
     """How long a device may compute in every period. Raises ValueError for less than the kernel takes."""
-    quota = int(cpu_share * quota_period_ms * 1000)
+    quota = round(cpu_share * quota_period_ms * 1000)
     if quota < _MIN_QUOTA_MICROSECONDS:
         raise ValueError(
             f"{cpu_share:g} of a core in periods of {quota_period_ms:g} ms is under the 1 ms that the kernel gives: "
-            f"raise quota_period_ms to {1.01 / cpu_share:.1f}"
+            f"raise quota_period_ms to {math.ceil(10 / cpu_share) / 10}"
             if cpu_share > 0
             else "a device needs some CPU: its share is more than 0"
         )

@@ -1,0 +1,148 @@
+"""Scenarios: ours load, and whatever is wrong in one is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import BadSetting
+from tools.testbed import cluster
+from tools.testbed.cluster import check_possible
+from tools.testbed.scenario import SCENARIOS, Device, Scenario, load_scenario, quota_microseconds
+
+DEVICE = '[[devices]]\nname = "m0"\ncpu_share = 0.45\nmbit = 190\n'
+GIB = 1 << 30
+
+
+def scenario(*devices: Device) -> Scenario:
+    return Scenario(name="here", devices=devices)
+
+
+def device(**changes: object) -> Device:
+    return Device.model_validate({"name": "m0", "cpu_share": 0.5, "core": 0, "mbit": 100, **changes})
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root on two cores with 4 GiB free."""
+
+    class Memory:
+        available = 4 * GIB
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_scenario_of_ours_loads_and_fits_two_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = load_scenario(path.stem)
+    assert (found.name, bool(found.description), found.scale_links) == (path.stem, True, True)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(cluster, "_HOST_RESERVE_BYTES", -64 * GIB)  # whatever this machine has free
+    check_possible(found)
+
+
+def test_the_scenarios_of_the_paper_have_its_memory() -> None:
+    budgets = {name: [one.memory_bytes for one in load_scenario(f"galaxy-{name}").devices] for name in "abcdef"}
+    nano_l, nano_m, nano_s = int(1.5 * GIB), int(1.2 * GIB), 751619276
+    assert budgets["c"] == [nano_l] * 4
+    assert budgets["d"] == [nano_l, nano_m]
+    assert budgets["f"] == [nano_l, nano_m, nano_s]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("devices = here", "line 1"),
+        ("devices = [", "Invalid value"),
+        ("", "devices is missing"),
+        ("devices = 3", "devices is missing"),
+        ("devices = [3]", "devices is missing"),
+        (DEVICE + "speed = 3", "devices.0.speed"),
+        ("latency_ms = 3\n" + DEVICE, "latency_ms"),
+        (DEVICE.replace("mbit = 190", ""), "devices.0.mbit"),
+        (DEVICE.replace("190", "0"), "devices.0.mbit"),
+        (DEVICE.replace("0.45", "-1"), "devices.0.cpu_share"),
+        (DEVICE.replace("0.45", "nan"), "devices.0.cpu_share"),
+        (DEVICE.replace("m0", "M 0"), "devices.0.name"),
+        (DEVICE.replace("m0", "switch"), "switch"),
+        (DEVICE + 'memory = "much"', "devices.0.memory: 'much'"),
+        (DEVICE + 'memory = "1MiB"', "devices.0.memory_bytes"),
+        (DEVICE + 'instruction_set = "avx1024"', "devices.0.instruction_set"),
+        (DEVICE + DEVICE, "same name"),
+        ('coordinator = "m7"\n' + DEVICE, "m7"),
+        (DEVICE.replace("0.45", "0.2"), "device m0: 0.2 of a core in periods of 4 ms"),
+    ],
+)
+def test_what_is_wrong_in_a_scenario_is_named(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(BadSetting) as raised:
+        load_scenario(path)
+    assert str(path) in raised.value.setting
+    assert named in raised.value.reason
+    assert "\n" not in raised.value.reason
+
+
+def test_an_unknown_scenario_is_told_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="galaxy-a, galaxy-b"):
+        load_scenario("galaxy-z")
+    with pytest.raises(BadSetting, match="neither a file"):
+        load_scenario(tmp_path / "none.toml")
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(BadSetting, match="folder"):
+        load_scenario(tmp_path / "folder.toml")
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("impossible", "named"),
+    [
+        (scenario(device(core=7)), "no core 7 here, only 0, 1"),
+        (scenario(device(cpu_share=0.6), device(name="m1", cpu_share=0.6)), "more of core 0 than"),
+        (scenario(device(core=None, cpu_share=3)), "more of the machine than"),
+        (scenario(device(memory_bytes=2 * GIB), device(name="m1", memory_bytes=2 * GIB)), "4096 MiB together"),
+    ],
+)
+def test_what_this_machine_cannot_emulate_is_refused(impossible: Scenario, named: str) -> None:
+    with pytest.raises(BadSetting, match="here") as raised:
+        check_possible(impossible)
+    assert named in raised.value.reason
+
+
+def test_only_root_can_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(BadSetting, match="sudo"):
+        check_possible(scenario(device()))
+
+
+@given(
+    share=st.floats(0.25, 1.0),
+    mbit=st.floats(0.1, 10_000),
+    memory_bytes=st.none() | st.integers(64 << 20, 1 << 40),
+    scale_links=st.booleans(),
+)
+def test_rates_and_shares_survive_a_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, share: float, mbit: float, memory_bytes: int | None, scale_links: bool
+) -> None:
+    written = Scenario(
+        name="trip",
+        scale_links=scale_links,
+        devices=(device(cpu_share=share, mbit=mbit, memory_bytes=memory_bytes), device(name="m1", mbit=mbit / 2)),
+    )
+    assert Scenario.model_validate_json(written.model_dump_json()) == written
+    lines = [f"scale_links = {str(scale_links).lower()}"]
+    for one in written.devices:
+        lines += ["[[devices]]", f'name = "{one.name}"', f"cpu_share = {one.cpu_share!r}", f"mbit = {one.mbit!r}"]
+        lines += [f"core = {one.core}", *([f"memory = {one.memory_bytes}"] if one.memory_bytes else [])]
+    path = tmp_path_factory.mktemp("trip") / "trip.toml"
+    path.write_text("\n".join(lines))
+    assert load_scenario(path) == written
+    assert quota_microseconds(share, 4.0) / 4000 == pytest.approx(share, abs=1 / 4000)

@@ -1,0 +1,305 @@
+"""The testbed keeps its promises: rates, shares and limits hold on this kernel, and nothing of it remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.home import wait_for
+
+from tools.testbed import Device, Scenario, Testbed
+from tools.testbed.registry import running_testbeds, start_ticks
+
+pytestmark = pytest.mark.namespaces
+
+REPOSITORY = Path(__file__).parents[2]
+PAIR = Scenario(
+    name="test-pair",
+    devices=(
+        Device(name="one", cpu_share=0.5, core=min(os.sched_getaffinity(0)), mbit=50),
+        Device(name="two", cpu_share=0.5, core=max(os.sched_getaffinity(0)), mbit=50, memory_bytes=128 << 20),
+    ),
+)
+
+RECEIVE = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 5001))
+print("listening", flush=True)
+while True:
+    stream, _ = server.accept()
+    while stream.recv(1 << 16):
+        pass
+    stream.close()
+"""
+SEND = """
+import socket, sys, time
+stream = socket.create_connection((sys.argv[1], 5001), timeout=10)
+stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+size, chunk = int(sys.argv[2]), bytes(1 << 16)
+began = time.monotonic()
+for _ in range(size // len(chunk)):
+    stream.sendall(chunk)
+stream.shutdown(socket.SHUT_WR)
+stream.recv(1)  # the other end closes when all has arrived
+print(size * 8 / (time.monotonic() - began) / 1e6)
+"""
+WAIT = "import time; print('begun', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces and cgroups need root")
+    before = traces()
+    yield
+    assert traces() == before
+
+
+def slots_of_others() -> set[str]:
+    return {f"ht{running.slot}" for running in running_testbeds() if running.owner_pid != os.getpid()}
+
+
+def traces() -> dict[str, set[str]]:
+    """Everything that this test's testbeds could leave, but for those of other processes."""
+    others = slots_of_others()
+    namespaces = {line.split()[0] for line in command("ip", "netns", "list").splitlines() if line.strip()}
+    groups = {
+        path.name.removeprefix("hearth-")
+        for path in (*Path("/sys/fs/cgroup").glob("hearth-ht*"), *Path("/sys/fs/cgroup").glob("*/hearth-ht*"))
+    }
+    links = {link["ifname"] for link in json.loads(command("ip", "-json", "link", "show"))}
+    others |= slots_of_others()  # also those that have come meanwhile
+    return {
+        "namespaces": {name for name in namespaces if name.split("-")[0] not in others},
+        "cgroups": groups - others,
+        "links": links,
+        "processes": {child.name() for child in psutil.Process().children(recursive=True)},
+    }
+
+
+def command(*arguments: str) -> str:
+    return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def python(testbed: Testbed, device: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return testbed.popen(device, sys.executable, "-c", program, *arguments, stdout=subprocess.PIPE)
+
+
+def first_line(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().decode().strip()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Testbed]:
+    with Testbed(PAIR, tmp_path) as testbed:
+        yield testbed
+
+
+def test_a_link_has_its_rate_and_takes_a_new_one_while_it_is_used(pair: Testbed) -> None:
+    receiver = python(pair, "two", RECEIVE, pair.address("two"))
+    assert first_line(receiver) == "listening"
+
+    def measured(size: int) -> float:
+        return float(first_line(python(pair, "one", SEND, pair.address("two"), str(size))))
+
+    assert measured(6 << 20) == pytest.approx(50, rel=0.15)
+    sender = python(pair, "one", SEND, pair.address("two"), str(12 << 20))
+    pair.set_mbit(200)  # before much of 12 MiB has passed, which take 2 s at 50 Mbit/s
+    assert float(first_line(sender)) > 100
+    assert measured(12 << 20) == pytest.approx(200, rel=0.15)
+    assert {pair.network.state(name) for name in ("one", "two")} == {(200.0, False)}
+
+
+def test_nothing_passes_a_cut_link_and_connections_outlive_it(pair: Testbed) -> None:
+    receiver = python(pair, "two", RECEIVE, pair.address("two"))
+    assert first_line(receiver) == "listening"
+    sender = python(pair, "one", SEND, pair.address("two"), str(6 << 20))  # a second's worth
+
+    def connected() -> bool:
+        return pair.address("two") in command("ip", "netns", "exec", pair.network.namespace("one"), "ss", "-Htn")
+
+    wait_for("the connection", connected)
+    pair.network.cut("two")
+    assert pair.network.state("two").is_cut
+    with pytest.raises(subprocess.TimeoutExpired):
+        sender.wait(1.5)
+    pair.network.mend("two")
+    assert float(first_line(sender)) < 35  # 1 s of 50 Mbit/s, stretched by the cut
+    assert not pair.network.state("two").is_cut
+
+
+def test_rates_follow_the_speed_of_this_machines_cores(tmp_path: Path) -> None:
+    fast = PAIR.model_copy(update={"name": "scaled"})
+    with Testbed(fast, tmp_path, core_seconds=0.081) as testbed:
+        assert testbed.link_scale == pytest.approx(3.0)
+        assert testbed.network.state("one").mbit == pytest.approx(150, rel=1e-4)
+        testbed.set_mbit(40)
+        assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
+    as_written = PAIR.model_copy(update={"scale_links": False})
+    assert Testbed(as_written, tmp_path, core_seconds=0.081).link_scale == 1.0
+
+
+def test_a_cpu_share_slows_a_loop_to_it(pair: Testbed) -> None:
+    """CPU seconds over elapsed ones: it holds on a busy machine, where counting loops would not."""
+    busy = """
+import sys, time
+print("begun", flush=True)
+sys.stdin.readline()
+began, cpu = time.monotonic(), time.process_time()
+while time.monotonic() < began + 1.5:
+    pass
+print((time.process_time() - cpu) / (time.monotonic() - began), flush=True)
+"""
+    pair.set_cpu_share("one", 0.3)
+    assert pair.cpu_share("one") == pytest.approx(0.3)
+    loop = pair.popen("one", sys.executable, "-c", busy, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert first_line(loop) == "begun"
+    assert loop.stdin is not None
+    loop.stdin.write(b"\n")
+    loop.stdin.flush()
+    assert float(first_line(loop)) == pytest.approx(0.3, rel=0.2)
+
+
+def test_a_process_beyond_the_memory_limit_is_killed(pair: Testbed) -> None:
+    fill = (
+        "import sys; held = bytearray(int(sys.argv[1]) << 20); held[::4096] = bytes(len(held) // 4096); print('fits')"
+    )
+    assert python(pair, "two", fill, "300").wait(20) == -signal.SIGKILL
+    assert python(pair, "two", fill, "50").wait(20) == 0
+    assert python(pair, "one", fill, "300").wait(20) == 0  # no limit there
+
+
+def test_an_agent_sees_the_limit_of_its_device(pair: Testbed) -> None:
+    look = "from agent.telemetry import memory; print(memory()[0])"
+    assert first_line(python(pair, "two", look)) == str(128 << 20)
+
+
+def test_an_orphaned_testbed_is_removed_by_the_next(tmp_path: Path) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from tools.testbed import Scenario, Testbed
+with Testbed(Scenario.model_validate_json(sys.argv[1]), Path(sys.argv[2])) as testbed:
+    print(testbed.popen("one", sys.executable, "-c", {WAIT!r}).pid, flush=True)
+    time.sleep(600)
+"""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, PAIR.model_dump_json(), str(tmp_path / "orphan")],
+        stdout=subprocess.PIPE, cwd=REPOSITORY,
+    )  # fmt: skip
+    inside = int(first_line(owner))
+    owner.kill()
+    owner.wait(10)
+    assert start_ticks(inside) is not None  # it outlived its owner
+    assert any(running.orphaned and running.owner_pid == owner.pid for running in running_testbeds())
+    with Testbed(PAIR, tmp_path / "next"):
+        assert start_ticks(inside) is None
+        assert not any(running.owner_pid == owner.pid for running in running_testbeds())
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+
+def cli(*arguments: str, expect: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.testbed", *arguments],
+        capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False, env={**os.environ, "COLUMNS": "120"},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout if expect == 0 else done.stderr
+
+
+@pytest.fixture
+def scenario_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "test-cli.toml"
+    path.write_text(
+        "scale_links = false\n"
+        '[[devices]]\nname = "big"\ncpu_share = 0.5\nmemory = "1GiB"\nmbit = 200\n'
+        '[[devices]]\nname = "small"\ncpu_share = 0.5\nmemory = "512MiB"\nmbit = 100\n'
+    )
+    yield path
+    if any(running.scenario.name == "test-cli" for running in running_testbeds()):
+        cli("down", "test-cli")
+
+
+def test_the_command_puts_up_a_home_and_takes_it_down(scenario_file: Path) -> None:
+    shown = cli("up", str(scenario_file), "--mbit", "80")
+    assert "1.00 GiB" in shown
+    assert "run -- hearth devices" in shown
+    assert "is up already" in cli("up", str(scenario_file), expect=1)
+    cli("link", "small", "--cut", "--scenario", "test-cli")
+    cli("cpu", "big", "0.4", "--scenario", "test-cli")
+    lines = [line for line in cli("status").splitlines() if "big" in line or "small" in line]
+    assert "0.40" in lines[0]
+    assert "80.0" in lines[0]
+    assert "cut" in lines[1]
+    cli("link", "small", "--mend", "--scenario", "test-cli")
+    found = json.loads(cli("run", "--scenario", "test-cli", "--", "hearth", "devices", "--json"))["devices"]
+    assert {device["name"]: device["telemetry"]["memory_total_bytes"] for device in found} == {
+        "big": 1 << 30,
+        "small": 512 << 20,
+    }
+    (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
+    pids = [int(pid) for pid in command("ip", "netns", "pids", f"ht{running.slot}-small").split()]
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert "test-cli is down" in cli("down", "test-cli")
+    assert not Path(running.folder).exists()
+
+
+def test_ctrl_c_ends_all_that_a_command_started(scenario_file: Path) -> None:
+    cli("up", str(scenario_file), "--mbit", "80")
+    program = "sleep 600 & sleep 600"
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
+         "sh", "-c", program],
+        cwd=REPOSITORY, start_new_session=True,
+    )  # fmt: skip
+    (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
+
+    def begun() -> bool:
+        return names(running.slot).count("sleep") == 2
+
+    wait_for("the start of the command", begun)
+    os.killpg(waiting.pid, signal.SIGINT)  # as the terminal does
+    assert waiting.wait(15) == 130
+    assert names(running.slot) == ["hearth-agent"]
+
+
+def names(slot: int) -> list[str]:
+    """Of the processes on the device `small`."""
+    pids = command("ip", "netns", "pids", f"ht{slot}-small").split()
+    return [psutil.Process(int(pid)).name() for pid in pids]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["up", "galaxy-z"], "neither a file nor one of ours"),
+        (["up", "galaxy-a", "--model", "/nowhere"], "/nowhere"),
+        (["down", "--scenario"], "No such option"),
+        (["link", "m0"], "--mbit"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments: list[str], named: str) -> None:
+    said = cli(*arguments, expect=2 if "No such" in named else 1)
+    assert named in said
+
+
+def test_the_scenarios_are_listed() -> None:
+    assert "galaxy-f" in cli("scenarios")
+
+
+def test_a_slot_is_not_taken_twice(tmp_path: Path) -> None:
+    with Testbed(PAIR, tmp_path / "first") as first, Testbed(PAIR, tmp_path / "second") as second:
+        assert first.address("one") != second.address("one")

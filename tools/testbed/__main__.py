@@ -1,0 +1,262 @@
+"""`python -m tools.testbed`: an emulated edge cluster on this machine, for people."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.table import Table
+
+from coordinator.cli.output import err, handles_errors, out
+from hearth.errors import BadSetting
+from hearth.model.families import read_spec
+from hearth.units import format_bytes
+from tools.testbed.calibrate import core_seconds
+from tools.testbed.cluster import Testbed, check_possible, check_root, remove_orphans
+from tools.testbed.foreground import run_in_foreground
+from tools.testbed.registry import Running, locked, running_testbeds
+from tools.testbed.scenario import NOMINAL_CORE_SECONDS, SCENARIOS, load_scenario
+
+_FOLDER_PREFIX = "hearth-testbed-"
+_COMMAND = "python -m tools.testbed"
+
+ScenarioName = Annotated[
+    Optional[str],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+    typer.Option("--scenario", help="Which testbed, where several are up.", show_default=False),
+]
+DeviceName = Annotated[str, typer.Argument(help="Name of a device, as `status` shows it.")]
+
+app = typer.Typer(
+    name=_COMMAND,
+    help="Emulate a home of small computers on this machine: namespaces, links, CPU shares, memory limits.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+@handles_errors
+def scenarios() -> None:
+    """List the scenarios that are here; any other TOML file like them will do."""
+    table = Table(show_edge=False)
+    table.add_column("scenario", no_wrap=True)
+    table.add_column("devices", justify="right")
+    table.add_column("what it is")
+    for path in sorted(SCENARIOS.glob("*.toml")):
+        scenario = load_scenario(path)
+        table.add_row(scenario.name, str(len(scenario.devices)), scenario.description)
+    out.print(table)
+
+
+@app.command()
+@handles_errors
+def up(
+    scenario: Annotated[str, typer.Argument(help="Name of a scenario, or a TOML file.")],
+    model: Annotated[Path | None, typer.Option(help="Also serve this model on all of its devices.")] = None,
+    mbit: Annotated[float | None, typer.Option(help="Every link at this rate, not the scenario's.", min=0.01)] = None,
+) -> None:
+    """Build the networks and limits, and start a real hearth-agent on every device. It stays until `down`."""
+    chosen = load_scenario(scenario)
+    if mbit is not None:
+        chosen = chosen.with_mbit(mbit).model_copy(update={"scale_links": False})
+    if model is not None:
+        read_spec(model)  # a missing or broken model is told before anything is started
+    check_possible(chosen)
+    seconds = None
+    if chosen.scale_links:
+        seconds = core_seconds(chosen.instruction_set, chosen.devices[0].core)
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    testbed = Testbed(chosen, folder, owned=False, core_seconds=seconds)
+    try:
+        testbed.up()
+        testbed.start_agents()
+        testbed.wait_for_agents()
+        if model is not None:
+            testbed.start_coordinator(str(model.resolve()), "--min-devices", str(len(chosen.devices)))
+    except BaseException:
+        testbed.down()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    out.print(_table(testbed))
+    if seconds is not None:
+        out.print(
+            f"links x {testbed.link_scale:.2f}: a layer takes {seconds:.3f} s of a core here, "
+            f"{NOMINAL_CORE_SECONDS} s where the scenario was set",
+            soft_wrap=True,
+        )
+    _say_next(testbed, model is not None)
+
+
+@app.command()
+@handles_errors
+def status() -> None:
+    """Show the testbeds of this machine as they are now."""
+    check_root()
+    found = running_testbeds()
+    if not found:
+        out.print(f"none is up; `{_COMMAND} up SCENARIO` makes one")
+    for running in found:
+        out.print(_table(Testbed.attached(running), _whose(running)))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@handles_errors
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A program and its arguments.")],
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--device", help="Where. Default: beside the coordinator.", show_default=False),
+    ] = None,
+    limited: Annotated[bool, typer.Option("--limited", help="Under the device's CPU share and memory limit.")] = False,
+    scenario: ScenarioName = None,
+) -> None:
+    """Run a command on a device; `hearth` finds its key, its coordinator and the agents there."""
+    testbed = _attached(scenario)
+    raise typer.Exit(run_in_foreground(testbed, device or testbed.scenario.coordinator_device, command, limited))
+
+
+@app.command()
+@handles_errors
+def link(
+    device: DeviceName,
+    mbit: Annotated[float | None, typer.Option(help="Its rate from now on, each way, not scaled.")] = None,
+    cut: Annotated[bool, typer.Option("--cut", help="Pull the plug.")] = False,
+    mend: Annotated[bool, typer.Option("--mend", help="Put it back.")] = False,
+    scenario: ScenarioName = None,
+) -> None:
+    """Change a device's link while everything runs."""
+    if (mbit is not None) + cut + mend != 1:
+        raise BadSetting(setting="link", reason="one of --mbit N, --cut and --mend is needed")
+    testbed = _attached(scenario)
+    name = testbed.device(device).name
+    if mbit is not None:
+        testbed.network.set_mbit(name, mbit)
+    elif cut:
+        testbed.network.cut(name)
+    else:
+        testbed.network.mend(name)
+    out.print(_table(testbed))
+
+
+@app.command()
+@handles_errors
+def cpu(
+    device: DeviceName,
+    share: Annotated[float, typer.Argument(help="Of one core, such as 0.45.")],
+    scenario: ScenarioName = None,
+) -> None:
+    """Change a device's share of its core while everything runs."""
+    testbed = _attached(scenario)
+    testbed.set_cpu_share(device, share)
+    out.print(_table(testbed))
+
+
+@app.command()
+@handles_errors
+def down(
+    scenario: Annotated[Optional[str], typer.Argument(help="Which, where several are up.", show_default=False)] = None,  # noqa: UP045
+    every: Annotated[bool, typer.Option("--all", help="All that are up.")] = False,
+) -> None:
+    """End everything in a testbed and remove it. Those of running tests and benchmarks end with these."""
+    check_root()
+    with locked():
+        remove_orphans()
+    found = [running for running in running_testbeds() if running.detached]
+    if not found:
+        out.print("none is up")
+        return
+    for running in found if every else [_chosen(scenario)]:
+        Testbed.attached(running).down()
+        folder = Path(running.folder)
+        if folder.name.startswith(_FOLDER_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+        out.print(f"{running.scenario.name} is down")
+
+
+def _attached(scenario: str | None) -> Testbed:
+    check_root()
+    return Testbed.attached(_chosen(scenario))
+
+
+def _chosen(scenario: str | None) -> Running:
+    """The testbed that is meant. Raises BadSetting: none is up, or several are."""
+    found = [running for running in running_testbeds() if running.detached]
+    if not found:
+        raise BadSetting(setting="the testbed", reason=f"none is up; `{_COMMAND} up SCENARIO` makes one")
+    names = ", ".join(running.scenario.name for running in found)
+    fitting = [running for running in found if scenario in (None, running.scenario.name)]
+    if not fitting:
+        raise BadSetting(setting="scenario", reason=f"'{scenario}' is not up, only {names}")
+    if len(fitting) > 1:
+        raise BadSetting(setting="scenario", reason=f"several are up, name one of {names}")
+    return fitting[0]
+
+
+def _table(testbed: Testbed, whose: str = "") -> Table:
+    scenario = testbed.scenario
+    title = f"{scenario.name}{whose}: {scenario.description}" if scenario.description else f"{scenario.name}{whose}"
+    table = Table(title=title, title_justify="left", show_edge=False)
+    table.add_column("device", no_wrap=True)
+    table.add_column("address", no_wrap=True)
+    for heading in ("CPU share", "core", "memory", "Mbit/s\n[dim]scenario's[/]", "processes"):
+        table.add_column(heading, justify="right")
+    for device in scenario.devices:
+        try:
+            state = testbed.network.state(device.name)
+            share, rate = (
+                f"{testbed.cpu_share(device.name):.2f}",
+                "[red]cut[/]" if state.is_cut else f"{state.mbit:.1f}",
+            )
+        except (BadSetting, OSError):  # taken away behind our back
+            share, rate = "-", "[red]gone[/]"
+        table.add_row(
+            device.name,
+            testbed.address(device.name),
+            share,
+            "any" if device.core is None else str(device.core),
+            "no limit" if device.memory_bytes is None else format_bytes(device.memory_bytes),
+            f"{rate}\n[dim]{device.mbit:g}[/]",
+            str(len(testbed.pids(device.name))),
+        )
+    return table
+
+
+def _whose(running: Running) -> str:
+    if running.detached:
+        return ""
+    return " (left behind)" if running.orphaned else f" (of process {running.owner_pid})"
+
+
+def _say_next(testbed: Testbed, serves: bool) -> None:
+    name = testbed.scenario.devices[-1].name
+    commands = {
+        "run -- hearth devices": "what the agents say of themselves",
+        **(
+            {"run -- hearth status": "until it says that it serves", 'run -- hearth embed "Hello"': "ask the model"}
+            if serves
+            else {"run -- hearth plan MODEL": "how a model would be spread over them"}
+        ),
+        f"link {name} --mbit 20": "a slower link, at once; --cut pulls the plug",
+        "down": "ends all of it",
+    }
+    out.print("\nnext:")
+    for command, what in commands.items():
+        out.print(f"  {_COMMAND} {command:<28} [dim]{what}[/]", soft_wrap=True)
+    out.print(f"[dim]logs: {testbed.folder}[/]", soft_wrap=True)
+
+
+def main() -> None:
+    try:
+        app()
+    except (OSError, subprocess.SubprocessError) as error:
+        err.print(f"[red]error:[/] {error}", soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
