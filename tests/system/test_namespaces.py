@@ -13,6 +13,7 @@ from support.home import wait_for
 from support.models import minilm
 
 from tools.testbed import Device, Scenario, Testbed
+from tools.testbed.cluster import what_is_missing
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytestmark = pytest.mark.namespaces
@@ -26,8 +27,8 @@ SCENARIO = Scenario(
 
 
 def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces and cgroups need root")
+    if reason := what_is_missing():
+        pytest.skip(reason)
     model_dir = minilm()
     trace = tmp_path / "trace.json"
     with Testbed(SCENARIO, tmp_path / "home") as testbed:

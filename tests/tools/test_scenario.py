@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         available = 4 * GIB
 
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(cluster, "what_is_missing", lambda: "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
 
@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_scenario_of_ours_loads_and_fits_two_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_scenario(path.stem)
     assert (found.name, bool(found.description), found.scale_links) == (path.stem, True, True)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(cluster, "what_is_missing", lambda: "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(cluster, "_HOST_RESERVE_BYTES", -64 * GIB)  # whatever this machine has free
     check_possible(found)

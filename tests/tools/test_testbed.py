@@ -15,6 +15,7 @@ import pytest
 from support.home import wait_for
 
 from tools.testbed import Device, Scenario, Testbed
+from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import running_testbeds, start_ticks
 
 pytestmark = pytest.mark.namespaces
@@ -55,8 +56,8 @@ WAIT = "import time; print('begun', flush=True); time.sleep(600)"
 
 @pytest.fixture(autouse=True)
 def nothing_remains() -> Iterator[None]:
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces and cgroups need root")
+    if reason := what_is_missing():
+        pytest.skip(reason)
     before = traces()
     yield
     assert traces() == before
@@ -232,6 +233,7 @@ def scenario_file(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_command_puts_up_a_home_and_takes_it_down(scenario_file: Path) -> None:
+    assert "can be emulated" in cli("up", str(scenario_file), "--mbit", "1e9", expect=1)
     shown = cli("up", str(scenario_file), "--mbit", "80")
     assert "1.00 GiB" in shown
     assert "run -- hearth devices" in shown
@@ -273,13 +275,19 @@ def test_ctrl_c_ends_all_that_a_command_started(scenario_file: Path) -> None:
     wait_for("the start of the command", begun)
     os.killpg(waiting.pid, signal.SIGINT)  # as the terminal does
     assert waiting.wait(15) == 130
-    assert names(running.slot) == ["hearth-agent"]
+    assert not {"sleep", "sh"} & set(names(running.slot))
+    assert names(running.slot) != []  # the agent
 
 
 def names(slot: int) -> list[str]:
     """Of the processes on the device `small`."""
-    pids = command("ip", "netns", "pids", f"ht{slot}-small").split()
-    return [psutil.Process(int(pid)).name() for pid in pids]
+    found = []
+    for pid in command("ip", "netns", "pids", f"ht{slot}-small").split():
+        try:
+            found.append(psutil.Process(int(pid)).name())
+        except psutil.NoSuchProcess:  # ended just now
+            continue
+    return found
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hearth.errors import BadSetting
 from hearth.model.families import read_spec
 from hearth.units import format_bytes
 from tools.testbed.calibrate import core_seconds
-from tools.testbed.cluster import Testbed, check_possible, check_root, remove_orphans
+from tools.testbed.cluster import Testbed, check_possible, check_rights, remove_orphans
 from tools.testbed.foreground import run_in_foreground
 from tools.testbed.registry import Running, locked, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, SCENARIOS, load_scenario
@@ -70,6 +70,9 @@ def up(
     seconds = None
     if chosen.scale_links:
         seconds = core_seconds(chosen.instruction_set, chosen.devices[0].core)
+    if others := running_testbeds():
+        names = ", ".join(other.scenario.name for other in others)
+        err.print(f"[yellow]warning:[/] {names} is up as well: they share this machine's cores", soft_wrap=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     testbed = Testbed(chosen, folder, owned=False, core_seconds=seconds)
     try:
@@ -96,7 +99,7 @@ def up(
 @handles_errors
 def status() -> None:
     """Show the testbeds of this machine as they are now."""
-    check_root()
+    check_rights()
     found = running_testbeds()
     if not found:
         out.print(f"none is up; `{_COMMAND} up SCENARIO` makes one")
@@ -163,7 +166,7 @@ def down(
     every: Annotated[bool, typer.Option("--all", help="All that are up.")] = False,
 ) -> None:
     """End everything in a testbed and remove it. Those of running tests and benchmarks end with these."""
-    check_root()
+    check_rights()
     with locked():
         remove_orphans()
     found = [running for running in running_testbeds() if running.detached]
@@ -179,7 +182,7 @@ def down(
 
 
 def _attached(scenario: str | None) -> Testbed:
-    check_root()
+    check_rights()
     return Testbed.attached(_chosen(scenario))
 
 

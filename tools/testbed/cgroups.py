@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tools.testbed.scenario import Device, quota_microseconds
 _ROOT = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
+_HIERARCHIES = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
 
 # `ip netns exec` mounts a new /sys, and so hides the cgroups from what it starts: without them an agent sees the whole
 # machine's memory as its own. They are mounted again, and then the program takes the shell's place.
@@ -22,12 +24,16 @@ MOUNT_AND_EXEC = (
 ) + 'exec "$@"'
 
 
+def writable() -> bool:
+    """Whether groups can be made here."""
+    return all(os.access(hierarchy, os.W_OK) for hierarchy in _HIERARCHIES)
+
+
 class DeviceCgroup:
     """The groups of one device. `procs_files` are what a process writes its pid to in order to join."""
 
     def __init__(self, testbed: str, device: str) -> None:
-        hierarchies = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
-        self._parents = [hierarchy / testbed for hierarchy in hierarchies]
+        self._parents = [hierarchy / testbed for hierarchy in _HIERARCHIES]
         self._groups = [parent / device for parent in self._parents]
 
     def procs_files(self, memory_limited: bool) -> list[str]:

@@ -16,12 +16,13 @@ import psutil
 
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.security import new_home_key, save_credential
-from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup
+from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
 
 _STOP_SECONDS = 5.0
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
 _HOST_RESERVE_BYTES = 512 << 20
 
@@ -247,15 +248,28 @@ class Testbed:
             )  # fmt: skip
 
 
-def check_root() -> None:
-    """Raises BadSetting."""
+def what_is_missing() -> str:
+    """What a testbed needs and this process has not; empty where it has all. A container's root often has not."""
     if os.geteuid() != 0:
-        raise BadSetting(setting="the testbed", reason="network namespaces and cgroups need root: run it with sudo")
+        return "network namespaces and cgroups need root: run it with sudo"
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
+    if not all(capabilities >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
+        return "network namespaces need CAP_NET_ADMIN and CAP_SYS_ADMIN: run it outside of a container"
+    if not writable():
+        return "the cgroups of the cpu and memory controllers cannot be written here"
+    return ""
+
+
+def check_rights() -> None:
+    """Raises BadSetting."""
+    if reason := what_is_missing():
+        raise BadSetting(setting="the testbed", reason=reason)
 
 
 def check_possible(scenario: Scenario) -> None:
     """Raises BadSetting for what this machine cannot emulate."""
-    check_root()
+    check_rights()
     cores = os.sched_getaffinity(0)
     for device in scenario.devices:
         if device.core is not None and device.core not in cores:
