@@ -1,86 +1,241 @@
 """Turns a plan and a cluster's profile into the task graph of one step, from the same ring schedules the workers run.
 
-S rows, H hidden, w = heads * head_dim of a rank. Ranks are the cluster's devices in order.
+S rows, H hidden, D ranks, w = heads * head_dim of a rank. Ranks are the cluster's devices in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from coordinator.simulator import Task, Timeline, simulate
 from hearth import schedules
 from hearth.geometry import rows_for
+from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
-from hearth.plan import Prediction, TransformerPlan, WireFormat
+from hearth.plan import LayerMode, Prediction, TransformerPlan, WireFormat
 from hearth.profile import ClusterProfile
 
 _BYTES_PER_VALUE = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
+# Of equal layers this many are simulated; each further one takes as long as the last of them.
+_SIMULATED_LAYERS = 2
+
+
+def predict(
+    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+) -> tuple[Prediction, tuple[float, ...]]:
+    """Price one step: the prediction, and each rank's busy seconds.
+
+    Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
+    differ only at its ends.
+    """
+    modes = [body.mode(layer) for layer in range(spec.num_layers)]
+    runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
+    shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
+    graph = StepGraph(spec, body, cluster, seq_len, wire, shown)
+    timeline = simulate(graph.tasks)
+    ends = [max(timeline.ends[start:stop], default=0.0) for start, stop in graph.layers]
+    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in graph.layers]
+    for layer, (start, stop) in enumerate(graph.layers):
+        for task in graph.tasks[start:stop]:
+            for resource in task.resources:
+                busy[layer][resource] += task.seconds
+    total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
+    for _, count in runs:
+        last += min(count, _SIMULATED_LAYERS)
+        repeats = count - min(count, _SIMULATED_LAYERS)
+        if repeats:
+            total += repeats * (ends[last] - ends[last - 1])
+            for resource, seconds in busy[last].items():
+                extra[resource] += repeats * seconds
+    all_busy = {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
+    compute = tuple(all_busy.get(f"compute:{rank}", 0.0) for rank in range(len(cluster.devices)))
+    links = [seconds for resource, seconds in all_busy.items() if not resource.startswith("compute")]
+    return (
+        Prediction(total_seconds=total, compute_seconds=max(compute), transfer_seconds=max(links, default=0.0)),
+        compute,
+    )
+
+
+def predicted_timeline(
+    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+) -> tuple[DeviceTrace, ...]:
+    """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`: to be laid beside it."""
+    graph = StepGraph(spec, body, cluster, seq_len, wire)
+    return _as_traces(graph.tasks, simulate(graph.tasks), [device.name for device in cluster.devices])
+
+
+def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
+    events: list[list[TraceEvent]] = [[] for _ in names]
+    for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
+        if task.resources[0].startswith("compute"):
+            rank = int(task.resources[0].split(":")[1])
+            events[rank].append(TraceEvent(name=task.name, lane="compute", start_seconds=start, end_seconds=end))
+            continue
+        source, target = (int(side.split(":")[1]) for side in task.resources)
+        events[source].append(
+            TraceEvent(name=task.name, lane="send", start_seconds=start, end_seconds=start, num_bytes=task.num_bytes)
+        )
+        events[target].append(
+            TraceEvent(name=task.name, lane="receive", start_seconds=end, end_seconds=end, num_bytes=task.num_bytes)
+        )
+    return tuple(DeviceTrace(device=name, events=tuple(found)) for name, found in zip(names, events, strict=True))
 
 
 class StepGraph:
-    """Builds the tasks of one step. Every `_x` method appends one phase for all ranks.
+    """Builds the tasks of one step. Every phase method appends its tasks for all ranks.
 
-    `self._last[r]` are the tasks that rank r's next compute must wait for.
+    `self._last[r]` are the tasks that rank r's next compute must wait for. `layers` are the spans of tasks of each layer.
+    `modes` stand for the plan's own when fewer layers will do.
     """
 
     def __init__(
-        self, spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+        self,
+        spec: ModelSpec,
+        body: TransformerPlan,
+        cluster: ClusterProfile,
+        seq_len: int,
+        wire: WireFormat,
+        modes: Sequence[LayerMode] | None = None,
     ) -> None:
         self.tasks: list[Task] = []
+        self.layers: list[tuple[int, int]] = []
         self._spec = spec
         self._body = body
-        self._cluster = cluster
         self._blocks = [device.blocks for device in cluster.devices]
+        self._ranks = range(len(cluster.devices))
         self._num_ranks = len(cluster.devices)
         self._seq_len = seq_len
         self._rows = rows_for(body.row_weights, seq_len)
-        self._row_bytes = spec.hidden_size * _BYTES_PER_VALUE[wire.values]
+        self._value_bytes = _BYTES_PER_VALUE[wire.values]
+        self._wire = wire
+        self._links = {
+            (a, b): cluster.link(cluster.devices[a].device_id, cluster.devices[b].device_id)
+            for a in self._ranks
+            for b in self._ranks
+            if a != b
+        }
+        # A profile taken at another length is scaled by the rows; planning profiles at its own length.
+        self._scale = [seq_len / blocks.seq_len for blocks in self._blocks]
+        self._tile_factor = [[blocks.tile_factor(rows) for rows in self._rows] for blocks in self._blocks]
+        self._whole = [blocks.qkv(spec.num_heads) for blocks in self._blocks]
         self._last: list[tuple[int, ...]] = [()] * self._num_ranks
-        self._ranks = range(self._num_ranks)
-        self._build()
+        self._layer = 0
+        self._build([body.mode(layer) for layer in range(spec.num_layers)] if modes is None else modes)
 
-    def _build(self) -> None:
-        strategy = self._body.strategy
-        layer = {"sp": self._sequence_layer, "megatron-tp": self._megatron_layer}.get(strategy, self._hybrid_layer)
-        self._embedding(everywhere=strategy == "megatron-tp")
-        for _ in range(self._spec.num_layers):
-            layer()
+    def _build(self, modes: Sequence[LayerMode]) -> None:
+        megatron = self._body.strategy == "megatron-tp"
+        self._embedding(everywhere=megatron)
+        for index, mode in enumerate(modes):
+            self._layer = index
+            start = len(self.tasks)
+            if megatron:
+                self._megatron_layer()
+            else:
+                self._hybrid_layer(mode)
+            self.layers.append((start, len(self.tasks)))
 
     # ---- layers ---------------------------------------------------------------------------------------------------
 
-    def _hybrid_layer(self) -> None:
-        attention = [self._blocks[r].attention(self._body.heads[r]) * self._scale(r) for r in self._ranks]
-        qkv, core, out = _attention_parts(self._spec, self._seq_len)
-        self._gather(_tiled(attention, qkv, self._rows))
-        self._compute("attention", [seconds * core for seconds in attention])
-        self._scatter(_tiled(attention, out, self._rows))
-        self._connective(self._rows)
-        mlp = [self._blocks[r].mlp(self._body.columns[r]) * self._scale(r) for r in self._ranks]
-        self._gather(_tiled(mlp, 0.5, self._rows))
-        self._scatter(_tiled(mlp, 0.5, self._rows))
-        self._connective(self._rows)
+    def _hybrid_layer(self, mode: LayerMode) -> None:
+        if mode.attention == "rows":
+            self._attention_by_rows()
+        else:
+            (self._exchange_qkv if mode.qkv == "replicated" else self._gather_qkv)()
+            (self._exchange_out if mode.out == "replicated" else self._reduce_out)()
+        self._connective("connective 1", self._rows)
+        if mode.mlp == "replicated":
+            rows = [self._blocks[r].mlp_rows(self._rows[r]) for r in self._ranks]
+            self._compute("mlp", rows)
+        else:
+            self._gather("up", "gather_mlp", self._tiled(lambda r: self._blocks[r].up(self._body.columns[r])))
+            self._scatter("down", "reduce_mlp", self._tiled(lambda r: self._blocks[r].down(self._body.columns[r])))
+        self._connective("connective 2", self._rows)
 
     def _megatron_layer(self) -> None:
         """Ring AllReduce after each block: a ReduceScatter overlapped with its GEMM, then a plain AllGather."""
-        attention = [self._blocks[r].attention(self._body.heads[r]) * self._scale(r) for r in self._ranks]
-        mlp = [self._blocks[r].mlp(self._body.columns[r]) * self._scale(r) for r in self._ranks]
-        qkv, core, out = _attention_parts(self._spec, self._seq_len)
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
-        for seconds, before, after in ((attention, qkv + core, out), (mlp, 0.5, 0.5)):
-            self._compute("block", [s * before for s in seconds])
-            self._scatter(_tiled(seconds, after, self._rows))
-            self._gather(nothing)
-            self._connective([self._seq_len] * self._num_ranks)
+        everywhere = [self._seq_len] * self._num_ranks
+        self._compute("qkv", [self._blocks[r].qkv(self._body.heads[r]) * self._scale[r] for r in self._ranks])
+        self._attention(self._seq_len)
+        self._scatter("out", "reduce_attention", self._tiled(lambda r: self._blocks[r].out(self._body.heads[r])))
+        self._gather("", "reduce_gather_attention", nothing)
+        self._connective("connective 1", everywhere)
+        self._compute("up", [self._blocks[r].up(self._body.columns[r]) * self._scale[r] for r in self._ranks])
+        self._scatter("down", "reduce_mlp", self._tiled(lambda r: self._blocks[r].down(self._body.columns[r])))
+        self._gather("", "reduce_gather_mlp", nothing)
+        self._connective("connective 2", everywhere)
 
-    def _sequence_layer(self) -> None:
-        """The paper's SP: the rows' K and V are gathered, then everything runs on own rows."""
-        whole = [self._blocks[r].sequence_layer(self._rows[r]) * self._scale(r) for r in self._ranks]
-        projection = 3 * self._spec.hidden_size / _layer_work(self._spec, self._seq_len)
+    # ---- attention by mode ----------------------------------------------------------------------------------------
+
+    def _gather_qkv(self) -> None:
+        self._gather("qkv", "gather_attention", self._tiled(lambda r: self._blocks[r].qkv(self._body.heads[r])))
+
+    def _reduce_out(self) -> None:
+        self._attention(self._seq_len)
+        self._scatter("out", "reduce_attention", self._tiled(lambda r: self._blocks[r].out(self._body.heads[r])))
+
+    def _exchange_qkv(self) -> None:
+        """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
+        heads = self._body.heads
+        whole = [self._own_rows(r, self._whole[r]) for r in self._ranks]
+        self._exchange(
+            "exchange_qkv",
+            "qkv for",
+            [[whole[r] * heads[target] / self._spec.num_heads for target in self._ranks] for r in self._ranks],
+            [[self._rows[r] * 3 * heads[target] * self._spec.head_dim for target in self._ranks] for r in self._ranks],
+        )
+
+    def _exchange_out(self) -> None:
+        """Our heads' outputs leave for the owners of their rows; own rows are projected part by part as they come."""
+        heads, S = self._body.heads, self._seq_len
+        core = [self._blocks[r].core(heads[r]) * self._scale[r] ** 2 for r in self._ranks]
+        arrived = self._exchange(
+            "exchange_heads",
+            "attention tile",
+            [[core[r] * self._rows[target] / S for target in self._ranks] for r in self._ranks],
+            [[self._rows[target] * heads[r] * self._spec.head_dim for target in self._ranks] for r in self._ranks],
+        )
+        for rank in self._ranks:
+            whole = self._own_rows(rank, self._blocks[rank].out(self._spec.num_heads))
+            ends = []
+            for source in (rank, *((rank - offset) % self._num_ranks for offset in range(1, self._num_ranks))):
+                seconds = whole * heads[source] / self._spec.num_heads
+                ends.append(self._task(f"out of {source}", rank, seconds, arrived[rank].get(source, self._last[rank])))
+            self._last[rank] = tuple(ends)
+
+    def _attention_by_rows(self) -> None:
+        heads = self._spec.num_heads
+        self._compute("qkv", [self._own_rows(r, self._whole[r]) for r in self._ranks])
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
-        self._compute("qkv", [seconds * projection for seconds in whole])
-        self._gather(nothing)
-        self._gather(nothing)
-        self._compute("layer", [seconds * (1 - projection) for seconds in whole])
+        for phase in ("gather_keys", "gather_values"):
+            self._gather("", phase, nothing, row_values=heads * self._spec.head_dim)
+        core = [self._blocks[r].core(heads) * self._scale[r] ** 2 * self._rows[r] / self._seq_len for r in self._ranks]
+        self._compute("attention", core)
+        self._compute("out", [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
+
+    def _attention(self, rows: int) -> None:
+        self._compute(
+            "attention",
+            [
+                self._blocks[r].core(self._body.heads[r]) * self._scale[r] ** 2 * rows / self._seq_len
+                for r in self._ranks
+            ],
+        )
+
+    def _own_rows(self, rank: int, whole: float) -> float:
+        """A GEMM over the rank's own rows, where one over all rows takes `whole`."""
+        return whole * self._scale[rank] * self._rows[rank] / self._seq_len * self._tile_factor[rank][rank]
+
+    def _tiled(self, block: Callable[[int], float]) -> list[list[float]]:
+        """Seconds of rank r's block on tile k, as `[r][k]`."""
+        return [
+            [
+                block(r) * self._scale[r] * tile / self._seq_len * factor
+                for tile, factor in zip(self._rows, self._tile_factor[r], strict=True)
+            ]
+            for r in self._ranks
+        ]
 
     # ---- phases ---------------------------------------------------------------------------------------------------
 
@@ -88,63 +243,71 @@ class StepGraph:
         """Each vocabulary owner sends its rows straight to the rank that needs them (tokens taken as spread evenly)."""
         owned = [share / self._spec.vocab_size for share in self._body.vocabulary]
         rows = [self._seq_len] * self._num_ranks if everywhere else list(self._rows)
-        sends = {
-            (source, target): self._transfer(source, target, rows[target] * owned[source], self._last[source])
-            for source in self._ranks
-            for target in self._ranks
-            if source != target and rows[target] * owned[source] > 0
-        }
-        for target in self._ranks:
-            arrived = tuple(index for (_, to), index in sends.items() if to == target)
-            self._last[target] = arrived
+        values = [
+            [rows[target] * owned[source] * self._spec.hidden_size for target in self._ranks] for source in self._ranks
+        ]
+        nothing = [[0.0] * self._num_ranks for _ in self._ranks]
+        arrived = self._exchange("embed", "", nothing, values)
+        for rank in self._ranks:
+            self._last[rank] = (*self._last[rank], *(task for after in arrived[rank].values() for task in after))
         self._compute("embedding", [self._blocks[r].embedding(rows[r]) for r in self._ranks])
 
     def _compute(self, name: str, seconds: Sequence[float]) -> None:
         for rank in self._ranks:
-            self._last[rank] = (self._task(f"{name} {rank}", rank, seconds[rank], self._last[rank]),)
+            self._last[rank] = (self._task(name, rank, seconds[rank], self._last[rank]),)
 
-    def _connective(self, rows: Sequence[int]) -> None:
-        self._compute("connective", [self._blocks[r].connective(rows[r]) for r in self._ranks])
+    def _connective(self, name: str, rows: Sequence[int]) -> None:
+        self._compute(name, [self._blocks[r].connective(rows[r]) for r in self._ranks])
 
-    def _gather(self, seconds: Sequence[Sequence[float]]) -> None:
+    def _gather(self, name: str, phase: str, seconds: Sequence[Sequence[float]], row_values: int | None = None) -> None:
         """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there."""
+        values = row_values or self._spec.hidden_size
         arrived: dict[tuple[int, int], tuple[int, ...]] = {(r, r): self._last[r] for r in self._ranks}
+        moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self._ranks:
                 tile = schedules.ring_all_gather(self._num_ranks, rank)[t].send
                 assert tile is not None
                 following = (rank + 1) % self._num_ranks
                 if self._rows[tile]:
-                    index = self._transfer(rank, following, self._rows[tile], arrived[rank, tile])
+                    num_values = self._rows[tile] * values
+                    named = f"{phase} tile {tile}"
+                    index = self._transfer(rank, following, num_values, arrived[rank, tile], named)
                     arrived[following, tile] = (index,)
+                    # The sender of a forwarded tile converts nothing.
+                    moved[rank] += self._wire_seconds(rank, num_values, 0.5 if tile == rank else 0.0)
+                    moved[following] += self._wire_seconds(following, num_values, 0.5)
         ends: list[list[int]] = [[] for _ in self._ranks]
         everything = tuple(index for after in arrived.values() for index in after)
         for rank in self._ranks:
             before = self._last[rank]
             for step in schedules.ring_all_gather(self._num_ranks, rank):
                 tile = step.compute
-                if not self._rows[tile]:
-                    continue
-                after = arrived[rank, tile] if self._body.overlap else everything
-                ends[rank].append(self._task(f"gather {tile}", rank, seconds[rank][tile], (*before, *after)))
+                if self._rows[tile]:
+                    after = arrived[rank, tile] if self._body.overlap else everything
+                    named = f"{name} tile {tile}" if name else phase
+                    ends[rank].append(self._task(named, rank, seconds[rank][tile], (*before, *after)))
+                if tile == rank:
+                    ends[rank].append(self._wire_task(rank, moved[rank], before))
         for rank in self._ranks:
             self._last[rank] = tuple(ends[rank]) or self._last[rank]
 
-    def _scatter(self, seconds: Sequence[Sequence[float]]) -> None:
+    def _scatter(self, name: str, phase: str, seconds: Sequence[Sequence[float]]) -> None:
         """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
         partial: dict[tuple[int, int], tuple[int, ...]] = {}
         start = list(self._last)
+        moved = [0.0] * self._num_ranks
         if not self._body.overlap:
             for rank in self._ranks:
-                index = self._task(f"reduce {rank}", rank, sum(seconds[rank]), start[rank])
-                start[rank] = (index,)
+                start[rank] = (self._task(name, rank, sum(seconds[rank]), start[rank]),)
             seconds = [[0.0] * self._num_ranks for _ in self._ranks]
         computed: dict[tuple[int, int], int] = {}
         for rank in self._ranks:
             before = start[rank]
             for step in schedules.ring_reduce_scatter(self._num_ranks, rank):
                 if self._rows[step.compute]:
-                    index = self._task(f"reduce {step.compute}", rank, seconds[rank][step.compute], before)
+                    named = f"{name} tile {step.compute}"
+                    index = self._task(named, rank, seconds[rank][step.compute], before)
                     computed[rank, step.compute] = index
                     before = (index,)
             self._last[rank] = before
@@ -157,61 +320,76 @@ class StepGraph:
                 after = (computed[rank, tile], *partial.get((rank, tile), ()))
                 if step.send is not None:
                     following = (rank + 1) % self._num_ranks
-                    partial[following, tile] = (self._transfer(rank, following, self._rows[tile], after),)
+                    num_values = self._rows[tile] * self._spec.hidden_size
+                    named = f"{phase} tile {tile}"
+                    partial[following, tile] = (self._transfer(rank, following, num_values, after, named),)
+                    moved[rank] += self._wire_seconds(rank, num_values, 0.5)
+                    moved[following] += self._wire_seconds(following, num_values, 0.5)
                 else:
                     self._last[rank] = (*self._last[rank], *after)
+        for rank in self._ranks:
+            self._last[rank] = (*self._last[rank], self._wire_task(rank, moved[rank], start[rank]))
+
+    def _exchange(
+        self,
+        phase: str,
+        name: str,
+        seconds: Sequence[Sequence[float]],
+        num_values: Sequence[Sequence[float]],
+    ) -> list[dict[int, tuple[int, ...]]]:
+        """All-to-all: rank r computes what rank k needs (`seconds[r][k]`), and sends it; its own part comes last.
+
+        Returns what arrived at each rank, by its source; each rank's `_last` becomes its own compute.
+        """
+        arrived: list[dict[int, tuple[int, ...]]] = [{} for _ in self._ranks]
+        moved = [0.0] * self._num_ranks
+        start = list(self._last)
+        for rank in self._ranks:
+            before = start[rank]
+            for offset in (*range(1, self._num_ranks), 0):
+                target = (rank + offset) % self._num_ranks
+                if seconds[rank][target] > 0:
+                    before = (self._task(f"{name} {target}", rank, seconds[rank][target], before),)
+                values = num_values[rank][target]
+                if offset and values > 0:
+                    index = self._transfer(rank, target, values, before, f"{phase} tile {target}")
+                    arrived[target][rank] = (index,)
+                    moved[rank] += self._wire_seconds(rank, values, 0.5)
+                    moved[target] += self._wire_seconds(target, values, 0.5)
+            self._last[rank] = before
+        for rank in self._ranks:
+            self._last[rank] = (*self._last[rank], self._wire_task(rank, moved[rank], start[rank]))
+            if phase == "exchange_qkv":
+                self._last[rank] = (*self._last[rank], *(task for after in arrived[rank].values() for task in after))
+            arrived[rank][rank] = self._last[rank]
+        return arrived
 
     # ---- tasks ----------------------------------------------------------------------------------------------------
 
     def _task(self, name: str, rank: int, seconds: float, after: tuple[int, ...]) -> int:
-        self.tasks.append(Task(name, (f"compute:{rank}",), seconds, tuple(dict.fromkeys(after))))
+        named = f"layer {self._layer} {name}"
+        self.tasks.append(Task(named, (f"compute:{rank}",), seconds, tuple(dict.fromkeys(after))))
         return len(self.tasks) - 1
 
-    def _transfer(self, source: int, target: int, rows: float, after: tuple[int, ...]) -> int:
-        devices = self._cluster.devices
-        link = self._cluster.link(devices[source].device_id, devices[target].device_id)
-        seconds = rows * self._row_bytes / link.bytes_per_second
+    def _transfer(self, source: int, target: int, values: float, after: tuple[int, ...], name: str) -> int:
+        link = self._links[source, target]
+        num_bytes = values * self._value_bytes
         sides = (f"send:{source}", f"receive:{target}")
-        self.tasks.append(Task(f"{source}->{target}", sides, seconds, after, link.round_trip_seconds / 2))
+        named = f"layer {self._layer} {name} {source}->{target}"
+        seconds = num_bytes / link.bytes_per_second
+        self.tasks.append(Task(named, sides, seconds, after, link.round_trip_seconds / 2, int(num_bytes)))
         return len(self.tasks) - 1
 
-    def _scale(self, rank: int) -> float:
-        """A profile taken at another length is scaled by the rows; planning profiles at its own length."""
-        return self._seq_len / self._blocks[rank].seq_len
+    def _wire_seconds(self, rank: int, values: float, converted: float) -> float:
+        """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
+        cost = self._blocks[rank].wire
+        num_chunks = max(1, min(values * 4 // schedules.CHUNK_BYTES, schedules.MAX_CHUNKS))
+        return (
+            values * self._value_bytes * cost.encrypted_seconds_per_byte
+            + values * converted * cost.convert_seconds_per_value.get(self._wire.values, 0.0)
+            + num_chunks * cost.seconds_per_message
+        )
 
-
-def predict(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
-) -> tuple[Prediction, tuple[float, ...]]:
-    """Price one step: the prediction, and each rank's busy seconds."""
-    timeline = simulate(StepGraph(spec, body, cluster, seq_len, wire).tasks)
-    compute = tuple(timeline.busy.get(f"compute:{rank}", 0.0) for rank in range(len(cluster.devices)))
-    return (
-        Prediction(
-            total_seconds=timeline.makespan,
-            compute_seconds=max(compute),
-            transfer_seconds=_busiest_link(timeline),
-        ),
-        compute,
-    )
-
-
-def _busiest_link(timeline: Timeline) -> float:
-    return max((s for name, s in timeline.busy.items() if not name.startswith("compute")), default=0.0)
-
-
-def _attention_parts(spec: ModelSpec, seq_len: int) -> tuple[float, float, float]:
-    """Shares of an attention block's work per row: QKV 3H·w, attention 2S·w, output projection H·w."""
-    parts = (3 * spec.hidden_size, 2 * seq_len, spec.hidden_size)
-    return parts[0] / sum(parts), parts[1] / sum(parts), parts[2] / sum(parts)
-
-
-def _layer_work(spec: ModelSpec, seq_len: int) -> float:
-    """Work of a whole layer per row, in units of H: QKV, attention, output projection, MLP."""
-    return 4 * spec.hidden_size + 2 * seq_len + 2 * spec.ffn_size
-
-
-def _tiled(seconds: Sequence[float], share: float, rows: Sequence[int]) -> list[list[float]]:
-    """Split each rank's part of a block over the tiles by their rows."""
-    total = sum(rows)
-    return [[block * share * tile / total for tile in rows] for block in seconds]
+    def _wire_task(self, rank: int, seconds: float, after: tuple[int, ...]) -> int:
+        """What a phase's traffic takes from the device's compute: one task, somewhere in the phase."""
+        return self._task("wire", rank, seconds, after)

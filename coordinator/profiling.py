@@ -25,14 +25,14 @@ from hearth.messages import (
     ProfileBlocks,
 )
 from hearth.model.spec import ModelSpec
-from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
+from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 
 # A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
 LINK_CACHE_SECONDS = 3600.0
 _LINK_BYTES = 64 << 20  # at most this much per ordered pair
 _LINK_SECONDS = 1.0
 _PROFILE_TIMEOUT_SECONDS = 150.0
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 
 Report = Callable[[str], None]
 
@@ -61,7 +61,7 @@ class Profiler:
                 device_id=device.device_id,
                 name=device.name,
                 budget_bytes=device.telemetry.memory_budget_bytes,
-                blocks=_scaled(blocks[device.device_id], self.factor(device.device_id)),
+                blocks=blocks[device.device_id].scaled(self.factor(device.device_id)),
             )
             for device in devices
             if device.device_id in blocks and device.telemetry is not None
@@ -207,17 +207,6 @@ def _blocks_key(device: Device, spec: ModelSpec, seq_len: int) -> str:
     telemetry = device.telemetry
     settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
     return _digest(device.device_id, shape, seq_len, settings)
-
-
-def _scaled(blocks: BlockProfile, factor: float) -> BlockProfile:
-    """Every curve of the profile times `factor`."""
-    curves = {name: curve for name, curve in blocks if isinstance(curve, LatencyCurve)}
-    return blocks.model_copy(
-        update={
-            name: curve.model_copy(update={"seconds": tuple(seconds * factor for seconds in curve.seconds)})
-            for name, curve in curves.items()
-        }
-    )
 
 
 def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:

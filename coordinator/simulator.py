@@ -22,6 +22,7 @@ class Task(NamedTuple):
     seconds: float
     after: tuple[int, ...] = ()
     latency: float = 0.0
+    num_bytes: int = 0  # of a transfer; for the timeline only
 
 
 class Timeline(NamedTuple):

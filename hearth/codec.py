@@ -7,9 +7,10 @@ transfer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +43,53 @@ _FORMATS = {
 }
 
 
+class Casts(Protocol):
+    """Conversions between float32 and the 16-bit formats. The worker brings torch's, several times as fast."""
+
+    def fits_fp16(self, array: Array) -> bool:
+        """Whether every value is finite and within fp16's range."""
+
+    def to_fp16(self, array: Array) -> Array:
+        """Rounded to nearest; what is too large becomes infinite."""
+
+    def from_fp16(self, array: Array) -> Array: ...
+
+    def to_bf16(self, array: Array) -> Array:
+        """The upper halves as uint16, rounded to nearest even; NaN stays NaN."""
+
+    def from_bf16(self, array: Array) -> Array: ...
+
+
+_FP16_MAX = 65504.0
+
+
+class _NumpyCasts:
+    def fits_fp16(self, array: Array) -> bool:
+        return bool(np.abs(array).max(initial=0.0) <= _FP16_MAX)  # False for a NaN, too
+
+    def to_fp16(self, array: Array) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return array.astype("<f2")
+
+    def from_fp16(self, array: Array) -> Array:
+        return array.astype(np.float32)
+
+    def to_bf16(self, array: Array) -> Array:
+        bits = array.view(np.uint32)
+        with np.errstate(over="ignore"):
+            rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+        nan = np.isnan(array)
+        if nan.any():
+            rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x40  # rounding could carry a NaN into infinity
+        return rounded
+
+    def from_bf16(self, array: Array) -> Array:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+NUMPY_CASTS: Casts = _NumpyCasts()
+
+
 class Encoded(NamedTuple):
     """`buffers` in the order of `wire_sizes`; with `compressed`, each is shuffled and in lz4."""
 
@@ -65,7 +113,13 @@ def lz4_pays(
 class Codec:
     """The sending side of one link. `encode` belongs to one thread at a time; `clock` returns seconds."""
 
-    def __init__(self, wire: WireFormat, link_bytes_per_second: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        wire: WireFormat,
+        link_bytes_per_second: float,
+        clock: Callable[[], float],
+        casts: Casts = NUMPY_CASTS,
+    ) -> None:
         if wire.lz4 != "off":
             import lz4.block  # noqa: F401  # now: the first sample must not time the import
         self._wire = wire
@@ -73,6 +127,7 @@ class Codec:
         self._lz4 = wire.lz4
         self._link_bytes_per_second = link_bytes_per_second
         self._clock = clock
+        self._casts = casts
         # Format and kind: tiles seen, whether lz4 pays.
         self._decisions: dict[tuple[ValueFormat, str], tuple[int, bool]] = {}
         self._num_tiles = self._raw_bytes = self._sent_bytes = self._lz4_tiles = 0
@@ -93,7 +148,7 @@ class Codec:
     def encode(self, kind: str, array: Array) -> Encoded:
         """Encode a float array. `kind` names tensors that compress alike; zero-copy where nothing is converted."""
         array = np.ascontiguousarray(array)
-        values, planes = _to_wire(array, self._values)
+        values, planes = _to_wire(array, self._values, self._casts)
         compress = array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
@@ -133,6 +188,7 @@ def decode(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     buffers: Sequence[Buffer],
+    casts: Casts = NUMPY_CASTS,
 ) -> Array:
     """The array again, in its first dtype and shape; read-only where nothing was converted. Raises BadMessage.
 
@@ -144,7 +200,7 @@ def decode(
         raise BadMessage(reason=f"{len(buffers)} buffers for a tile of {len(layout)}")
     planes = []
     for buffer, (plane_dtype, plane_shape) in zip(buffers, layout, strict=True):
-        size = int(np.prod(plane_shape, dtype=np.int64))
+        size = math.prod(plane_shape)
         if compressed:
             plane = _decompress(buffer, plane_dtype, size)
         elif len(buffer) != size * plane_dtype.itemsize:
@@ -152,7 +208,7 @@ def decode(
         else:
             plane = np.frombuffer(memoryview(buffer).toreadonly(), plane_dtype) if size else np.empty(0, plane_dtype)
         planes.append(plane.reshape(plane_shape))
-    return _from_wire(values, planes, dtype)
+    return _from_wire(values, planes, dtype, casts)
 
 
 def wire_layout(
@@ -171,17 +227,16 @@ def wire_layout(
 # ---- value formats --------------------------------------------------------------------------------------------------
 
 
-def _to_wire(array: Array, values: ValueFormat) -> tuple[ValueFormat, list[Array]]:
+def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueFormat, list[Array]]:
     """Convert, or fall back to exact where the format cannot hold the values."""
     if values is ValueFormat.EXACT or array.dtype != np.float32 or array.ndim == 0:
         return ValueFormat.EXACT, [array]
     if values is ValueFormat.BF16:
-        return values, [_to_bf16(array)]
+        return values, [casts.to_bf16(array)]
     if values is ValueFormat.FP16:
-        with np.errstate(over="ignore", invalid="ignore"):
-            half = array.astype("<f2")
+        half = casts.to_fp16(array)
         # Rounding overflows to infinity: then a finite value exceeded the format, unless it was infinite before.
-        if np.array_equal(np.isinf(half), np.isinf(array)):
+        if casts.fits_fp16(array) or np.array_equal(np.isinf(half), np.isinf(array)):
             return values, [half]
         return ValueFormat.EXACT, [array]
     largest = np.abs(array).max(axis=-1, initial=0.0)
@@ -193,26 +248,15 @@ def _to_wire(array: Array, values: ValueFormat) -> tuple[ValueFormat, list[Array
     return values, [np.clip(quantised, -127, 127).astype(np.int8), scale]
 
 
-def _from_wire(values: ValueFormat, planes: list[Array], dtype: np.dtype[Any]) -> Array:
+def _from_wire(values: ValueFormat, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
     if values is ValueFormat.EXACT:
         return planes[0]
     if values is ValueFormat.BF16:
-        return (planes[0].astype(np.uint32) << 16).view(np.float32).astype(dtype, copy=False)
+        return casts.from_bf16(planes[0]).astype(dtype, copy=False)
     if values is ValueFormat.FP16:
-        return planes[0].astype(dtype)
+        return casts.from_fp16(planes[0]).astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale may be anything; it harms only its values
         return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
-
-
-def _to_bf16(array: Array) -> Array:
-    """Round to nearest even; NaN stays NaN."""
-    bits = array.view(np.uint32)
-    with np.errstate(over="ignore"):
-        rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
-    nan = np.isnan(array)
-    if nan.any():
-        rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x40  # rounding could carry a NaN into infinity
-    return rounded
 
 
 # ---- shuffle and lz4 ------------------------------------------------------------------------------------------------

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hearth import codec
-from hearth.codec import Array, Codec, ValueFormat
+from hearth.codec import NUMPY_CASTS, Array, Casts, Codec, ValueFormat
 from hearth.errors import BadMessage, FrameTooLarge
 from hearth.messages import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 
 TOKEN_BYTES = 16
 MAX_DIMS = 4
-_VERSION = 1
+_VERSION = 2
 _COMPRESSED = 0x80
-# version, dtype, encoding, dims, phase; epoch, step, layer, tile, source; shape
-_HEADER = struct.Struct(f"<5BxxxQIHHH2x{MAX_DIMS}I")
+# version, dtype, encoding, dims, phase; epoch, step, layer, tile, source, chunk; shape
+_HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
 _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1"))
@@ -46,10 +46,15 @@ class Phase(IntEnum):
     GATHER_VALUES = 6
     REDUCE_GATHER_ATTENTION = 7  # second half of an AllReduce
     REDUCE_GATHER_MLP = 8
+    EXCHANGE_QKV = 9  # all-to-all: Q, K and V of some rows, to the owner of their heads
+    EXCHANGE_HEADS = 10  # all-to-all: head outputs, to the owner of their rows
 
 
 class TileKey(NamedTuple):
-    """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it."""
+    """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it.
+
+    A large tile travels in chunks of its rows, so that a ring's next hop starts before the whole tile is there.
+    """
 
     epoch: int
     step: int
@@ -57,6 +62,7 @@ class TileKey(NamedTuple):
     phase: Phase
     tile: int
     source: int
+    chunk: int = 0
 
 
 def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
@@ -77,6 +83,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
         key.layer,
         key.tile,
         key.source,
+        key.chunk,
         *_padded(array.shape),
     )
     return [token + header, *encoded.buffers]
@@ -84,13 +91,18 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
 
 def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
     """Read what a tile is, without touching its values. Raises BadMessage, FrameTooLarge."""
-    return _read_header(token, frames).key
+    return read_header(token, frames).key
 
 
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
     """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
-    header = _read_header(token, frames)
-    return header.key, codec.decode(header.values, header.compressed, header.dtype, header.shape, frames[1:])
+    header = read_header(token, frames)
+    return header.key, decode_body(header, frames)
+
+
+def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
+    """The values of a tile whose header was read from these frames. Raises BadMessage."""
+    return codec.decode(header.values, header.compressed, header.dtype, header.shape, frames[1:], casts)
 
 
 def pack_array(array: Array) -> list[Buffer]:
@@ -112,7 +124,9 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
     return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
 
 
-class _TileHeader(NamedTuple):
+class TileHeader(NamedTuple):
+    """A header whose every field was checked."""
+
     key: TileKey
     dtype: np.dtype[Any]
     values: ValueFormat
@@ -120,20 +134,22 @@ class _TileHeader(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _read_header(token: bytes, frames: Sequence[Buffer]) -> _TileHeader:
-    """All checks that need no values, so that a tile that is forwarded unread is well formed too."""
+def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
+    """All checks that need no values, so that a tile that is forwarded unread is well formed too.
+
+    Raises BadMessage, FrameTooLarge.
+    """
     if not frames or len(frames[0]) != TOKEN_BYTES + _HEADER.size:
         raise BadMessage(reason="a tile begins with a header")
     head = bytes(frames[0])
     if not hmac.compare_digest(head[:TOKEN_BYTES], token):
         raise BadMessage(reason="a tile carries another plan's token")
-    version, dtype_code, encoding, num_dims, phase, epoch, step, layer, tile, source, *dims = _HEADER.unpack_from(
-        head, TOKEN_BYTES
-    )
+    version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
+    epoch, step, layer, tile, source, chunk, *dims = rest
     if version != _VERSION or dtype_code >= _TILE_DTYPES:
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
     try:
-        key = TileKey(epoch, step, layer, Phase(phase), tile, source)
+        key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)
     except ValueError:
         raise BadMessage(reason=f"unknown phase {phase}") from None
     dtype = _DTYPES[dtype_code]
@@ -147,7 +163,7 @@ def _read_header(token: bytes, frames: Sequence[Buffer]) -> _TileHeader:
     num_buffers = len(codec.wire_layout(values, dtype, shape))
     if len(frames) != 1 + num_buffers:
         raise BadMessage(reason=f"{len(frames) - 1} buffers for a tile of {num_buffers}")
-    return _TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
+    return TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
 
 
 def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:

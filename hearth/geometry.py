@@ -13,6 +13,9 @@ from typing import NamedTuple
 # Plan-independent grains (DESIGN.md "Shards"): a re-plan moves whole grains and renames nothing.
 COLUMN_GRAIN = 64
 VOCABULARY_GRAIN = 1024
+# Not a grain of shards: rows are cut anew in every step.
+ROW_GRAIN = 4
+_GRAINS_PER_RANK = 8  # fewer, and the coarser cut would cost more balance than it gains speed
 
 
 class Span(NamedTuple):
@@ -82,5 +85,12 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def rows_for(row_weights: Sequence[float], num_rows: int) -> tuple[int, ...]:
-    """The sequence rows of each rank for a step of `num_rows` packed tokens (Galaxy's S, made integer per step)."""
-    return largest_remainder(row_weights, num_rows)
+    """The sequence rows of each rank for a step of `num_rows` packed tokens (Galaxy's S, made integer per step).
+
+    In a long step shares are multiples of ROW_GRAIN (the last one takes the remainder): GEMM kernels handle rows in
+    such groups, and odd ones left over cost several times their share.
+    """
+    if num_rows < _GRAINS_PER_RANK * ROW_GRAIN * len(row_weights):
+        return largest_remainder(row_weights, num_rows)
+    grains = largest_remainder(row_weights, num_grains(num_rows, ROW_GRAIN))
+    return grains_to_items(grains, num_rows, ROW_GRAIN)

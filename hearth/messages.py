@@ -188,7 +188,7 @@ class ChunkRef(_Message):
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]
-    kind: Literal["attention", "mlp", "connective", "vocabulary", "embedding"]
+    kind: Literal["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
     layer: Annotated[int, Field(ge=0)]  # 0 for embeddings
     grain: Annotated[int, Field(ge=0)]  # 0 where the kind has one chunk per layer
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hearth.errors import BadPlan
-from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.model.spec import ModelSpec
 
 Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
+Placement = Literal["sharded", "replicated"]
 STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
 
 
@@ -48,12 +49,46 @@ class PlannedDevice(BaseModel):
     compute_seconds: float = Field(ge=0)  # busy time of this device in one step, as the simulator prices it
 
 
+class LayerMode(BaseModel):
+    """Which weight groups of a layer every rank with rows holds whole (ALGORITHMS.md section 5): memory for traffic.
+
+    Rows are split throughout. With `attention` by heads, replicated QKV and output projections are followed and preceded
+    by an all-to-all; by rows (which needs both replicated), K and V of all rows are gathered instead.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    qkv: Placement = "sharded"
+    out: Placement = "sharded"
+    mlp: Placement = "sharded"
+    attention: Literal["heads", "rows"] = "heads"
+
+    @model_validator(mode="after")
+    def _possible(self) -> LayerMode:
+        if self.attention == "rows" and "sharded" in (self.qkv, self.out):
+            raise ValueError("attention by rows needs the QKV and output projections replicated")
+        return self
+
+
+SHARDED = LayerMode()
+SEQUENCE = LayerMode(qkv="replicated", out="replicated", mlp="replicated", attention="rows")
+
+
+class Holding(NamedTuple):
+    """What one rank holds of one layer: heads of QKV, heads of the output projection, MLP columns, the norms."""
+
+    qkv: Span
+    out: Span
+    columns: Span
+    connective: bool
+
+
 class TransformerPlan(BaseModel):
     """Shares of each rank; ranks are the plan's devices in ring order.
 
     `heads` (KV groups times query heads per group: plain heads for BERT), `columns` and `vocabulary` are counts of
-    items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. Under `sp`
-    every rank holds all heads and columns, and these shares say nothing.
+    items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `modes` holds
+    one mode per layer under `hmp`; empty: every layer is sharded. Under `sp` every layer is `SEQUENCE`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,6 +100,28 @@ class TransformerPlan(BaseModel):
     columns: tuple[int, ...]
     row_weights: tuple[float, ...]
     vocabulary: tuple[int, ...]
+    modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
+
+    def mode(self, layer: int) -> LayerMode:
+        if self.strategy == "sp":
+            return SEQUENCE
+        return self.modes[layer] if self.modes else SHARDED
+
+    def has_rows(self, rank: int) -> bool:
+        """Whether the rank has rows of its own to normalise; under megatron-tp everyone repeats that for all rows."""
+        return self.strategy == "megatron-tp" or self.row_weights[rank] > 0
+
+    def holding(self, rank: int, layer: int) -> Holding:
+        """A replicated group is held whole by the ranks that have rows, and not at all by the others."""
+        mode, rows = self.mode(layer), self.has_rows(rank)
+        heads, columns = spans(self.heads), spans(self.columns)
+
+        def held(placement: Placement, shares: tuple[Span, ...]) -> Span:
+            if placement == "sharded":
+                return shares[rank]
+            return Span(0, shares[-1].stop if rows else 0)
+
+        return Holding(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
 
 
 class Prediction(BaseModel):
@@ -131,6 +188,8 @@ class Plan(BaseModel):
                 grains_of(span, total, grain)
         if len(body.row_weights) != self.num_ranks or min(body.row_weights) < 0 or sum(body.row_weights) <= 0:
             raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
+        if body.modes and (body.strategy != "hmp" or len(body.modes) != model.num_layers):
+            raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
         if body.strategy == "local" and self.num_ranks != 1:
             raise ValueError("the strategy local takes exactly one device")
         if len({device.device_id for device in self.devices}) != self.num_ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,12 +12,16 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class LatencyCurve(BaseModel):
-    """Seconds as a function of a block's size, through measured points: linear between them, and beyond the last."""
+    """Seconds as a function of a block's size: linear between its points, and beyond the last.
+
+    `error` is the relative error to expect of it: the largest misfit of the measured points.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     sizes: tuple[int, ...] = Field(min_length=1, max_length=256)
     seconds: tuple[Seconds, ...] = Field(min_length=1, max_length=256)
+    error: float = Field(default=0.0, ge=0)
 
     @field_validator("sizes")
     @classmethod
@@ -32,27 +37,144 @@ class LatencyCurve(BaseModel):
         xs, ys = self.sizes, self.seconds
         if len(xs) == 1:
             return ys[0] * size / xs[0]
+        if size < xs[0]:  # towards what an empty call costs, which is what the line through the first points says
+            intercept = max(ys[0] - (ys[1] - ys[0]) / (xs[1] - xs[0]) * xs[0], 0.0)
+            return intercept + (ys[0] - intercept) * size / xs[0]
         i = min(max(bisect_left(xs, size), 1), len(xs) - 1)
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
         return max(ys[i - 1] + slope * (size - xs[i - 1]), 0.0)
+
+    def scaled(self, factor: float) -> LatencyCurve:
+        return self.model_copy(update={"seconds": tuple(seconds * factor for seconds in self.seconds)})
+
+
+# Kernels are about linear in their size: a line that misses no point by more than this replaces the points.
+_LINE_FITS = 0.06
+
+
+def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
+    """A curve from few measurements, seconds by size: a line where one fits, else the points themselves.
+
+    Least squares of relative errors; slope and intercept are never negative. `error` is the largest relative misfit of
+    the line (for the points: how far each inner one lies off the line between its neighbours).
+    """
+    sizes = sorted(measured)
+    seconds = [measured[size] for size in sizes]
+    if len(sizes) < 3 or min(seconds) <= 0:
+        return LatencyCurve(sizes=tuple(sizes), seconds=tuple(seconds))
+    intercept, slope = _relative_line(sizes, seconds)
+    line = [intercept + slope * size for size in sizes]
+    misfit = max(abs(fitted - seen) / seen for fitted, seen in zip(line, seconds, strict=True))
+    if misfit <= _LINE_FITS:
+        return LatencyCurve(sizes=tuple(sizes), seconds=tuple(line), error=misfit)
+    between = max(
+        abs(y1 + (y2 - y1) * (x - x1) / (x2 - x1) - y) / y
+        for (x1, x, x2), (y1, y, y2) in zip(
+            zip(sizes, sizes[1:], sizes[2:], strict=False), zip(seconds, seconds[1:], seconds[2:], strict=False),
+            strict=True,
+        )
+    )  # fmt: skip
+    return LatencyCurve(sizes=tuple(sizes), seconds=tuple(seconds), error=between)
+
+
+def suspicious_point(measured: Mapping[int, float]) -> int | None:
+    """The size whose time lies furthest above the line through the others, when that is too far: a busy moment.
+
+    Something else ran on the device then; nothing makes it compute faster than it can, so only points above count.
+    """
+    worst, size = 0.0, None
+    if len(measured) < 3:
+        return None
+    for candidate, seen in measured.items():
+        others = {other: seconds for other, seconds in measured.items() if other != candidate}
+        intercept, slope = _relative_line(list(others), list(others.values()))
+        expected = intercept + slope * candidate
+        if expected > 0 and seen / expected - 1 > worst:
+            worst, size = seen / expected - 1, candidate
+    return size if worst > _SUSPICIOUS else None
+
+
+_SUSPICIOUS = 0.15
+
+
+def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope, both at least zero, that minimise the squares of relative errors."""
+    weights = [1 / max(y, 1e-12) ** 2 for y in seconds]
+    total = sum(weights)
+    mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
+    mean_y = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
+    together = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
+    slope = max(together / spread, 0.0) if spread > 0 else 0.0
+    intercept = mean_y - slope * mean_x
+    if intercept < 0:  # through the origin then
+        slope = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / sum(
+            w * x * x for w, x in zip(weights, sizes, strict=True)
+        )
+        intercept = 0.0
+    return intercept, slope
+
+
+class WireCost(BaseModel):
+    """Compute time that moving activations takes from a device: what its cores do not do for the model meanwhile.
+
+    Encryption, TCP, and conversions of the value format. Seconds of the whole device (with n threads, a core's second
+    is 1/n), as slow as the device's own limits make them.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    encrypted_seconds_per_byte: Seconds = 0.0  # at each end
+    plain_seconds_per_byte: Seconds = 0.0
+    seconds_per_message: Seconds = 0.0
+    convert_seconds_per_value: dict[str, Seconds] = {}  # by value format: encoding and decoding together
 
 
 class BlockProfile(BaseModel):
     """One layer's blocks on one device at `seq_len` rows (Galaxy's profiler: L(MHA,a,d), L(MLP,b,d), L(CON,s,d)).
 
-    `attention` is indexed by heads and `mlp` by columns, both over all `seq_len` rows; `connective` by rows;
-    `sequence_layer` by rows: a whole layer of sequence parallelism (all weights, those rows, attention over all rows);
-    `embedding` by rows.
+    `qkv`, `core` (attention itself) and `out` are indexed by heads, `up` (with its activation) and `down` by columns, all
+    over all `seq_len` rows; `connective` and `embedding` by rows, and so is `mlp_rows`, the whole MLP on some rows only:
+    what it costs more than in proportion, small tiles cost too.
     """
 
     model_config = ConfigDict(frozen=True)
 
     seq_len: int = Field(ge=1)
-    attention: LatencyCurve
-    mlp: LatencyCurve
+    qkv: LatencyCurve
+    core: LatencyCurve
+    out: LatencyCurve
+    up: LatencyCurve
+    down: LatencyCurve
     connective: LatencyCurve
-    sequence_layer: LatencyCurve
     embedding: LatencyCurve
+    mlp_rows: LatencyCurve
+    wire: WireCost = WireCost()
+
+    def attention(self, heads: float) -> float:
+        """L(MHA, a, d)."""
+        return self.qkv(heads) + self.core(heads) + self.out(heads)
+
+    def mlp(self, columns: float) -> float:
+        """L(MLP, b, d)."""
+        return self.up(columns) + self.down(columns)
+
+    def tile_factor(self, rows: float) -> float:
+        """How much more a row costs in a GEMM of `rows` rows than in one of all rows."""
+        whole = self.mlp_rows(self.seq_len)
+        if rows <= 0 or whole <= 0:
+            return 1.0
+        return max(self.mlp_rows(rows) / (whole * rows / self.seq_len), 1.0)
+
+    @property
+    def error(self) -> float:
+        """The largest relative error to expect of a curve that matters."""
+        return max(curve.error for curve in (self.qkv, self.core, self.out, self.up, self.down))
+
+    def scaled(self, factor: float) -> BlockProfile:
+        """The same device, slower by `factor`."""
+        curves = ("qkv", "core", "out", "up", "down", "connective", "embedding", "mlp_rows")
+        return self.model_copy(update={name: getattr(self, name).scaled(factor) for name in curves})
 
 
 class DeviceProfile(BaseModel):

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hearth.geometry import Span
+
+# A ring's next hop starts when a chunk is there, not the whole tile: its link idles no longer than one chunk takes.
+# Smaller chunks would cost more in handling (some 0.1 ms each) than they gain.
+CHUNK_BYTES = 128 << 10
+MAX_CHUNKS = 8
+
 
 class RingStep(NamedTuple):
     """One step of one rank: compute with tile `compute` while `send` leaves and `receive` arrives (None: nothing moves)."""
@@ -50,3 +57,11 @@ def forwards_to(num_ranks: int, rank: int, tile: int) -> int | None:
     """The rank to which an AllGather tile goes on from here, or None where its way ends (its owner is next)."""
     following = (rank + 1) % num_ranks
     return None if following == tile or num_ranks == 1 else following
+
+
+def chunks(num_rows: int, row_bytes: int) -> tuple[Span, ...]:
+    """The rows of a tile as they travel: a few chunks of about CHUNK_BYTES; none for an empty tile."""
+    if num_rows == 0:
+        return ()
+    count = max(1, min(num_rows * row_bytes // CHUNK_BYTES, MAX_CHUNKS, num_rows))
+    return tuple(Span(num_rows * i // count, num_rows * (i + 1) // count) for i in range(count))

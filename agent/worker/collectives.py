@@ -1,21 +1,21 @@
-"""Ring AllGather and ReduceScatter over the rows of a step, with tile overlap (Galaxy, section III-D).
+"""Ring AllGather and ReduceScatter over the rows of a step, with tile overlap (Galaxy, section III-D), and all-to-all.
 
 Shapes: T rows of the step in all, s rows of this rank, H hidden. Tile k is the rows of rank k; a tile may be empty, then
-nothing travels for it.
+nothing travels for it. A tile travels in chunks of its rows (`schedules.chunks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from agent.worker.communicator import Communicator
 from agent.worker.staging import Staging, WireTile
 from hearth import schedules
 from hearth.errors import BadMessage
-from hearth.framing import Phase
+from hearth.framing import Phase, TileKey
 from hearth.geometry import Span
 
 
@@ -49,8 +49,7 @@ class Collectives:
         if self.own.size:
             target = schedules.forwards_to(self.num_ranks, self.rank, self.rank)
             if target is not None:
-                key = self._communicator.key(layer, phase, self.rank, self.rank)
-                self._communicator.send_when_ready(target, key, self._staging.to_wire(own_sH))
+                self._send(target, layer, phase, self.rank, own_sH)
         arrivals = self._arrivals(layer, phase, gathered_TH)
         if not self._overlap:
             arrivals = iter(list(arrivals))
@@ -65,56 +64,94 @@ class Collectives:
             all_TH[slice(*self.tiles[tile])] = rows
         return all_TH
 
-    def reduce_scatter(self, layer: int, phase: Phase, partial: Callable[[int], Tensor]) -> Tensor:
-        """Sum `partial(tile)` over all ranks; return our own tile's sum [s,H]. Sums are added in ring order."""
+    def reduce_scatter(self, layer: int, phase: Phase, partial_sum: Callable[[int], Tensor]) -> Tensor:
+        """Sum `partial_sum(tile)` over all ranks; return our own tile's sum [s,H]. Sums are added in ring order.
+
+        Our partial sums are handed to the communication thread, which adds and passes on; only the own tile is awaited.
+        """
         steps = schedules.ring_reduce_scatter(self.num_ranks, self.rank)
-        ahead = None if self._overlap else {s.compute: partial(s.compute) for s in steps if self.tiles[s.compute].size}
-        summed: Tensor | None = None
+        ahead = (
+            None if self._overlap else {s.compute: partial_sum(s.compute) for s in steps if self.tiles[s.compute].size}
+        )
+        own: Tensor | None = None
         for step in steps:
             tile = step.compute
             if not self.tiles[tile].size and tile != self.rank:
                 continue
-            summed = ahead[tile] if ahead is not None and tile in ahead else partial(tile)
-            if step.receive is not None and self.tiles[tile].size:
-                key = self._communicator.key(layer, phase, tile, self._previous)
-                received = torch.empty_like(summed)
-                self._copy(self._communicator.take(key), received)
-                summed = received.add_(summed)
+            own = ahead[tile] if ahead is not None and tile in ahead else partial_sum(tile)
             if step.send is not None:
-                key = self._communicator.key(layer, phase, tile, self.rank)
-                self._communicator.send_when_ready(self._next, key, self._staging.to_wire(summed))
-        assert summed is not None  # the own tile is always the last step
-        return summed
+                if step.receive is None:
+                    self._send(self._next, layer, phase, tile, own)
+                else:
+                    self._reduce(layer, phase, tile, own)
+        assert own is not None  # the own tile is always the last step
+        if self.num_ranks > 1 and self.own.size:
+            chunks = self._chunks(own)
+            keys = self._keys(layer, phase, self.rank, self._previous, len(chunks))
+            for chunk, received in zip(chunks, self._communicator.take(keys), strict=True):
+                part = own[slice(*chunk)]
+                self._check(received, part)
+                self._staging.add_from_wire(received, part)
+        return own
 
-    def scatter_rows(self, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
-        """Send each peer its rows directly, in one hop (None: nothing for it)."""
+    def scatter_rows(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
+        """Half of an all-to-all: send each peer its rows directly, in one hop, as soon as `rows_for_target` has them.
+
+        None: nothing for it, and it knows that.
+        """
         for offset in range(1, self.num_ranks):
             target = (self.rank + offset) % self.num_ranks
             rows = rows_for_target(target)
             if rows is not None:
-                key = self._communicator.key(0, phase, target, self.rank)
-                self._communicator.send_when_ready(target, key, self._staging.to_wire(rows))
+                self._send(target, layer, phase, target, rows)
 
-    def collect_rows(self, phase: Phase, source: int, into: Tensor) -> None:
-        """Wait for the rows that `source` sent us with `scatter_rows`, and write them to `into`."""
-        key = self._communicator.key(0, phase, self.rank, source)
-        self._copy(self._communicator.take(key), into)
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks in the order in which `scatter_rows` serves us: the one that sends to us first comes first."""
+        return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
+
+    def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor) -> None:
+        """The other half: wait for the rows that `source` sent us, and write them to `into`."""
+        chunks = self._chunks(into)
+        keys = self._keys(layer, phase, self.rank, source, len(chunks))
+        for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
+            self._copy(tile, into[slice(*chunk)])
+
+    def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
+        for index, chunk in enumerate(self._chunks(rows)):
+            key = self._communicator.key(layer, phase, tile, self.rank, index)
+            staged = self._staging.to_wire(rows[slice(*chunk)])
+            self._communicator.when_ready(staged, partial(self._communicator.send, target, key))
+
+    def _reduce(self, layer: int, phase: Phase, tile: int, sums: Tensor) -> None:
+        for index, chunk in enumerate(self._chunks(sums)):
+            key = self._communicator.key(layer, phase, tile, self._previous, index)
+            staged = self._staging.to_wire(sums[slice(*chunk)])
+            self._communicator.when_ready(staged, partial(self._communicator.reduce, key))
+
+    def _chunks(self, rows: Tensor) -> tuple[Span, ...]:
+        return schedules.chunks(rows.shape[0], rows.shape[1] * rows.element_size())
+
+    def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
+        return [self._communicator.key(layer, phase, tile, source, chunk) for chunk in range(num_chunks)]
 
     def _copy(self, tile: WireTile, into: Tensor) -> None:
+        self._check(tile, into)
+        self._staging.from_wire(tile, into)
+
+    def _check(self, tile: WireTile, into: Tensor) -> None:
         if tile.shape != tuple(into.shape):
             raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
-        self._staging.from_wire(tile, into)
 
     def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
         order = [step.compute for step in schedules.ring_all_gather(self.num_ranks, self.rank)]
-        waiting = [
-            self._communicator.key(layer, phase, tile, tile)
-            for tile in order
-            if tile != self.rank and self.tiles[tile].size
-        ]
+        waiting = [tile for tile in order if tile != self.rank and self.tiles[tile].size]
+        rows = {tile: gathered_TH[slice(*self.tiles[tile])] for tile in waiting}
+        chunks = {tile: self._chunks(rows[tile]) for tile in waiting}
+        keys = {tile: self._keys(layer, phase, tile, tile, len(chunks[tile])) for tile in waiting}
         while waiting:
-            key, tile = self._communicator.take_any(waiting)
-            waiting.remove(key)
-            rows = gathered_TH[slice(*self.tiles[key.tile])]
-            self._copy(tile, rows)
-            yield key.tile, rows
+            index, arrived = self._communicator.take_first([keys[tile] for tile in waiting])
+            tile = waiting.pop(index)
+            for chunk, array in zip(chunks[tile], arrived, strict=True):
+                self._copy(array, rows[tile][slice(*chunk)])
+            yield tile, rows[tile]

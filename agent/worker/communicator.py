@@ -1,7 +1,8 @@
-"""The communication thread: takes tiles off the transport, forwards gathered ones at once, and hands them over.
+"""The communication thread: takes tiles off the transport, passes them on, and hands over what this rank computes with.
 
-A tile that arrives during a GEMM must not wait for it (ALGORITHMS.md section 1, pitfall a), so forwarding happens here,
-by the rule of `schedules.forwards_to`, which needs no state of the step. The compute thread takes tiles as they come.
+Nothing that a peer waits for may wait for a GEMM of ours (ALGORITHMS.md section 1, pitfall a), so both rings turn here:
+gathered tiles are forwarded on arrival by the rule of `schedules.forwards_to`, and a partial sum that arrives is added to
+ours and sent on as soon as both are there. The compute thread only ever waits for tiles that end their way here.
 """
 
 from __future__ import annotations
@@ -10,24 +11,28 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from agent.worker.casts import TorchCasts
 from agent.worker.tracing import Recorder, transfer_name
 from hearth import schedules
 from hearth.codec import Codec
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
-from hearth.framing import Phase, TileKey, decode_tile, encode_tile, peek_key
+from hearth.framing import Phase, TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.messages import WireStats
 from hearth.transport.base import Received, Transport
 
 log = logging.getLogger(__name__)
 
+Array = np.ndarray[Any, Any]
+
 # A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended.
 STEPS_AHEAD = 2
 _RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
+_CASTS = TorchCasts()
 
 GATHERS = frozenset(
     {
@@ -39,12 +44,15 @@ GATHERS = frozenset(
         Phase.REDUCE_GATHER_MLP,
     }
 )
+REDUCES = frozenset({Phase.REDUCE_ATTENTION, Phase.REDUCE_MLP})
+# Straight from the rank that has it to the one that needs it, in one hop.
+DIRECT = frozenset({Phase.EMBED, Phase.EXCHANGE_QKV, Phase.EXCHANGE_HEADS})
 
 
 class Communicator:
     """Moves the tiles of one plan for one rank. `codecs` holds one codec per peer, used by the sending side.
 
-    Started with `start()`; `close()` ends both threads and the transport. `take` and `take_any` raise StepFailed when
+    Started with `start()`; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed when
     a tile does not come in time or the step was aborted.
     """
 
@@ -57,10 +65,15 @@ class Communicator:
         self._epoch = epoch
         self._token = token
         self._codecs = codecs
+        self._codec_locks = {peer: threading.Lock() for peer in codecs}  # both threads send to the next rank
+        self._previous = (self.rank - 1) % self.num_ranks
+        self._next = (self.rank + 1) % self.num_ranks
         self._step = 0
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
-        self._arrived: dict[TileKey, np.ndarray[Any, Any]] = {}
+        self._arrived: dict[TileKey, Array] = {}
+        self._partials: dict[TileKey, Array] = {}  # ours, waiting for the sum that comes from the previous rank
+        self._awaited: Sequence[set[TileKey]] = ()  # what the compute thread waits for: the first set to be empty
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._closing = False
@@ -99,6 +112,7 @@ class Communicator:
             self._recorder = recorder
             self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= step}
+            self._partials = {}
 
     def abort(self, error: HearthError) -> None:
         """Make every wait of the running step raise `error`."""
@@ -110,43 +124,57 @@ class Communicator:
         """What the codecs of all outgoing links did since the plan was loaded."""
         return WireStats.sum(codec.stats for codec in self._codecs.values())
 
-    def key(self, layer: int, phase: Phase, tile: int, source: int) -> TileKey:
-        return TileKey(self._epoch, self._step, layer, phase, tile, source)
+    def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0) -> TileKey:
+        return TileKey(self._epoch, self._step, layer, phase, tile, source, chunk)
 
-    def send(self, target: int, key: TileKey, tile: np.ndarray[Any, Any]) -> None:
+    def send(self, target: int, key: TileKey, tile: Array) -> None:
         """Encode for that link and queue. The array must not change afterwards."""
-        frames = encode_tile(self._token, key, tile, self._codecs[target])
+        with self._codec_locks[target]:
+            frames = encode_tile(self._token, key, tile, self._codecs[target])
         if self._recorder.enabled:
             num_bytes = sum(len(frame) for frame in frames)
             self._recorder.instant(transfer_name(key, self.rank, target), "send", num_bytes)
         self._transport.send(target, frames)
 
-    def send_when_ready(
-        self, target: int, key: TileKey, ready: Callable[[], np.ndarray[Any, Any]] | np.ndarray[Any, Any]
-    ) -> None:
-        """As `send`, for a tile that a GPU is still copying: waiting for it must not hold up the next GEMM's launch."""
+    def reduce(self, key: TileKey, partial: Array) -> None:
+        """Add our partial sum to the one that comes from the previous rank, and send the sum on when both are there.
+
+        `key.source` is the previous rank. `partial` is overwritten.
+        """
+        with self._changed:
+            received = self._arrived.pop(key, None)
+            if received is None:
+                self._partials[key] = partial
+                return
+        self._pass_on(key, received, partial)
+
+    def when_ready(self, ready: Callable[[], Array] | Array, then: Callable[[Array], None]) -> None:
+        """`then(array)`, later where a GPU is still copying: waiting for it must not hold up the next GEMM's launch."""
         if callable(ready):
-            self._outgoing.put(lambda: self.send(target, key, ready()))
+            self._outgoing.put(lambda: then(ready()))
         else:
-            self.send(target, key, ready)
+            then(ready)
 
-    def take(self, key: TileKey) -> np.ndarray[Any, Any]:
-        return self.take_any((key,))[1]
+    def take(self, keys: Sequence[TileKey]) -> list[Array]:
+        """All of `keys`, in their order."""
+        return self.take_first([keys])[1]
 
-    def take_any(self, keys: Collection[TileKey]) -> tuple[TileKey, np.ndarray[Any, Any]]:
-        """The first of `keys` to arrive; of several that are there, the first in the order given."""
+    def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
+        """The first group of keys to be complete, by its index; of several that are, the first in the order given."""
         deadline = time.monotonic() + self._timeout_seconds
         with self._changed:
+            self._awaited = [{key for key in group if key not in self._arrived} for group in groups]
             while True:
                 if self._failure is not None:
                     raise self._failure
-                for key in keys:
-                    if key in self._arrived:
-                        return key, self._arrived.pop(key)
+                for index, missing in enumerate(self._awaited):
+                    if not missing:
+                        self._awaited = ()
+                        return index, [self._arrived.pop(key) for key in groups[index]]
                 now = time.monotonic()
                 remaining = deadline - now
                 if remaining <= 0:
-                    waiting = next(iter(keys))
+                    waiting = min(self._awaited[0])
                     raise StepFailed(
                         device=f"rank {self.rank}",
                         reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {waiting.phase.name}"
@@ -167,32 +195,46 @@ class Communicator:
                     self._drop(str(error))
 
     def _accept(self, received: Received) -> None:
-        key = peek_key(self._token, received.frames)
+        header = read_header(self._token, received.frames)
+        key = header.key
         if key.epoch != self._epoch or not self._step <= key.step <= self._step + STEPS_AHEAD:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
-        previous = (self.rank - 1) % self.num_ranks
-        expected = key.source if key.phase is Phase.EMBED else previous
+        expected = key.source if key.phase in DIRECT else self._previous
         if received.source != expected or key.source >= self.num_ranks or key.tile >= self.num_ranks:
             self._drop(f"{key} came from rank {received.source}")
             return
         if key.phase in GATHERS:
-            self._forward(key, received)
-        _, tile = decode_tile(self._token, received.frames)
+            self._forward(header, received)
+        tile = decode_body(header, received.frames, _CASTS)
         if self._recorder.enabled:
             num_bytes = sum(len(frame) for frame in received.frames)
             self._recorder.instant(transfer_name(key, received.source, self.rank), "receive", num_bytes)
         with self._changed:
-            self._arrived[key] = tile
-            self._changed.notify_all()
+            partial = self._partials.pop(key, None)
+            if partial is None:
+                self._arrived[key] = tile
+                for missing in self._awaited:
+                    missing.discard(key)
+                    if not missing:
+                        self._changed.notify_all()
+        if partial is not None:
+            self._pass_on(key, tile, partial)
 
-    def _forward(self, key: TileKey, received: Received) -> None:
+    def _forward(self, header: TileHeader, received: Received) -> None:
+        key = header.key
         following = schedules.forwards_to(self.num_ranks, self.rank, key.tile)
         if following is not None:
             if self._recorder.enabled:
                 num_bytes = sum(len(frame) for frame in received.frames)
                 self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
             self._transport.send(following, received.frames)
+
+    def _pass_on(self, key: TileKey, received: Array, partial: Array) -> None:
+        if received.shape != partial.shape:
+            raise BadMessage(reason=f"a tile has the shape {received.shape}, {partial.shape} was expected")
+        np.add(received, partial, out=partial)
+        self.send(self._next, key._replace(source=self.rank), partial)
 
     def _drop(self, what: str) -> None:
         self.dropped += 1

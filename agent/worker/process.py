@@ -22,6 +22,7 @@ import torch
 import zmq
 
 from agent.worker.allocator import keep_freed_buffers
+from agent.worker.casts import TorchCasts
 from agent.worker.communicator import Communicator
 from agent.worker.engine import Engine
 from agent.worker.shard import load_shard
@@ -80,7 +81,10 @@ class Worker:
     def connect(self, request: ConnectPeers) -> None:
         load = self._load
         self._transport.connect(request.peers)
-        codecs = {peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers}
+        codecs = {
+            peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter, TorchCasts())
+            for peer in request.peers
+        }
         self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)
         self._communicator.start()
         self._engine = Engine(load.plan, load.rank, self._shard, self._communicator, self._staging)

@@ -1,6 +1,6 @@
 """The weights of one rank, put together from the chunks in the store.
 
-H hidden, w = heads * head_dim of this rank, c MLP columns of this rank, V vocabulary rows of this rank, P positions.
+H hidden, d head_dim, w = heads * d of this rank, c MLP columns of this rank, V vocabulary rows of this rank, P positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hearth.errors import ChunkCorrupt
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
 from hearth.messages import ChunkRef
 from hearth.model.spec import ModelSpec
-from hearth.plan import Plan
+from hearth.plan import Holding, Plan
 
 
 @dataclass
@@ -28,10 +28,16 @@ class Norm:
 
 @dataclass
 class LayerShard:
-    """One layer. Row-parallel biases (`out_bias`, `down_bias`) belong to the connective: they are added once."""
+    """One layer: `held` says which heads and columns. Row-parallel biases belong to the connective: they are added once.
 
-    qkv_weight: Tensor  # [3w, H]
-    qkv_bias: Tensor  # [3w]
+    `qkv_blocks` are the heads of each block of `qkv_weight`: a block is Q, K and V of some heads, one after the other.
+    Sharded, there is one block; replicated, one for each rank, so that what a rank is sent is one GEMM.
+    """
+
+    held: Holding
+    qkv_blocks: tuple[Span, ...]
+    qkv_weight: Tensor  # [sum of 3w, H]
+    qkv_bias: Tensor  # [sum of 3w]
     out_weight: Tensor  # [H, w]
     out_bias: Tensor  # [H]
     norm1: Norm
@@ -54,8 +60,6 @@ class EmbeddingShard:
 @dataclass
 class Shard:
     spec: ModelSpec
-    heads: int
-    columns: int
     embedding: EmbeddingShard
     layers: list[LayerShard]
 
@@ -63,55 +67,62 @@ class Shard:
         return sum(tensor.nbytes for tensor in _tensors(self))
 
 
-def empty_shard(spec: ModelSpec, heads: int, columns: int, vocabulary: Span, device: torch.device) -> Shard:
-    """Memory for a shard, uninitialised: what is not in the rank's chunks is never read."""
+def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], device: torch.device) -> LayerShard:
+    """Memory for a layer, uninitialised: what is not in the rank's chunks is never read."""
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    def norm() -> Norm:
-        return Norm(new(spec.hidden_size), new(spec.hidden_size))
+    H, d = spec.hidden_size, spec.head_dim
+    width = 3 * d * sum(block.size for block in qkv_blocks)
+    return LayerShard(
+        held=held, qkv_blocks=qkv_blocks,
+        qkv_weight=new(width, H), qkv_bias=new(width), out_weight=new(H, held.out.size * d), out_bias=new(H),
+        norm1=Norm(new(H), new(H)), up_weight=new(held.columns.size, H), up_bias=new(held.columns.size),
+        down_weight=new(H, held.columns.size), down_bias=new(H), norm2=Norm(new(H), new(H)),
+    )  # fmt: skip
 
-    H, w = spec.hidden_size, heads * spec.head_dim
-    layers = [
-        LayerShard(
-            qkv_weight=new(3 * w, H), qkv_bias=new(3 * w), out_weight=new(H, w), out_bias=new(H), norm1=norm(),
-            up_weight=new(columns, H), up_bias=new(columns), down_weight=new(H, columns), down_bias=new(H), norm2=norm(),
-        )
-        for _ in range(spec.num_layers)
-    ]  # fmt: skip
-    embedding = EmbeddingShard(
+
+def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> EmbeddingShard:
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    return EmbeddingShard(
         vocabulary=vocabulary,
-        word=new(vocabulary.size, H),
-        position=new(spec.max_positions, H),
-        token_type=new(spec.type_vocab_size, H) if spec.type_vocab_size else None,
-        norm=norm(),
+        word=new(vocabulary.size, spec.hidden_size),
+        position=new(spec.max_positions, spec.hidden_size),
+        token_type=new(spec.type_vocab_size, spec.hidden_size) if spec.type_vocab_size else None,
+        norm=Norm(new(spec.hidden_size), new(spec.hidden_size)),
     )
-    return Shard(spec, heads, columns, embedding, layers)
+
+
+def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
+    """Memory for all that a rank holds."""
+    spec, body = plan.model, plan.body
+    layers = []
+    for index in range(spec.num_layers):
+        held, mode = body.holding(rank, index), body.mode(index)
+        by_rank = mode.qkv == "replicated" and mode.attention == "heads" and held.qkv.size
+        layers.append(empty_layer(spec, held, spans(body.heads) if by_rank else (held.qkv,), device))
+    return Shard(spec, empty_embedding(spec, spans(body.vocabulary)[rank], device), layers)
 
 
 def load_shard(
     plan: Plan, rank: int, chunks: tuple[ChunkRef, ...], path_of: Callable[[str], Path], device: torch.device
 ) -> Shard:
     """Fill a shard chunk by chunk; peak memory is the shard and one chunk. Raises ChunkCorrupt."""
-    spec, body = plan.model, plan.body
-    whole = body.strategy == "sp"
-    heads = Span(0, spec.num_heads) if whole else spans(body.heads)[rank]
-    columns = Span(0, spec.ffn_size) if whole else spans(body.columns)[rank]
-    shard = empty_shard(spec, heads.size, columns.size, spans(body.vocabulary)[rank], device)
+    shard = empty_shard(plan, rank, device)
     for chunk in chunks:
         path = path_of(chunk.hash)
         try:
             with safe_open(path, framework="pt", device="cpu") as stored:
-                _copy_chunk(shard, chunk, stored.get_tensor, heads.start, columns.start)
+                _copy_chunk(shard, chunk, stored.get_tensor)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise ChunkCorrupt(chunk=f"{chunk.hash[:12]} ({chunk.kind}, {error})", where=str(path.parent)) from None
     return shard
 
 
-def _copy_chunk(
-    shard: Shard, chunk: ChunkRef, stored: Callable[[str], Tensor], first_head: int, first_column: int
-) -> None:
+def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: Callable[[str], Tensor]) -> None:
     spec = shard.spec
     if chunk.kind == "vocabulary":
         rows = grain_span(chunk.grain, spec.vocab_size, VOCABULARY_GRAIN)
@@ -125,18 +136,15 @@ def _copy_chunk(
         _copy_norm(shard.embedding.norm, stored, "norm")
         return
     layer = shard.layers[chunk.layer]
-    if chunk.kind == "attention":
-        width = spec.num_heads // spec.num_kv_heads * spec.head_dim
-        start = chunk.grain * width - first_head * spec.head_dim
-        w = shard.heads * spec.head_dim
-        for i, name in enumerate(("q", "k", "v")):
-            part = slice(i * w + start, i * w + start + width)
-            layer.qkv_weight[part].copy_(stored(f"{name}.weight"))
-            layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
-        layer.out_weight[:, start : start + width].copy_(stored("o.weight"))
+    if chunk.kind == "qkv":
+        _copy_qkv(spec, layer, chunk.grain, stored)
+    elif chunk.kind == "out":
+        heads = _grain_heads(spec, chunk.grain)
+        start = (heads.start - layer.held.out.start) * spec.head_dim
+        layer.out_weight[:, start : start + heads.size * spec.head_dim].copy_(stored("o.weight"))
     elif chunk.kind == "mlp":
         columns = grain_span(chunk.grain, spec.ffn_size, COLUMN_GRAIN)
-        start = columns.start - first_column
+        start = columns.start - layer.held.columns.start
         part = slice(start, start + columns.size)
         layer.up_weight[part].copy_(stored("up.weight"))
         layer.up_bias[part].copy_(stored("up.bias"))
@@ -146,6 +154,27 @@ def _copy_chunk(
         layer.down_bias.copy_(stored("down.bias"))
         _copy_norm(layer.norm1, stored, "norm1")
         _copy_norm(layer.norm2, stored, "norm2")
+
+
+def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: Callable[[str], Tensor]) -> None:
+    heads, d = _grain_heads(spec, grain), spec.head_dim
+    before = 0
+    for block in layer.qkv_blocks:
+        if block.start <= heads.start < block.stop:
+            for i, name in enumerate(("q", "k", "v")):
+                start = before + (i * block.size + heads.start - block.start) * d
+                part = slice(start, start + heads.size * d)
+                layer.qkv_weight[part].copy_(stored(f"{name}.weight"))
+                layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
+            return
+        before += 3 * block.size * d
+    raise RuntimeError(f"heads {heads} are not of this rank")
+
+
+def _grain_heads(spec: ModelSpec, grain: int) -> Span:
+    """The heads of one KV group."""
+    group = spec.num_heads // spec.num_kv_heads
+    return Span(grain * group, (grain + 1) * group)
 
 
 def _copy_norm(norm: Norm, stored: Callable[[str], Tensor], name: str) -> None:
@@ -159,6 +188,6 @@ def _tensors(part: object) -> Iterator[Tensor]:
     elif isinstance(part, list):
         for item in part:
             yield from _tensors(item)
-    elif hasattr(part, "__dataclass_fields__"):
+    elif isinstance(part, LayerShard | EmbeddingShard | Shard | Norm):
         for name in part.__dataclass_fields__:
             yield from _tensors(getattr(part, name))

@@ -24,6 +24,9 @@ class Staging(Protocol):
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
         """Copy a received tile into `into`; work queued on the device afterwards sees it."""
 
+    def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
+        """Add a received tile to `into`."""
+
 
 class CpuStaging:
     device = torch.device("cpu")
@@ -35,6 +38,10 @@ class CpuStaging:
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
         # Into our own aligned buffer: GEMM kernels may round differently on memory aligned by chance.
         np.copyto(into.numpy(), tile)
+
+    def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
+        array = into.numpy()
+        np.add(array, tile, out=array)
 
 
 class CudaStaging:
@@ -70,6 +77,11 @@ class CudaStaging:
             into.copy_(host, non_blocking=True)
             into.record_stream(self._copies)
         compute.wait_stream(self._copies)
+
+    def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
+        received = torch.empty_like(into)
+        self.from_wire(tile, received)
+        into.add_(received)
 
 
 def make_staging(compute_device: str) -> Staging:

@@ -1,6 +1,6 @@
 """One forward pass on one rank, by each strategy, over the same blocks and the same collectives.
 
-T rows of the step, s rows of this rank, H hidden, w = heads * head_dim and c MLP columns of this rank.
+T rows of the step, s rows of this rank, H hidden, w = heads * head_dim and c MLP columns of this rank, F all columns.
 """
 
 from __future__ import annotations
@@ -43,38 +43,142 @@ def run(step: Step) -> Tensor:
         return _STRATEGIES[step.plan.body.strategy](step)
 
 
-# ---- hybrid model parallelism (and `local`, its case of one device) ------------------------------------------------
+# ---- hybrid model parallelism, with its cases `local` (one device) and `sp` (all weights everywhere) ------------------
 
 
 def _hybrid(step: Step) -> Tensor:
-    """Galaxy's HMP: tensor parallel inside attention and MLP, sequence parallel between (section III-B)."""
+    """Galaxy's HMP (section III-B): tensor parallel inside attention and MLP, sequence parallel between.
+
+    What a layer's mode says is replicated is computed on own rows instead (ALGORITHMS.md section 5).
+    """
     x_sH = _embed_rows(step, step.own)
     for index, layer in enumerate(step.shard.layers):
-        context_Tw = _gathered_attention(step, index, layer, x_sH)
-        y_sH = _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context_Tw, layer.out_weight)
+        mode = step.plan.body.mode(index)
+        if mode.attention == "rows":
+            y_sH = _attention_by_rows(step, index, layer, x_sH)
+        else:
+            exchanged = mode.qkv == "replicated"
+            qkv = (_exchanged_qkv if exchanged else _gathered_qkv)(step, index, layer, x_sH)
+            y_sH = (_exchanged_out if mode.out == "replicated" else _reduced_out)(step, index, layer, qkv)
         x_sH = _connect_attention(step, index, layer, x_sH, y_sH)
-        hidden_Tc = _gathered_mlp(step, index, layer, x_sH)
-        y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden_Tc, layer.down_weight)
+        y_sH = (_own_mlp if mode.mlp == "replicated" else _sharded_mlp)(step, index, layer, x_sH)
         x_sH = _connect_mlp(step, index, layer, x_sH, y_sH)
     return x_sH
 
 
-def _gathered_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """QKV sharded: all rows are gathered, and projected tile by tile for our heads. [T,3w]"""
     qkv = x_sH.new_empty(step.rows.num_rows, layer.qkv_weight.shape[0])
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
         if layer.qkv_weight.shape[0]:
             with step.recorder.bar(f"layer {index} qkv tile {tile}"):
                 blocks.project_qkv(layer, rows_xH, qkv[slice(*step.collectives.tiles[tile])])
-    return _attend_all(step, index, qkv)
+    return qkv
 
 
-def _gathered_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """QKV replicated: own rows are projected for each rank's heads in turn and sent while the next are. [T,3w]"""
+    heads, d = spans(step.plan.body.heads), step.shard.spec.head_dim
+    tiles, own = step.collectives.tiles, step.own
+
+    def project(rank: int, out: Tensor) -> Tensor:
+        part = slice(3 * d * heads[rank].start, 3 * d * heads[rank].stop)
+        with step.recorder.bar(f"layer {index} qkv for {rank}"):
+            torch.addmm(layer.qkv_bias[part], x_sH, layer.qkv_weight[part].t(), out=out)
+        return out
+
+    def for_target(rank: int) -> Tensor | None:
+        if not own.size or not heads[rank].size:
+            return None
+        return project(rank, x_sH.new_empty(own.size, 3 * d * heads[rank].size))
+
+    step.collectives.scatter_rows(index, Phase.EXCHANGE_QKV, for_target)
+    qkv = x_sH.new_empty(step.rows.num_rows, 3 * d * heads[step.rank].size)
+    if heads[step.rank].size:
+        if own.size:
+            project(step.rank, qkv[slice(*own)])
+        for source in step.collectives.peers:
+            if tiles[source].size:
+                step.collectives.collect_rows(index, Phase.EXCHANGE_QKV, source, qkv[slice(*tiles[source])])
+    return qkv
+
+
+def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
+    """Output projection sharded: attention of our heads, then partial sums of all rows, reduced and scattered. [s,H]"""
+    context_Tw = _attend_all(step, index, qkv)
+    return _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context_Tw, layer.out_weight)
+
+
+def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
+    """Output projection replicated: our heads' outputs go to the owners of their rows while the next are computed; own
+    rows are projected part by part as the other heads' outputs come. [s,H]"""
+    spec, heads = step.shard.spec, spans(step.plan.body.heads)
+    tiles, own = step.collectives.tiles, step.own
+    q_Tw, k_Tw, v_Tw = qkv.chunk(3, dim=1)
+
+    def attend(rank: int) -> Tensor | None:
+        if not heads[step.rank].size or not tiles[rank].size:
+            return None
+        with step.recorder.bar(f"layer {index} attention tile {rank}"):
+            rows = tiles[rank]
+            return blocks.attention(q_Tw[slice(*rows)], k_Tw, v_Tw, spec.head_dim, step.rows.sequences, rows)
+
+    step.collectives.scatter_rows(index, Phase.EXCHANGE_HEADS, attend)
+    y_sH = qkv.new_zeros(own.size, spec.hidden_size)
+
+    def add(rank: int, context_sw: Tensor) -> None:
+        columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
+        with step.recorder.bar(f"layer {index} out of {rank}"):
+            y_sH.addmm_(context_sw, layer.out_weight[:, columns].t())
+
+    if own.size:
+        context = attend(step.rank)
+        if context is not None:
+            add(step.rank, context)
+        for source in step.collectives.peers:
+            if heads[source].size:
+                received = qkv.new_empty(own.size, heads[source].size * spec.head_dim)
+                step.collectives.collect_rows(index, Phase.EXCHANGE_HEADS, source, received)
+                add(source, received)
+    return y_sH
+
+
+def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The paper's SP: K and V of all rows are gathered, attention and projections run on own rows. [s,H]"""
+    w = step.shard.spec.num_heads * step.shard.spec.head_dim
+    qkv = x_sH.new_empty(x_sH.shape[0], 3 * w)
+    if x_sH.shape[0]:
+        with step.recorder.bar(f"layer {index} qkv"):
+            blocks.project_qkv(layer, x_sH, qkv)
+    q_sw, k_sw, v_sw = (part.contiguous() for part in qkv.chunk(3, dim=1))
+    k_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sw)
+    v_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sw)
+    if not x_sH.shape[0]:
+        return x_sH
+    with step.recorder.bar(f"layer {index} attention"):
+        context_sw = blocks.attention(q_sw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, step.own)
+    with step.recorder.bar(f"layer {index} out"):
+        return context_sw @ layer.out_weight.t()
+
+
+def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
     hidden_Tc = x_sH.new_empty(step.rows.num_rows, layer.up_weight.shape[0])
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH):
         if layer.up_weight.shape[0]:
             with step.recorder.bar(f"layer {index} up tile {tile}"):
                 _mlp_up(step, layer, rows_xH, hidden_Tc[slice(*step.collectives.tiles[tile])])
-    return hidden_Tc
+    return _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden_Tc, layer.down_weight)
+
+
+def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """MLP replicated: own rows only, and nothing travels."""
+    if not x_sH.shape[0]:
+        return x_sH
+    hidden_sF = x_sH.new_empty(x_sH.shape[0], layer.up_weight.shape[0])
+    with step.recorder.bar(f"layer {index} up"):
+        _mlp_up(step, layer, x_sH, hidden_sF)
+    with step.recorder.bar(f"layer {index} down"):
+        return hidden_sF @ layer.down_weight.t()
 
 
 def _reduce_rows(step: Step, index: int, phase: Phase, name: str, input_Tx: Tensor, weight_Hx: Tensor) -> Tensor:
@@ -109,31 +213,6 @@ def _megatron(step: Step) -> Tensor:
     return x_TH[slice(*step.own)]
 
 
-# ---- sequence parallelism: all weights everywhere, K and V gathered -------------------------------------------------
-
-
-def _sequence(step: Step) -> Tensor:
-    """The paper's SP baseline: rows are split, K and V of all rows are gathered in every layer."""
-    x_sH = _embed_rows(step, step.own)
-    for index, layer in enumerate(step.shard.layers):
-        qkv = x_sH.new_empty(x_sH.shape[0], layer.qkv_weight.shape[0])
-        with step.recorder.bar(f"layer {index} qkv"):
-            blocks.project_qkv(layer, x_sH, qkv)
-        q_sw, k_sw, v_sw = (part.contiguous() for part in qkv.chunk(3, dim=1))
-        k_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sw)
-        v_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sw)
-        with step.recorder.bar(f"layer {index} attention"):
-            context_sw = blocks.attention(q_sw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, step.own)
-            y_sH = context_sw @ layer.out_weight.t()
-        x_sH = _connect_attention(step, index, layer, x_sH, y_sH)
-        with step.recorder.bar(f"layer {index} mlp"):
-            hidden_sc = x_sH.new_empty(x_sH.shape[0], layer.up_weight.shape[0])
-            _mlp_up(step, layer, x_sH, hidden_sc)
-            y_sH = hidden_sc @ layer.down_weight.t()
-        x_sH = _connect_mlp(step, index, layer, x_sH, y_sH)
-    return x_sH
-
-
 # ---- shared pieces -------------------------------------------------------------------------------------------------
 
 
@@ -159,14 +238,14 @@ def _embed_rows(step: Step, wanted: Span) -> Tensor:
         return word_rows(indexes) if len(indexes) else None
 
     with step.recorder.bar("embed"):
-        step.collectives.scatter_rows(Phase.EMBED, rows_for_target)
+        step.collectives.scatter_rows(0, Phase.EMBED, rows_for_target)
         word_sH = embedding.word.new_empty(wanted.size, spec.hidden_size)
         own = held_by(step.rank, wanted)
         word_sH[own - wanted.start] = word_rows(own)
     for source in range(step.plan.num_ranks):
         if source != step.rank and len(indexes := held_by(source, wanted)):
             received = word_sH.new_empty(len(indexes), spec.hidden_size)
-            step.collectives.collect_rows(Phase.EMBED, source, received)
+            step.collectives.collect_rows(0, Phase.EMBED, source, received)
             word_sH[indexes - wanted.start] = received
     return blocks.finish_embedding(embedding, word_sH, rows.positions[slice(*wanted)], spec.norm_eps)
 
@@ -197,5 +276,5 @@ _STRATEGIES: Mapping[str, Callable[[Step], Tensor]] = {
     "local": _hybrid,
     "hmp": _hybrid,
     "megatron-tp": _megatron,
-    "sp": _sequence,
+    "sp": _hybrid,
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.planners.auto import AutoPlanner, plan_strategy
-from coordinator.planners.base import Planner, PlanRequest
-from coordinator.planners.galaxy import GalaxyPlanner, capacity, on_subset
+from coordinator.planners.base import Planner, PlanRequest, on_subset
+from coordinator.planners.exact import ExactPlanner
+from coordinator.planners.galaxy import GalaxyPlanner, capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import Alternative, Plan
 
-__all__ = ["AutoPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan"]
+__all__ = ["AutoPlanner", "ExactPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan"]
 
 
 def make_plan(request: PlanRequest) -> Plan:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
-from coordinator.planners.base import PlanRequest, missing_bytes, price
-from coordinator.planners.galaxy import GalaxyPlanner, capacity, on_subset
+from coordinator.planners.base import PlanRequest, missing_bytes, on_subset, price
+from coordinator.planners.exact import ExactPlanner
+from coordinator.planners.galaxy import capacity
+from coordinator.planners.replicated import replicate
+from coordinator.planners.ring import best_ring
 from hearth.errors import BadPlan, ModelDoesNotFit
 from hearth.geometry import VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan import Alternative, Plan, Strategy, TransformerPlan
 from hearth.units import format_bytes
+
+_SHARING: tuple[Strategy, ...] = ("hmp", "sp", "megatron-tp")
+_MAX_LEAVE_ONE_OUT = 6
+_STEP = 1.35
+_A_HAIR = 1.01  # one more device is one more that can fail
+_REPLICATE_FROM = 2  # of the best sharded plans; each costs some twenty simulations
 
 
 class AutoPlanner:
@@ -20,15 +31,16 @@ class AutoPlanner:
     def plan(self, request: PlanRequest) -> Plan:
         plans: list[tuple[str, Plan]] = []
         failures: list[tuple[str, ModelDoesNotFit]] = []
-        for label, candidate, strategy in _candidates(request):
+        for label, make in _candidates(request):
             try:
-                plans.append((label, plan_strategy(candidate, strategy)))
+                plans.append((label, make()))
             except ModelDoesNotFit as error:
                 failures.append((label, error))
         if not plans:
             least = min(failures, key=lambda failure: failure[1].missing_bytes)
             raise least[1]
-        best_label, best = min(plans, key=lambda plan: plan[1].predicted.total_seconds)
+        plans += self._replicating(request, plans)
+        best_label, best = _choose(plans)
         lost = [
             Alternative(
                 strategy=label,
@@ -46,23 +58,69 @@ class AutoPlanner:
             )
             for label, error in failures
         ]
-        return best.model_copy(update={"planner": self.name, "alternatives": tuple(lost)})
+        planner = f"{self.name}: {best.planner}"
+        return best.model_copy(update={"planner": planner, "alternatives": tuple(lost)})
+
+    def _replicating(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+        """The most promising `hmp` plans, with spare memory spent on less traffic."""
+        sharded = sorted(
+            (plan for _, plan in plans if plan.body.strategy == "hmp"), key=lambda plan: plan.predicted.total_seconds
+        )
+        found = []
+        for plan in sharded[:_REPLICATE_FROM]:
+            subset = on_subset(request, tuple(device.device_id for device in plan.devices))
+            better = replicate(subset, plan)
+            if better is not plan:
+                found.append((f"hmp replicating on {len(plan.devices)} devices", better))
+        return found
+
+
+def _choose(plans: list[tuple[str, Plan]]) -> tuple[str, Plan]:
+    """The fastest; of those that are as fast but for a hair, the one on the fewest devices."""
+    least = min(plan.predicted.total_seconds for _, plan in plans)
+    close = [found for found in plans if found[1].predicted.total_seconds <= _A_HAIR * least]
+    return min(close, key=lambda found: (found[1].num_ranks, found[1].predicted.total_seconds))
+
+
+def _counts(num_devices: int) -> list[int]:
+    """How many of the fastest devices are tried: each number of a few, and ever larger steps beyond."""
+    counts = {num_devices}
+    count = 2
+    while count < num_devices:
+        counts.add(count)
+        count = max(count + 1, round(count * _STEP))
+    return sorted(count for count in counts if count >= 2)
 
 
 def plan_strategy(request: PlanRequest, strategy: Strategy) -> Plan:
-    """A plan of one strategy over all the request's devices (`local`: over its one device)."""
+    """The best plan of one strategy over all the request's devices (`local`: over its one device).
+
+    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit.
+    """
+    request = replace(request, cluster=best_ring(request.cluster))
     if strategy in ("hmp", "megatron-tp"):
-        return GalaxyPlanner(strategy).plan(request)
+        return ExactPlanner(strategy).plan(request)
     if strategy == "local" and len(request.cluster.devices) > 1:
         raise BadPlan(reason="the strategy local takes exactly one device")
-    body = _even(request, strategy)
-    if missing := missing_bytes(request, request.cluster, body):
-        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
-    return price(request, request.cluster, body, "even")
+    bodies = [_whole(request, strategy, rows) for rows in _splits(request)]
+    missing = [missing_bytes(request, request.cluster, body) for body in bodies]
+    if min(missing):
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
+    plans = [
+        price(request, request.cluster, body, "rows") for body, lacks in zip(bodies, missing, strict=True) if not lacks
+    ]
+    return min(plans, key=lambda plan: plan.predicted.total_seconds)
 
 
-def _even(request: PlanRequest, strategy: Strategy) -> TransformerPlan:
-    """Everything on one device, or (sp) rows and vocabulary in equal parts and all weights everywhere."""
+def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
+    """Rows in equal parts, and by speed where devices differ."""
+    speeds = [capacity(request.spec, device.blocks) for device in request.cluster.devices]
+    equal = (1.0,) * len(speeds)
+    return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]
+
+
+def _whole(request: PlanRequest, strategy: Strategy, rows: tuple[float, ...]) -> TransformerPlan:
+    """All weights on one device, or (sp) everywhere; the vocabulary in equal parts."""
     spec, num_ranks = request.spec, len(request.cluster.devices)
     vocabulary = largest_remainder([1.0] * num_ranks, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
     nothing = (0,) * (num_ranks - 1)
@@ -71,24 +129,34 @@ def _even(request: PlanRequest, strategy: Strategy) -> TransformerPlan:
         overlap=strategy != "sp",
         heads=(spec.num_heads, *nothing),
         columns=(spec.ffn_size, *nothing),
-        row_weights=(1.0,) * num_ranks,
+        row_weights=rows,
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
     )
 
 
-def _candidates(request: PlanRequest) -> Iterator[tuple[str, PlanRequest, Strategy]]:
-    """What is worth pricing: a label, the request on those devices, and the strategy."""
+def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """What is worth pricing: a label, and how to plan it."""
     devices = request.cluster.devices
     for device in devices:
-        yield f"local on {device.name}", on_subset(request, (device.device_id,)), "local"
+        alone = on_subset(request, (device.device_id,))
+        yield f"local on {device.name}", partial(plan_strategy, alone, "local")
     fastest = sorted(devices, key=lambda device: -capacity(request.spec, device.blocks))
-    for count in range(2, len(devices) + 1):
+    for count in _counts(len(devices)):
         chosen = {device.device_id for device in fastest[:count]}
         subset = on_subset(request, tuple(d.device_id for d in devices if d.device_id in chosen))
         where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
-        for strategy in ("hmp", "sp", "megatron-tp"):
-            yield f"{strategy} {where}", subset, strategy
+        for strategy in _SHARING:
+            yield f"{strategy} {where}", partial(plan_strategy, subset, strategy)
+    if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:  # the slow link may belong to a fast device
+        for left_out in devices:
+            rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))
+            if left_out is not fastest[-1]:
+                yield f"hmp without {left_out.name}", partial(plan_strategy, rest, "hmp")
 
 
 def _slower(seconds: float, best_seconds: float) -> str:
-    return f"slower by {seconds / best_seconds:.2f}x" if seconds > best_seconds else "as fast, but no faster"
+    return (
+        f"slower by {seconds / best_seconds:.2f}x"
+        if seconds > best_seconds
+        else "no faster worth mentioning, on more devices"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from coordinator.costs import predict
@@ -30,6 +30,11 @@ class Planner(Protocol):
     name: str
 
     def plan(self, request: PlanRequest) -> Plan: ...
+
+
+def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
+    """The same request for some of the devices."""
+    return replace(request, cluster=request.cluster.subset(device_ids))
 
 
 def price(

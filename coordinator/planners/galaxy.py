@@ -7,16 +7,15 @@ that a device will hold counts (`coordinator.memory`), and the vocabulary is spl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-from coordinator.memory import COMPUTE_BYTES, memory_use
+from coordinator.memory import memory_use
 from coordinator.planners.base import PlanRequest, missing_bytes, price
+from coordinator.planners.shares import Budget, body_of
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
-from hearth.model.sharding import chunk_weights
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Strategy, TransformerPlan
-from hearth.profile import BlockProfile, ClusterProfile
+from hearth.profile import BlockProfile
 
 
 def capacity(spec: ModelSpec, blocks: BlockProfile) -> float:
@@ -67,7 +66,7 @@ class GalaxyPlanner:
     def shares(self, request: PlanRequest) -> TransformerPlan:
         """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
         spec, cluster = request.spec, request.cluster
-        budget = _Budget(request, self._strategy)
+        budget = Budget(request, self._strategy)
         ranks = range(len(cluster.devices))
         capacities = [capacity(spec, device.blocks) for device in cluster.devices]
         # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
@@ -80,54 +79,18 @@ class GalaxyPlanner:
             v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks
         )
         a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
-        body = self._whole_grains(spec, a, b, v)
+        # S: equal; the connective is bound by memory access, not by speed.
+        body = body_of(
+            request,
+            self._strategy,
+            largest_remainder(a, spec.num_kv_heads),
+            largest_remainder(b, num_grains(spec.ffn_size, COLUMN_GRAIN)),
+            largest_remainder(v, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
+        )
         body = _repair(request, body)
         if missing := missing_bytes(request, cluster, body):  # lines 33-34
             raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
         return body
-
-    def _whole_grains(
-        self, spec: ModelSpec, a: Sequence[float], b: Sequence[float], v: Sequence[float]
-    ) -> TransformerPlan:
-        group = spec.num_heads // spec.num_kv_heads
-        num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
-        num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
-        return TransformerPlan(
-            strategy=self._strategy,
-            heads=tuple(share * group for share in largest_remainder(a, spec.num_kv_heads)),
-            columns=grains_to_items(largest_remainder(b, num_columns), spec.ffn_size, COLUMN_GRAIN),
-            row_weights=(1.0,) * len(a),  # S: equal; the connective is bound by memory access, not by speed
-            vocabulary=grains_to_items(largest_remainder(v, num_vocabulary), spec.vocab_size, VOCABULARY_GRAIN),
-        )
-
-
-class _Budget:
-    """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
-
-    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
-        spec, seq_len = request.spec, request.seq_len
-        num_ranks = len(request.cluster.devices)
-        empty = TransformerPlan(
-            strategy=strategy,
-            heads=(0,) * num_ranks,
-            columns=(0,) * num_ranks,
-            row_weights=(1.0,) * num_ranks,
-            vocabulary=(0,) * num_ranks,
-        )
-        self._left = [
-            device.budget_bytes - memory_use(spec, empty, rank, seq_len).total
-            for rank, device in enumerate(request.cluster.devices)
-        ]
-        group = spec.num_heads // spec.num_kv_heads
-        head_activations = group * (4 * seq_len * spec.head_dim + seq_len * seq_len)
-        self.head_grain = (spec.num_layers * chunk_weights(spec, "attention") + head_activations) * COMPUTE_BYTES
-        column_activations = 2 * seq_len * min(COLUMN_GRAIN, spec.ffn_size)
-        self.column_grain = (spec.num_layers * chunk_weights(spec, "mlp") + column_activations) * COMPUTE_BYTES
-        self.vocabulary_grain = chunk_weights(spec, "vocabulary") * COMPUTE_BYTES
-
-    def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
-        used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain
-        return max(self._left[device] - used, 0.0)
 
 
 def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
@@ -172,9 +135,3 @@ def _move_grain(shares: tuple[int, ...], source: int, target: int, grain: int, t
     grains[source] -= 1
     grains[target] += 1
     return grains_to_items(grains, total, grain)
-
-
-def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
-    """The same request for some of the devices."""
-    cluster: ClusterProfile = request.cluster.subset(device_ids)
-    return replace(request, cluster=cluster)

@@ -1,7 +1,7 @@
 """Cuts a checkpoint into chunks on plan-independent grains, and says which chunks a rank needs.
 
-A chunk is a safetensors blob named by its SHA-256: one KV group, 64 MLP columns, one layer's replicated vectors, 1024
-vocabulary rows, or the rest of the embedding. A re-plan moves chunks and renames none.
+A chunk is a safetensors blob named by its SHA-256: one KV group's QKV or output projection, 64 MLP columns, one layer's
+replicated vectors, 1024 vocabulary rows, or the rest of the embedding. A re-plan moves chunks and renames none.
 
 H hidden, g = query heads per group * head_dim (the rows of one attention grain), c columns of one MLP grain.
 """
@@ -27,8 +27,8 @@ from hearth.plan import Plan
 if TYPE_CHECKING:
     import numpy as np
 
-ChunkKind = Literal["attention", "mlp", "connective", "vocabulary", "embedding"]
-_FORMAT_VERSION = 1  # of a chunk's content; raised when it changes, so that cached manifests are made anew
+ChunkKind = Literal["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
+_FORMAT_VERSION = 2  # of a chunk's content; raised when it changes, so that cached manifests are made anew
 _MANIFEST: TypeAdapter[tuple[ChunkRef, ...]] = TypeAdapter(tuple[ChunkRef, ...])
 
 
@@ -48,10 +48,11 @@ def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
 
 def _slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[_Slice]:
     """What a chunk holds, under our tensor names (DESIGN.md "Shards": row-parallel weights along their input)."""
-    if kind == "attention":
+    if kind == "qkv":
         part = attention_grain_span(spec, grain)
-        rows = [_Slice(f"{name}.{what}", rows=part) for name in "qkv" for what in ("weight", "bias")]
-        return [*rows, _Slice("o.weight", columns=part)]
+        return [_Slice(f"{name}.{what}", rows=part) for name in "qkv" for what in ("weight", "bias")]
+    if kind == "out":
+        return [_Slice("o.weight", columns=attention_grain_span(spec, grain))]
     if kind == "mlp":
         part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
         return [
@@ -88,7 +89,7 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     names = TensorNames(FAMILIES[spec.family], checkpoint)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for part in _slices(spec, kind, grain):
-        in_layer = kind in ("attention", "mlp", "connective")
+        in_layer = kind in ("qkv", "out", "mlp", "connective")
         name = names.layer(layer, part.tensor) if in_layer else names.embedding(part.tensor)
         array = _checked(checkpoint, spec, name, part.tensor)
         if part.rows is not None:
@@ -137,7 +138,8 @@ def all_chunks(spec: ModelSpec) -> Iterator[tuple[ChunkKind, int, int]]:
     yield "embedding", 0, 0
     for layer in range(spec.num_layers):
         for grain in range(spec.num_kv_heads):
-            yield "attention", layer, grain
+            yield "qkv", layer, grain
+            yield "out", layer, grain
         for grain in range(num_grains(spec.ffn_size, COLUMN_GRAIN)):
             yield "mlp", layer, grain
         yield "connective", layer, 0
@@ -176,19 +178,24 @@ def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) ->
 def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: Plan, rank: int) -> tuple[ChunkRef, ...]:
     """Exactly the chunks that this rank needs: not one byte more travels."""
     spec, body = plan.model, plan.body
-    whole = body.strategy == "sp"
-    heads = Span(0, spec.num_heads) if whole else spans(body.heads)[rank]
-    columns = Span(0, spec.ffn_size) if whole else spans(body.columns)[rank]
-    # Only a rank with rows of its own normalises; under megatron-tp everyone repeats that for all rows.
-    has_rows = body.strategy == "megatron-tp" or body.row_weights[rank] > 0
-    grains = {
-        "attention": grains_of(heads, spec.num_heads, spec.num_heads // spec.num_kv_heads),
-        "mlp": grains_of(columns, spec.ffn_size, COLUMN_GRAIN),
+    group = spec.num_heads // spec.num_kv_heads
+    has_rows = body.has_rows(rank)
+    of_model: dict[ChunkKind, range] = {
         "vocabulary": grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN),
-        "connective": range(1 if has_rows else 0),
         "embedding": range(1 if has_rows else 0),
     }
-    return tuple(ref for ref in refs if ref.grain in grains[ref.kind])
+
+    def of_layer(layer: int) -> dict[ChunkKind, range]:
+        held = body.holding(rank, layer)
+        return {
+            "qkv": grains_of(held.qkv, spec.num_heads, group),
+            "out": grains_of(held.out, spec.num_heads, group),
+            "mlp": grains_of(held.columns, spec.ffn_size, COLUMN_GRAIN),
+            "connective": range(1 if held.connective else 0),
+        }
+
+    per_layer = [of_layer(layer) for layer in range(spec.num_layers)]
+    return tuple(ref for ref in refs if ref.grain in {**of_model, **per_layer[ref.layer]}[ref.kind])
 
 
 def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:

@@ -52,13 +52,11 @@ class SocketTransport:
         self._pull.rcvhwm = 0  # a plan bounds what can be in flight; a full queue would stall the ring
         self.port = self._bind(bind_host, ports)
         self._push: dict[int, tuple[zmq.Socket[Any], threading.Lock]] = {}
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.bind("inproc://wake")
-        self._woken = self._context.socket(zmq.PAIR)
-        self._woken.connect("inproc://wake")
-        self._poller = zmq.Poller()
-        self._poller.register(self._pull, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        # Only we can reach an inproc address: an empty message by it wakes the receiver.
+        self._pull.bind("inproc://wake")
+        self._wake = self._context.socket(zmq.PUSH)
+        self._wake.connect("inproc://wake")
+        self._receive_timeout_ms = -1
 
     def connect(self, peers: Sequence[Peer]) -> None:
         """Admit these peers and connect to each."""
@@ -88,10 +86,14 @@ class SocketTransport:
                 push.send(frame, more, copy=len(frame) < _COPY_BELOW_BYTES)
 
     def receive(self, timeout_seconds: float) -> Received | None:
-        for socket, _ in self._poller.poll(int(timeout_seconds * 1000)):
-            if socket is self._pull and not self._closed.is_set():
-                return self._read(self._pull.recv_multipart(copy=False))
-        return None
+        timeout_ms = int(timeout_seconds * 1000)
+        if timeout_ms != self._receive_timeout_ms:
+            self._pull.rcvtimeo = self._receive_timeout_ms = timeout_ms
+        try:
+            frames = self._pull.recv_multipart(copy=False)
+        except zmq.Again:
+            return None
+        return None if self._closed.is_set() else self._read(frames)
 
     def close(self) -> None:
         """Wake the receiver and free the sockets; the receiving thread must have ended, or ends by this."""
@@ -108,8 +110,8 @@ class SocketTransport:
 
     def release(self) -> None:
         """After `close`, when no thread is in `receive` any more: close what that thread polled."""
-        for socket in (self._pull, self._woken, self._wake):
-            socket.close()
+        self._pull.close()
+        self._wake.close(linger=0)
         self._context.term()
 
     def _read(self, frames: list[zmq.Frame]) -> Received | None:

@@ -383,15 +383,8 @@ def test_the_block_profiler_measures_every_curve_of_a_model() -> None:
     )
     blocks = BlockProfile.model_validate_json(done.stdout)
     assert blocks.seq_len == 32
-    assert (blocks.attention.sizes[-1], blocks.mlp.sizes[-1], blocks.connective.sizes[-1]) == (4, 256, 32)
-    assert all(
-        s > 0
-        for curve in (
-            blocks.attention,
-            blocks.mlp,
-            blocks.connective,
-            blocks.sequence_layer,
-            blocks.embedding,
-        )
-        for s in curve.seconds
-    )
+    assert (blocks.qkv.sizes[-1], blocks.up.sizes[-1], blocks.connective.sizes[-1]) == (4, 256, 32)
+    curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
+    assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
+    assert 0 < blocks.wire.encrypted_seconds_per_byte < 1e-6
+    assert set(blocks.wire.convert_seconds_per_value) == {"exact", "bf16", "fp16", "int8"}

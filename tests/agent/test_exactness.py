@@ -11,7 +11,7 @@ from support.models import minilm, save_random_model, small_bert, small_distilbe
 from support.plans import make_plan
 
 from hearth.model.families import read_spec
-from hearth.plan import STRATEGIES, WireFormat
+from hearth.plan import SEQUENCE, STRATEGIES, LayerMode, WireFormat
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 transformers = pytest.importorskip("transformers")
@@ -73,6 +73,35 @@ def test_a_device_may_have_no_rows_or_no_heads(strategy: str, bert: Path, tmp_pa
         rows, answers = cluster.run(sequences)
     assert [answer.num_rows for answer in answers][2] == 0
     assert np.abs(rows - reference(bert, sequences)).max() < TOLERANCE
+
+
+R, S = "replicated", "sharded"
+MODES = [LayerMode(qkv=qkv, out=out, mlp=mlp) for qkv in (R, S) for out in (R, S) for mlp in (R, S)]
+
+
+@pytest.mark.parametrize("split", SPLITS[1:], ids=str)
+@pytest.mark.parametrize("mode", [*MODES, SEQUENCE, SEQUENCE.model_copy(update={"mlp": S})], ids=str)
+def test_every_mode_of_a_layer_equals_transformers(
+    mode: LayerMode, split: tuple[int, ...], bert: Path, tmp_path: Path
+) -> None:
+    spec = read_spec(bert)
+    with EngineCluster(bert, make_plan(spec, "hmp", split, modes=[mode, LayerMode()]), tmp_path) as cluster:
+        for lengths in ([3], [spec.max_positions], [5, 1, 9]):
+            sequences = random_sequences(lengths, spec.vocab_size)
+            rows, _ = cluster.run(sequences)
+            assert np.abs(rows - reference(bert, sequences)).max() < TOLERANCE, lengths
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_modes_with_ranks_without_rows_or_heads_repeat_bit_for_bit(mode: LayerMode, bert: Path, tmp_path: Path) -> None:
+    spec = read_spec(bert)
+    sequences = random_sequences([13, 20], spec.vocab_size)
+    plan = make_plan(spec, "hmp", weights=(1, 0, 2), row_weights=(1, 2, 0), modes=[LayerMode(), mode])
+    with EngineCluster(bert, plan, tmp_path) as cluster:
+        first, _ = cluster.run(sequences)
+        assert np.abs(first - reference(bert, sequences)).max() < TOLERANCE
+        for _ in range(5):
+            assert np.array_equal(cluster.run(sequences)[0], first)
 
 
 def test_without_overlap_the_result_is_the_same_bit_for_bit(bert: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ keys = st.builds(
     phase=st.sampled_from(Phase),
     tile=st.integers(0, 2**16 - 1),
     source=st.integers(0, 2**16 - 1),
+    chunk=st.integers(0, 2**16 - 1),
 )
 tiles = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=6), elements=st.floats(-100, 100, width=32))
 wires = st.builds(

@@ -34,7 +34,7 @@ def test_all_chunks_together_are_the_model_bit_for_bit(family: str, num_files: i
         names = TensorNames(FAMILIES[family], checkpoint)
         for kind, layer, grain in all_chunks(spec):
             for ours, array in load(chunk_bytes(checkpoint, spec, kind, layer, grain)).items():
-                in_layer = kind in ("attention", "mlp", "connective")
+                in_layer = kind in ("qkv", "out", "mlp", "connective")
                 theirs = names.layer(layer, ours) if in_layer else names.embedding(ours)
                 parts.setdefault(theirs, []).append(array)
     assert set(parts) == set(expected)
@@ -114,7 +114,7 @@ def test_under_sp_every_rank_holds_all_layers_and_its_own_vocabulary() -> None:
     )
     plan = make_plan(BERT_LARGE, "sp", (1, 1))
     first, second = (chunks_for_rank(refs, plan, rank) for rank in range(2))
-    layers = {ref for ref in refs if ref.kind in ("attention", "mlp", "connective")}
+    layers = {ref for ref in refs if ref.kind in ("qkv", "out", "mlp", "connective")}
     assert layers <= set(first)
     assert layers <= set(second)
     assert not {ref for ref in first if ref.kind == "vocabulary"} & {ref for ref in second if ref.kind == "vocabulary"}

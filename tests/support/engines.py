@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from agent.store import ShardStore
+from agent.worker.casts import TorchCasts
 from agent.worker.communicator import Communicator
 from agent.worker.engine import Engine
 from agent.worker.shard import load_shard
@@ -51,7 +52,7 @@ class EngineCluster:
                 staging = make_staging(compute_device)
                 shard = load_shard(plan, rank, chunks, store.path_of, staging.device)
                 codecs = {
-                    peer: Codec(plan.wire, bytes_per_second or 1e9, time.perf_counter)
+                    peer: Codec(plan.wire, bytes_per_second or 1e9, time.perf_counter, TorchCasts())
                     for peer in range(plan.num_ranks)
                     if peer != rank
                 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.model.spec import ModelSpec
-from hearth.plan import MemoryUse, Plan, PlannedDevice, Prediction, Strategy, TransformerPlan, WireFormat
+from hearth.plan import LayerMode, MemoryUse, Plan, PlannedDevice, Prediction, Strategy, TransformerPlan, WireFormat
 from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 
 BERT_LARGE = ModelSpec(
@@ -27,6 +27,7 @@ def make_plan(
     wire: WireFormat = PLAIN_WIRE,
     overlap: bool = True,
     epoch: int = 1,
+    modes: Sequence[LayerMode] = (),
 ) -> Plan:
     """A plan whose heads, columns and vocabulary follow `weights`, one per device; no planner involved."""
     group = spec.num_heads // spec.num_kv_heads
@@ -39,6 +40,7 @@ def make_plan(
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(row_weights or weights),
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
+        modes=tuple(modes),
     )
     memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
     devices = tuple(
@@ -66,11 +68,14 @@ def device_profile(
         budget_bytes=budget_bytes,
         blocks=BlockProfile(
             seq_len=seq_len,
-            attention=curve(spec.num_heads, 0.08),
-            mlp=curve(spec.ffn_size, 0.14),
+            qkv=curve(spec.num_heads, 0.05),
+            core=curve(spec.num_heads, 0.014),
+            out=curve(spec.num_heads, 0.016),
+            up=curve(spec.ffn_size, 0.07),
+            down=curve(spec.ffn_size, 0.07),
             connective=curve(seq_len, 0.002),
-            sequence_layer=curve(seq_len, 0.224),
             embedding=curve(seq_len, 0.002),
+            mlp_rows=curve(seq_len, 0.14),
         ),
     )
 
