@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.planners import PlanRequest, make_plan
+from coordinator.planners import PlanRequest, plan_strategy
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import STRATEGIES, Plan, Strategy
 from hearth.profile import ClusterProfile
@@ -24,7 +24,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        return f"{self.strategy} on {', '.join(self.devices)}"
+        return f"{self.plan.body.title if self.plan else self.strategy} on {', '.join(self.devices)}"
 
     @property
     def seconds(self) -> float:
@@ -52,7 +52,7 @@ class Bottleneck:
 
 def label_of(plan: Plan) -> str:
     """`hmp on attic, kitchen`."""
-    return f"{plan.body.strategy} on {', '.join(device.name for device in plan.devices)}"
+    return f"{plan.body.title} on {', '.join(device.name for device in plan.devices)}"
 
 
 def options(request: PlanRequest, chosen: Plan) -> list[Option]:
@@ -67,7 +67,8 @@ def options(request: PlanRequest, chosen: Plan) -> list[Option]:
         option = _price(candidate, strategy)
         planned = tuple(device.device_id for device in option.plan.devices) if option.plan else members
         found.setdefault((strategy, planned), option)
-    found.pop((chosen.body.strategy, ids), None)
+    if not chosen.body.modes:
+        found.pop((chosen.body.strategy, ids), None)
     others = sorted(found.values(), key=lambda option: (option.seconds, option.missing_bytes))
     return [Option(chosen.body.strategy, tuple(device.name for device in chosen.devices), chosen), *others]
 
@@ -77,7 +78,7 @@ def best_of_each_strategy(priced: Sequence[Option]) -> list[Plan]:
     plans: dict[str, Plan] = {}
     for option in priced:
         if option.plan is not None:
-            plans.setdefault(option.strategy, option.plan)
+            plans.setdefault(option.plan.body.title if option.plan.body.modes else option.strategy, option.plan)
     return list(plans.values())
 
 
@@ -96,7 +97,7 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[Strategy, tuple[str, ...
 def _price(request: PlanRequest, strategy: Strategy) -> Option:
     names = tuple(device.name for device in request.cluster.devices)
     try:
-        plan = make_plan(request)
+        plan = plan_strategy(request, strategy)
     except ModelDoesNotFit as error:
         return Option(strategy, names, None, error.missing_bytes)
     return Option(strategy, tuple(device.name for device in plan.devices), plan)

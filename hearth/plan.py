@@ -107,6 +107,17 @@ class TransformerPlan(BaseModel):
             return SEQUENCE
         return self.modes[layer] if self.modes else SHARDED
 
+    @property
+    def title(self) -> str:
+        """`hmp`, or `hmp with qkv, out replicated`: what a person should know of it in a line."""
+        groups = [
+            group if count == len(self.modes) else f"{group} ({count} of {len(self.modes)} layers)"
+            for group in ("qkv", "out", "mlp")
+            if (count := sum(getattr(mode, group) == "replicated" for mode in self.modes))
+        ]
+        by_rows = ", attention by rows" if any(mode.attention == "rows" for mode in self.modes) else ""
+        return f"{self.strategy} with {', '.join(groups)} replicated{by_rows}" if groups else self.strategy
+
     def has_rows(self, rank: int) -> bool:
         """Whether the rank has rows of its own to normalise; under megatron-tp everyone repeats that for all rows."""
         return self.strategy == "megatron-tp" or self.row_weights[rank] > 0

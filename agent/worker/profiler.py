@@ -25,7 +25,7 @@ from agent.worker.shard import EmbeddingShard, LayerShard, empty_embedding, empt
 from agent.worker.staging import make_staging
 from hearth.codec import Codec
 from hearth.framing import Phase, TileKey, decode_tile, encode_tile
-from hearth.geometry import COLUMN_GRAIN, Span
+from hearth.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.messages import Peer
 from hearth.model.spec import ModelSpec
 from hearth.plan import Holding, WireFormat
@@ -117,7 +117,7 @@ def profile(request: ProfilerRequest) -> BlockProfile:
     heads, columns, rows = (
         _sizes(spec.num_heads, group),
         _sizes(spec.ffn_size, COLUMN_GRAIN),
-        _sizes(S, 1),
+        _sizes(S, ROW_GRAIN),
     )
     with torch.inference_mode():
         curves = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -15,6 +16,7 @@ from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import alternatives_table, options_list, plan_tables
 from coordinator.config import load_settings
+from coordinator.costs import predicted_timeline
 from coordinator.explanation import option_as_json, options, why_won
 from coordinator.goal import Model, open_model, plan_request
 from coordinator.limits import parse_limit
@@ -23,6 +25,7 @@ from coordinator.state import ServingGoal, write_atomically
 from hearth.errors import BadSetting
 from hearth.plan import STRATEGIES, Plan, WireFormat
 from hearth.profile import ClusterProfile
+from hearth.trace import chrome_trace
 from hearth.units import format_seconds
 
 _NUM_OTHERS = 3  # alternatives that are shown without --explain
@@ -94,6 +97,13 @@ def plan(
         typer.Option(help="Timed steps of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Save the predicted timeline as a Chrome trace, to lay beside that of `hearth embed --trace`.",
+            metavar="FILE",
+        ),
+    ] = None,
     save_profile: Annotated[
         Path | None, typer.Option(help="Save what was measured of devices and links as JSON.", metavar="FILE")
     ] = None,
@@ -115,6 +125,7 @@ def plan(
             ("--save-profile", save_profile),
             ("--save", save),
             ("--explain", explain),
+            ("--timeline", timeline),
         ):
             if given:
                 raise BadSetting(setting=option, reason="it does not go with --compare")
@@ -135,7 +146,9 @@ def plan(
     request = plan_request(goal, opened, cluster)
     made = make_plan(request)
     if save is not None:
-        _save(save, made)
+        _save("--save", save, made.model_dump_json(indent=1))
+    if timeline is not None:
+        _save("--timeline", timeline, _timeline(made, cluster))
     if as_json:
         printed = made.model_dump(mode="json")
         if explain:
@@ -151,11 +164,16 @@ async def _measure(goal: ServingGoal, model: Model, reach: Reach) -> ClusterProf
         return live.profile
 
 
-def _save(path: Path, made: Plan) -> None:
+def _timeline(made: Plan, cluster: ClusterProfile) -> str:
+    used = cluster.subset(tuple(device.device_id for device in made.devices))
+    return json.dumps(chrome_trace(predicted_timeline(made.model, made.body, used, made.seq_len, made.wire)))
+
+
+def _save(option: str, path: Path, text: str) -> None:
     try:
-        write_atomically(path, made.model_dump_json(indent=1))
+        write_atomically(path, text)
     except OSError as error:
-        raise BadSetting(setting="--save", reason=f"{path} cannot be written ({error.strerror})") from None
+        raise BadSetting(setting=option, reason=f"{path} cannot be written ({error.strerror})") from None
 
 
 def _print(made: Plan, request: PlanRequest, explain: bool) -> None:

@@ -64,7 +64,7 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
     """Per device: its shares and its busy time in a step; and its bytes by kind against the budget."""
     devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
     title = (
-        f"Plan: {plan.model.name} by {plan.body.strategy} on {devices}, "
+        f"Plan: {plan.model.name} by {plan.body.title} on {devices}, "
         f"{plan.seq_len} rows a step, predicted {format_seconds(plan.predicted.total_seconds)}"
     )
     shares = Table(title=title, title_justify="left", show_edge=False)

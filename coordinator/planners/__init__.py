@@ -11,7 +11,7 @@ from coordinator.planners.galaxy import GalaxyPlanner, capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import Alternative, Plan
 
-__all__ = ["AutoPlanner", "ExactPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan"]
+__all__ = ["AutoPlanner", "ExactPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan", "plan_strategy"]
 
 
 def make_plan(request: PlanRequest) -> Plan:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
-from coordinator.costs import StepGraph, predict
+from coordinator.costs import StepGraph, predict, predicted_timeline
 from coordinator.memory import memory_use
 from coordinator.planners import PlanRequest
 from coordinator.planners import make_plan as plan_for
@@ -17,6 +17,7 @@ from coordinator.simulator import Task, simulate
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
 from hearth.plan import WireFormat, plan_from_json
+from hearth.trace import chrome_trace, transfers
 
 EXACT = WireFormat()
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
@@ -292,3 +293,16 @@ def test_a_strategy_asked_for_is_taken_and_the_better_one_named() -> None:
     assert plan.body.strategy == "hmp"
     assert plan.planner == "exact (proven best)"
     assert "was asked for" in plan.alternatives[0].reason
+
+
+def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> None:
+    """It goes through the same code as a measured trace: every transfer has both ends, and overlap shows."""
+    profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
+    for strategy in ("hmp", "sp", "megatron-tp"):
+        body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]
+        traces = predicted_timeline(SMALL, body, profile, 284, EXACT)
+        sent = [event for trace in traces for event in trace.events if event.lane == "send"]
+        assert len(transfers(traces)) == len(sent) > 0
+        assert chrome_trace(traces)["traceEvents"]
+        end = max(event.end_seconds for trace in traces for event in trace.events)
+        assert end == pytest.approx(predict(SMALL, body, profile, 284, EXACT)[0].total_seconds, rel=1e-3)
