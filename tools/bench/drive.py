@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import zmq
@@ -19,23 +22,24 @@ from hearth.model.families import read_spec
 from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
+from hearth.profile import BlockProfile, Link
 from tools.testbed import Testbed
 
-import sys
-
 _ANSWER_SECONDS = 180.0
-_GLOO_PORT = 29511
+_LOOK_MS = 500  # how soon the end of a runner is noticed
+_FIRST_GLOO_PORT = 29511
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step: from the first device's start to the last one's end."""
+    """One step: from the first device's start to the last one's end. Bytes only where it was traced."""
 
     seconds: float
     cpu_seconds: tuple[float, ...]
-    sent_bytes: int
-    raw_bytes: int
     sums: list[float]
+    sent_bytes: int = 0  # by all devices, forwarded tiles included
+    raw_bytes: int = 0  # the same values as float32
+    lz4_saved_bytes: int = 0
     traces: tuple[list[dict[str, Any]], ...] = ()
 
 
@@ -55,14 +59,23 @@ class StoredModel:
 
 
 class _Group:
-    """Processes that answer JSON requests, one per device."""
+    """Processes that answer JSON requests, one per device. The testbed ends them; leaving the context closes sockets."""
 
-    def __init__(self, testbed: Testbed, devices: Sequence[str], kind: str) -> None:
-        self.devices = list(devices)
+    def __init__(self, testbed: Testbed, kind: str) -> None:
         self._testbed = testbed
         self._kind = kind
         self._context: zmq.Context[Any] = zmq.Context.instance()
         self._sockets: dict[str, zmq.Socket[Any]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for socket in self._sockets.values():
+            socket.close()
 
     def start(self, name: str, *arguments: str) -> None:
         address = f"ipc://{self._testbed.folder / f'{self._kind}-{name}'}"
@@ -71,36 +84,42 @@ class _Group:
         socket.bind(address)
         self._sockets[name] = socket
         module = f"tools.bench.{self._kind}"
-        with (self._testbed.folder / f"{self._kind}-{name}.log").open("ab") as log:
-            self._testbed.popen(
+        with self._log(name).open("ab") as log:
+            self._processes[name] = self._testbed.popen(
                 name, sys.executable, "-m", module, address, *arguments, stdout=log, stderr=log,
-                memory_limited=False, environment={"GLOO_SOCKET_IFNAME": "eth0"},
+                stdin=subprocess.DEVNULL, memory_limited=False, environment={"GLOO_SOCKET_IFNAME": "eth0"},
             )  # fmt: skip
 
     def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Send to all at once, then wait for all. Raises InternalError with what a runner said."""
         for name, request in requests.items():
             self._sockets[name].send(json.dumps(request).encode())
-        answers = {}
-        for name in requests:
-            if not self._sockets[name].poll(int(_ANSWER_SECONDS * 1000)):
-                raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=_ANSWER_SECONDS)
-            answers[name] = json.loads(self._sockets[name].recv())
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        answers = {name: self._answer(name, deadline) for name in requests}
         for name, answer in answers.items():
             if "error" in answer:
                 raise InternalError(where=f"{self._kind} on {name}", reason=answer["error"])
         return answers
 
-    def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close()
+    def _answer(self, name: str, deadline: float) -> dict[str, Any]:
+        while not self._sockets[name].poll(_LOOK_MS):
+            if self._processes[name].poll() is not None:
+                said = self._log(name).read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+                raise InternalError(where=f"{self._kind} on {name}", reason=f"it has ended: {said[-1]}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=_ANSWER_SECONDS)
+        answer: dict[str, Any] = json.loads(self._sockets[name].recv())
+        return answer
+
+    def _log(self, name: str) -> Path:
+        return self._testbed.folder / f"{self._kind}-{name}.log"
 
 
 class EngineRunners(_Group):
     """The worker's engine on every device; any number of plans stay loaded."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
-        super().__init__(testbed, devices, "runner")
+        super().__init__(testbed, "runner")
         for name in devices:
             self.start(name, testbed.address(name))
         self._plans: dict[str, Plan] = {}
@@ -108,6 +127,7 @@ class EngineRunners(_Group):
     def load(self, plan_id: str, plan: Plan, model: StoredModel, encrypt: bool, link_bytes_per_second: float) -> None:
         """The plan's devices are named as the testbed's."""
         names = [device.name for device in plan.devices]
+        self._plans[plan_id] = plan
         bound = self.ask(
             {
                 name: {
@@ -124,18 +144,14 @@ class EngineRunners(_Group):
                     "do": "connect",
                     "plan_id": plan_id,
                     "peers": [
-                        {
-                            "rank": rank, "host": self._testbed.address(other),
-                            "bytes_per_second": link_bytes_per_second, **bound[other],
-                        }
+                        self._peer(rank, other, bound[other], link_bytes_per_second)
                         for rank, other in enumerate(names)
                         if other != name
                     ],
                 }
                 for name in names
             }
-        )  # fmt: skip
-        self._plans[plan_id] = plan
+        )
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> Sample:
         request = {"do": "run", "plan_id": plan_id, "num_rows": num_rows, "trace": trace}
@@ -144,9 +160,10 @@ class EngineRunners(_Group):
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
             cpu_seconds=tuple(part["cpu_seconds"] for part in parts),
-            sent_bytes=sum(part["wire"]["sent_bytes"] for part in parts),
-            raw_bytes=sum(part["wire"]["raw_bytes"] for part in parts),
             sums=[sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)],
+            sent_bytes=sum(part["sent_bytes"] for part in parts),
+            raw_bytes=sum(part["raw_bytes"] for part in parts),
+            lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
             traces=tuple(part["trace"] for part in parts),
         )
 
@@ -154,29 +171,78 @@ class EngineRunners(_Group):
         names = [device.name for device in self._plans.pop(plan_id).devices]
         self.ask({name: {"do": "unload", "plan_id": plan_id} for name in names})
 
+    def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
+        """All of these at the same time, with so many threads each: let no two of them share a core."""
+        request = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
+        answers = self.ask({name: {**request, "num_threads": threads} for name, threads in devices.items()})
+        return {name: BlockProfile.model_validate(answer["blocks"]) for name, answer in answers.items()}
+
+    def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
+        """Over the data plane's kind of socket."""
+        ends = {
+            name: {"do": "open_link", "rank": rank, "encrypt": encrypt} for rank, name in enumerate((source, target))
+        }
+        bound = self.ask(ends)
+        self.ask(
+            {
+                source: {"do": "connect_link", "peer": self._peer(1, target, bound[target], 1e9)},
+                target: {"do": "connect_link", "peer": self._peer(0, source, bound[source], 1e9)},
+            }
+        )
+        measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
+        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        return Link(source=source, target=target, **measured[source])
+
+    def _peer(self, rank: int, name: str, bound: Mapping[str, Any], bytes_per_second: float) -> dict[str, Any]:
+        return {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound}
+
 
 class GlooRunners(_Group):
-    """torch.distributed on gloo over the given devices."""
+    """torch.distributed on gloo; `join` says which of the devices take part from now on."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
-        super().__init__(testbed, devices, "gloo")
-        host = testbed.address(devices[0])
-        for rank, name in enumerate(devices):
-            self.start(name, str(rank), str(len(devices)), host, str(_GLOO_PORT))
+        super().__init__(testbed, "gloo")
+        self._members: list[str] = []
+        self._next_port = _FIRST_GLOO_PORT
+        for name in devices:
+            self.start(name)
+
+    def join(self, devices: Sequence[str]) -> None:
+        if self._members == list(devices):
+            return
+        if self._members:
+            self.ask({name: {"do": "leave"} for name in self._members})
+        self._members = list(devices)
+        host = self._testbed.address(devices[0])
+        self.ask(
+            {
+                name: {
+                    "do": "join",
+                    "rank": rank,
+                    "num_ranks": len(devices),
+                    "host": host,
+                    "port": self._next_port,
+                }
+                for rank, name in enumerate(devices)
+            }
+        )
+        self._next_port += 1
 
     def load(self, model: StoredModel) -> None:
-        path = str(model.directory / "model.safetensors")
-        spec = model.spec
-        request = {"do": "load", "path": path, "num_heads": spec.num_heads, "num_layers": spec.num_layers}
-        self.ask({name: request for name in self.devices})
+        request = {"do": "load", "model_dir": str(model.directory)}
+        self.ask(dict.fromkeys(self._members, request))
+
+    def unload(self) -> None:
+        self.ask({name: {"do": "unload"} for name in self._members})
 
     def run(self, num_rows: int, wire: str) -> Sample:
-        answers = self.ask({name: {"do": "run", "num_rows": num_rows, "wire": wire} for name in self.devices})
-        parts = list(answers.values())
+        """`sent_bytes` are what the network interfaces count, with headers."""
+        parts = list(
+            self.ask({name: {"do": "run", "num_rows": num_rows, "wire": wire} for name in self._members}).values()
+        )
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
             cpu_seconds=tuple(part["cpu_seconds"] for part in parts),
-            sent_bytes=0,
-            raw_bytes=0,
             sums=parts[0]["sums"],
+            sent_bytes=sum(part["sent_bytes"] for part in parts),
         )

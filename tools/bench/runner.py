@@ -7,8 +7,11 @@ time. Only the plan whose step is asked for works; the others' threads wait in `
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +21,59 @@ import torch
 import zmq
 
 from agent.worker.allocator import keep_freed_buffers
+from agent.worker.casts import TorchCasts
 from agent.worker.communicator import Communicator
 from agent.worker.engine import Engine
+from agent.worker.profiler import ProfilerRequest, profile
 from agent.worker.shard import Shard, load_shard
 from agent.worker.staging import CpuStaging
-from hearth.codec import Codec
+from hearth.codec import Codec, wire_layout
+from hearth.errors import HearthError, StepFailed
+from hearth.framing import read_header
 from hearth.messages import ChunkRef, Peer, RunStep
+from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, plan_from_json
 from hearth.security import new_keypair
+from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
+
+_TOKEN = bytes(16)
+_STEP_SECONDS = 60.0
+# The link is measured with messages of a tile's size, of which enough are on their way to keep any link busy.
+_MESSAGE_BYTES = 128 << 10
+_WINDOW = 12
+_PINGS = 15
+_LINK_TIMEOUT_SECONDS = 30.0
+
+
+class _CountingTransport(SocketTransport):
+    """Adds up what it sends while `counting`: forwarded tiles too, of which a codec knows nothing."""
+
+    counting = False
+    sent_bytes = raw_bytes = unpacked_bytes = 0
+
+    def count_from_zero(self) -> None:
+        self.sent_bytes = self.raw_bytes = self.unpacked_bytes = 0
+        self.counting = True
+
+    def send(self, target: int, frames: Sequence[Buffer]) -> None:
+        if self.counting:
+            tile = read_header(_TOKEN, frames)
+            self.sent_bytes += sum(len(frame) for frame in frames[1:])
+            self.raw_bytes += math.prod(tile.shape) * tile.dtype.itemsize
+            self.unpacked_bytes += sum(
+                math.prod(shape) * dtype.itemsize for dtype, shape in wire_layout(tile.values, tile.dtype, tile.shape)
+            )
+        super().send(target, frames)
 
 
 @dataclass
 class _Loaded:
     plan: Plan
     rank: int
+    shard_key: str
     shard: Shard
-    transport: SocketTransport
+    transport: _CountingTransport
     communicator: Communicator | None = None
     engine: Engine | None = None
     step: int = 0
@@ -45,52 +84,145 @@ class Runner:
         torch.set_num_threads(1)
         self._host = host
         self._loaded: dict[str, _Loaded] = {}
+        self._probe: SocketTransport | None = None
+
+    # ---- plans ----------------------------------------------------------------------------------------------------
 
     def load(self, plan_id: str, plan: str, rank: int, chunks: list[Any], store: str, encrypt: bool) -> dict[str, Any]:
-        refs = tuple(ChunkRef.model_validate(chunk) for chunk in chunks)
         parsed = plan_from_json(plan)
-        shard = load_shard(parsed, rank, refs, lambda name: Path(store) / name[:2] / name, torch.device("cpu"))
+        key, shard = self._shard(parsed, rank, tuple(ChunkRef.model_validate(chunk) for chunk in chunks), store)
         keypair = new_keypair() if encrypt else None
-        transport = SocketTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
-        self._loaded[plan_id] = _Loaded(parsed, rank, shard, transport)
+        transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
+        self._loaded[plan_id] = _Loaded(parsed, rank, key, shard, transport)
         return {"port": transport.port, "public_key": transport.public_key}
+
+    def _shard(self, plan: Plan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
+        """Plans that differ only in how they communicate share their weights."""
+        shares = plan.body.model_dump(mode="json", exclude={"overlap"})
+        key = json.dumps([store, rank, shares], sort_keys=True)
+        for other in self._loaded.values():
+            if other.shard_key == key:
+                return key, other.shard
+        return key, load_shard(plan, rank, refs, lambda name: Path(store) / name[:2] / name, torch.device("cpu"))
 
     def connect(self, plan_id: str, peers: list[Any]) -> dict[str, Any]:
         loaded = self._loaded[plan_id]
         known = [Peer.model_validate(peer) for peer in peers]
         loaded.transport.connect(known)
-        codecs = {peer.rank: Codec(loaded.plan.wire, peer.bytes_per_second, time.perf_counter) for peer in known}
-        loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, bytes(16), codecs)
+        codecs = {
+            peer.rank: Codec(loaded.plan.wire, peer.bytes_per_second, time.perf_counter, TorchCasts()) for peer in known
+        }
+        loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, _TOKEN, codecs)
         loaded.communicator.start()
         loaded.engine = Engine(loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
         return {}
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
+        """One step. What was sent is counted only with `trace`: such a step is not for timing."""
         loaded = self._loaded[plan_id]
         assert loaded.engine is not None
         loaded.step += 1
         request = RunStep(
-            holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=60.0, trace=trace
-        )
+            holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=_STEP_SECONDS,
+            trace=trace,
+        )  # fmt: skip
         ids = (np.arange(num_rows, dtype=np.int32) * 7919) % loaded.plan.model.vocab_size
+        transport = loaded.transport
+        if trace:
+            transport.count_from_zero()
         cpu = time.process_time()
-        done, output = loaded.engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
+        try:
+            done, output = loaded.engine.run(request, ids, np.array([0, num_rows], dtype=np.int32))
+        finally:
+            transport.counting = False
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
             "cpu_seconds": time.process_time() - cpu,
-            "wire": done.wire.model_dump(),
+            "sent_bytes": transport.sent_bytes if trace else 0,
+            "raw_bytes": transport.raw_bytes if trace else 0,
+            "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes if trace else 0,
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump() for event in done.trace],
         }
 
     def unload(self, plan_id: str) -> dict[str, Any]:
-        loaded = self._loaded.pop(plan_id)
+        loaded = self._loaded.pop(plan_id, None)
+        if loaded is None:
+            return {}
         if loaded.communicator is not None:
             loaded.communicator.close()
         else:
             loaded.transport.close()
         return {}
+
+    # ---- the profile ----------------------------------------------------------------------------------------------
+
+    def profile(self, model: Any, seq_len: int, num_threads: int) -> dict[str, Any]:
+        """The latencies of one layer's blocks here, as the agent's profiler measures them."""
+        spec = ModelSpec.model_validate(model)
+        request = ProfilerRequest(model=spec, seq_len=seq_len, num_threads=num_threads, compute_device="cpu")
+        return {"blocks": profile(request).model_dump()}
+
+    def open_link(self, rank: int, encrypt: bool) -> dict[str, Any]:
+        """One end of a measurement between two devices: rank 0 sends, rank 1 receives."""
+        self.close_link()
+        self._probe = SocketTransport(rank, 2, self._host, (0, 0), new_keypair() if encrypt else None)
+        return {"port": self._probe.port, "public_key": self._probe.public_key}
+
+    def connect_link(self, peer: Any) -> dict[str, Any]:
+        assert self._probe is not None
+        self._probe.connect([Peer.model_validate(peer)])
+        return {}
+
+    def measure_link(self, seconds: float) -> dict[str, Any]:
+        """Rate: bytes whose arrival was confirmed over the time between the first confirmation and the last."""
+        assert self._probe is not None
+        round_trips = []
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            self._probe.send(1, [b"ping"])
+            self._confirmed()
+            round_trips.append(time.perf_counter() - began)
+        message = bytes(_MESSAGE_BYTES)
+        began = time.perf_counter()
+        for _ in range(_WINDOW):
+            self._probe.send(1, [message])
+        confirmed = [self._confirmed()]
+        while confirmed[-1] < began + seconds or len(confirmed) < 2:
+            self._probe.send(1, [message])
+            confirmed.append(self._confirmed())
+        confirmed += [self._confirmed() for _ in range(_WINDOW - 1)]  # what is on its way
+        self._probe.send(1, [b"end"])
+        passed = confirmed[-1] - confirmed[0]
+        return {
+            "bytes_per_second": (len(confirmed) - 1) * _MESSAGE_BYTES / passed,
+            "round_trip_seconds": statistics.median(round_trips),
+        }
+
+    def confirm_link(self) -> dict[str, Any]:
+        """The other end: a word for every message until the last."""
+        assert self._probe is not None
+        while True:
+            received = self._probe.receive(_LINK_TIMEOUT_SECONDS)
+            if received is None:
+                raise StepFailed(device=self._host, reason="the measurement of a link has stalled")
+            if bytes(received.frames[0][:3]) == b"end":
+                return {}
+            self._probe.send(0, [b"ok"])
+
+    def close_link(self) -> dict[str, Any]:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe.release()
+            self._probe = None
+        return {}
+
+    def _confirmed(self) -> float:
+        assert self._probe is not None
+        if self._probe.receive(_LINK_TIMEOUT_SECONDS) is None:
+            raise StepFailed(device=self._host, reason="the measurement of a link has stalled")
+        return time.perf_counter()
 
 
 def main() -> None:
@@ -100,14 +232,15 @@ def main() -> None:
 
 def serve(address: str, target: object) -> None:
     """Answer requests `{"do": METHOD, ...}` for ever; the parent ends us."""
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     while True:
         request = json.loads(socket.recv())
         try:
             answer = getattr(target, request.pop("do"))(**request)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            what = str(error) if isinstance(error, HearthError) else f"{type(error).__name__}: {error}"
+            answer = {"error": what}
         socket.send(json.dumps(answer).encode())
 
 
