@@ -1,0 +1,110 @@
+"""What else the machine did while we measured: steal, and the CPU time of processes that are not ours."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+_KTHREADD = 2  # parent of the kernel's threads: what they do, they do for us as well
+_TRUSTED_SHARE = 0.05
+
+
+class Process(NamedTuple):
+    """Ticks of a process itself, and of its children that have ended and been waited for."""
+
+    parent: int
+    ticks: int
+    children_ticks: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    seconds: float  # monotonic
+    total_ticks: int  # of all cores
+    steal_ticks: int
+    runnable: int  # tasks that want a core now, ourselves included
+    processes: Mapping[int, Process]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Over some time: shares of all cores."""
+
+    steal_share: float
+    foreign_share: float
+    run_queue: int  # the most tasks beside us that wanted a core between two steps
+
+    @property
+    def distrust(self) -> str:
+        """Why times taken meanwhile are not to be trusted; empty where they are."""
+        found = []
+        if self.steal_share > _TRUSTED_SHARE:
+            found.append(f"the host took {self.steal_share:.0%} of the cores away (steal)")
+        if self.foreign_share > _TRUSTED_SHARE:
+            found.append(f"other processes took {self.foreign_share:.0%} of the cores")
+        return " and ".join(found)
+
+
+def snapshot() -> Snapshot:
+    """Now. A process that ends while we look is left out."""
+    ticks = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]))
+    processes = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                stat = Path(entry.path, "stat").read_text()
+            except OSError:
+                continue
+            fields = stat.rpartition(")")[2].split()  # from the state on, which is the third field of proc(5)
+            parent, user, system, child_user, child_system = (int(fields[i]) for i in (1, 11, 12, 13, 14))
+            processes[int(entry.name)] = Process(parent, user + system, child_user + child_system)
+    runnable = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+    # guest time stands in the first two fields already
+    return Snapshot(time.monotonic(), sum(ticks[:8]), ticks[7] if len(ticks) > 7 else 0, runnable, processes)
+
+
+def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Load:
+    """Over all these spans together."""
+    total = sum(after.total_ticks - before.total_ticks for before, after in pairs)
+    steal = sum(after.steal_ticks - before.steal_ticks for before, after in pairs)
+    foreign = sum(foreign_ticks(before.processes, after.processes, our_pid) for before, after in pairs)
+    return Load(
+        steal_share=steal / max(total, 1),
+        foreign_share=min(foreign / max(total, 1), 1.0),
+        run_queue=max((max(after.runnable - 1, 0) for _, after in pairs), default=0),
+    )
+
+
+def foreign_ticks(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> int:
+    """What processes that do not descend from us used between two snapshots.
+
+    Also those that came and went in between: their parents have them among their children's ticks. Of that, what they
+    had used before the first snapshot is taken off.
+    """
+    own, children, gone = 0, 0, 0
+    for pid, process in after.items():
+        if _is_foreign(pid, after, our_pid):
+            earlier = before.get(pid, Process(0, 0, process.children_ticks))
+            if earlier.ticks <= process.ticks:
+                own += process.ticks - earlier.ticks
+                children += process.children_ticks - earlier.children_ticks
+            else:  # the pid came again
+                own += process.ticks
+    for pid, process in before.items():
+        if pid not in after and _is_foreign(pid, before, our_pid):
+            gone += process.ticks + process.children_ticks
+    return own + max(children - gone, 0)
+
+
+def _is_foreign(pid: int, processes: Mapping[int, Process], our_pid: int) -> bool:
+    seen = set()
+    while pid in processes and pid not in seen:
+        if pid in (our_pid, _KTHREADD):
+            return False
+        seen.add(pid)
+        pid = processes[pid].parent
+    return pid not in (our_pid, _KTHREADD)
