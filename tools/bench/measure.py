@@ -1,0 +1,418 @@
+"""Measures settings on one emulated cluster: profile, links, plans, interleaved rounds, checks."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+
+import psutil
+
+from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan import Plan
+from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from hearth.units import format_bytes
+from tools.bench.bound import bound_seconds
+from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
+from tools.bench.load import Load, Snapshot, load_between, snapshot
+from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
+from tools.bench.rows import Row
+from tools.bench.shapes import Shape, config_key, save_random_model
+from tools.bench.stats import paired_ratio, rotated
+from tools.testbed import Scenario, Testbed
+from tools.testbed.calibrate import core_seconds
+
+MIN_ROUNDS = 5
+PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
+_WITHOUT_LIMIT_BYTES = 8 << 30
+_LINK_SECONDS = 1.0
+_TRACED_STEPS = 3
+_RESERVE_BYTES = 1 << 30
+# How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
+_TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One table: what is the same for all of its rows. `mbit` is real; none: the scenario's own rates, scaled."""
+
+    shape: Shape
+    num_layers: int | None
+    seq_len: int
+    num_devices: int
+    mbit: float | None
+    entries: tuple[Entry, ...]
+    baseline: Callable[[Entry, Sequence[Entry]], Entry | None]
+    rounds: int = 15
+
+
+@dataclass
+class _Loaded:
+    entry: Entry
+    plan: Plan | None  # none for gloo
+    samples: list[Sample] = field(default_factory=list)
+    traced: list[Sample] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Models:
+    """Random checkpoints and their chunks, each made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, StoredModel] = {}
+
+    def get(self, shape: Shape, num_layers: int | None, seq_len: int) -> StoredModel:
+        config = shape.shortened(num_layers, seq_len)
+        key = config_key(config)
+        if key not in self._made:
+            at = self._folder / f"{len(self._made)}" / shape.name
+            at.mkdir(parents=True)
+            self._made[key] = StoredModel(save_random_model(at, config), at.parent / "store")
+        return self._made[key]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Raises BadSetting where the disk is full."""
+    folder = Path(tempfile.mkdtemp(prefix="hearth-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Testbed]:
+    """The testbed, until the end of the block or an interrupt; a second interrupt does not stop the clearing up.
+
+    Memory limits are the planner's: the devices hold many plans at once here.
+    """
+    devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
+    unlimited = scenario.model_copy(update={"devices": devices})
+    seconds = None
+    if scenario.scale_links and not real_mbit:
+        seconds = core_seconds(scenario.instruction_set, scenario.devices[0].core)
+    testbed = Testbed(unlimited, folder, core_seconds=seconds)
+    try:
+        testbed.up()
+        yield testbed
+    finally:
+        with uninterrupted():
+            testbed.down()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Bench:
+    """A testbed with runners that stay up over many settings. A context manager."""
+
+    def __init__(
+        self, scenario: Scenario, folder: Path, models: Models, report: Report, real_mbit: bool, gloo: bool
+    ) -> None:
+        """`real_mbit`: every setting names its rate. `gloo`: the baseline is wanted as well."""
+        self.scenario = scenario
+        self._folder, self._models, self._report = folder, models, report
+        self._real_mbit, self._wants_gloo = real_mbit, gloo
+        self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
+        self._links: dict[tuple[float | None, str, str], Link] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Bench:
+        names = [device.name for device in self.scenario.devices]
+        with ExitStack() as stack:
+            self._report(f"{self.scenario.name}: putting up {len(names)} devices")
+            folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=self._folder))
+            self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
+            self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names))
+            self._gloo: GlooRunners | None = None
+            if self._wants_gloo and len(names) > 1:
+                self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def paper_mbit(self, paper: float) -> float:
+        """The real rate that stands for a rate of the paper on this machine."""
+        return paper / PAPER_MBIT * self._testbed.link_scale
+
+    def measure(self, setting: Setting) -> list[Row]:
+        """All entries of a setting, in the order given. Raises BadSetting."""
+        if setting.rounds < MIN_ROUNDS:
+            raise BadSetting(setting="--rounds", reason=f"{setting.rounds} say nothing; at least {MIN_ROUNDS}")
+        self._report(f"{self.scenario.name}: weights of {setting.shape.name}")
+        model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
+        devices = self.scenario.devices[: setting.num_devices]
+        names = [device.name for device in devices]
+        self._set_rates(setting.mbit)
+        cluster = self._profiled(model, names, setting)
+        notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
+        plans, rows = self._plans(setting, model, cluster, notes)
+        reference = reference_plan(model.spec, cluster, setting.seq_len)
+        self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
+        loaded = [_Loaded(entry, plan, notes=notes[entry]) for entry, plan in plans.items()]
+        with ExitStack() as stack:
+            self._load(stack, REFERENCE.key + "-reference", reference, model, REFERENCE, setting)
+            expected = self._engine.run(REFERENCE.key + "-reference", setting.seq_len).sums
+            for each in loaded:
+                if each.plan is not None:
+                    self._load(stack, each.entry.key, each.plan, model, each.entry, setting)
+                elif self._gloo is not None:
+                    self._gloo.join(names)
+                    self._gloo.load(model)
+                    stack.callback(self._gloo.unload)
+            load = self._rounds(loaded, setting)
+        measured = {each.entry: each for each in loaded}
+        for each in loaded:
+            rows[each.entry] = self._row(each, setting, model, expected, load, measured)
+        return [rows[entry] for entry in setting.entries]
+
+    # ---- before the rounds ----------------------------------------------------------------------------------------
+
+    def _set_rates(self, mbit: float | None) -> None:
+        if mbit is not None:
+            self._testbed.set_mbit(mbit)
+            return
+        for device in self.scenario.devices:
+            self._testbed.network.set_mbit(device.name, device.mbit * self._testbed.link_scale)
+
+    def _rate(self, name: str, mbit: float | None) -> float:
+        """Bytes per second of a device's link."""
+        return (mbit or self._testbed.device(name).mbit * self._testbed.link_scale) * 1e6 / 8
+
+    def _profiled(self, model: StoredModel, names: Sequence[str], setting: Setting) -> ClusterProfile:
+        spec = model.spec
+        shape = spec.model_copy(update={"num_layers": 1, "name": "", "vocab_size": 1}).model_dump_json()
+        missing = [name for name in names if (name, shape, setting.seq_len) not in self._blocks]
+        for together in self._one_per_core(missing):
+            self._report(f"{self.scenario.name}: profiling {spec.name} on {', '.join(together)}")
+            found = self._engine.profile(
+                {name: self._testbed.device(name).num_threads for name in together}, spec, setting.seq_len
+            )
+            self._blocks.update({(name, shape, setting.seq_len): blocks for name, blocks in found.items()})
+        memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self.scenario.devices}
+        return ClusterProfile(
+            devices=tuple(
+                DeviceProfile(
+                    device_id=name,
+                    name=name,
+                    budget_bytes=memory[name],
+                    blocks=self._blocks[name, shape, setting.seq_len],
+                )
+                for name in names
+            ),
+            links=tuple(self._link(*pair, setting.mbit) for pair in permutations(names, 2)),
+        )
+
+    def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
+        """Groups in which no two devices share a core; a device without one of its own is alone."""
+        groups: list[tuple[set[int], list[str]]] = []
+        for name in names:
+            core = self._testbed.device(name).core
+            for taken, members in groups:
+                if core is not None and core not in taken and taken:
+                    taken.add(core)
+                    members.append(name)
+                    break
+            else:
+                groups.append((set() if core is None else {core}, [name]))
+        return [members for _, members in groups]
+
+    def _link(self, source: str, target: str, mbit: float | None) -> Link:
+        """Measured once for each rate; where all links and devices are alike, one pair stands for all."""
+        devices = self.scenario.devices
+        alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
+        if alike:
+            first, second = devices[0].name, devices[1].name
+        else:
+            first, second = source, target
+        if (mbit, first, second) not in self._links:
+            rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
+            self._report(f"{self.scenario.name}: measuring the link from {first} to {second}{rate}")
+            self._links[mbit, first, second] = self._engine.measure_link(first, second, _LINK_SECONDS)
+        return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
+
+    def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
+        found = [setting.shape.note] if setting.shape.note else []
+        depth = setting.shape.num_layers
+        if depth > model.spec.num_layers:
+            found.append(f"{model.spec.num_layers} of its {depth} layers")
+        if note := depth_note(entry, model.spec, depth, cluster, setting.seq_len):
+            found.append(note)
+        if entry.strategy == "gloo-tp":
+            found.append("sent bytes are the interfaces', with headers")
+        return found
+
+    def _plans(
+        self, setting: Setting, model: StoredModel, cluster: ClusterProfile, notes: Mapping[Entry, Sequence[str]]
+    ) -> tuple[dict[Entry, Plan | None], dict[Entry, Row]]:
+        """What can be run (without a plan of ours: gloo), and rows for what cannot."""
+        plans: dict[Entry, Plan | None] = {}
+        rows: dict[Entry, Row] = {}
+        for entry in setting.entries:
+            why = ""
+            if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
+                why = "needs two devices"
+            elif entry.strategy == "gloo-tp":
+                plans[entry] = None
+                if setting.num_devices > model.spec.num_heads:
+                    why = f"{model.spec.num_heads} heads are too few"
+            else:
+                try:
+                    plans[entry] = plan_for(entry, model.spec, cluster, setting.seq_len)
+                except ModelDoesNotFit as error:
+                    why = f"out of memory: {format_bytes(error.missing_bytes)} are missing"
+            if why:
+                plans.pop(entry, None)
+                row = self._empty_row(entry, setting, model)
+                rows[entry] = row.model_copy(update={"notes": (why, *notes[entry])})
+        return plans, rows
+
+    def _check_memory(self, plans: Sequence[Plan], model: StoredModel) -> None:
+        """Raises BadSetting: all plans are held at once. Those that differ only in their wire share their weights."""
+        shares = {
+            (rank, plan.body.model_copy(update={"overlap": True}).model_dump_json()): device.memory.weights
+            + device.memory.embeddings
+            for plan in plans
+            for rank, device in enumerate(plan.devices)
+        }
+        checkpoint = sum(ref.num_bytes for ref in model.refs) if self._gloo is not None else 0
+        wanted = sum(shares.values()) + checkpoint + _RESERVE_BYTES
+        there = psutil.virtual_memory().available
+        if wanted > there:
+            raise BadSetting(
+                setting="--layers",
+                reason=f"the plans of {model.spec.name} need {format_bytes(wanted)} together, {format_bytes(there)} are "
+                "free: run fewer layers or fewer strategies at once",
+            )
+
+    def _load(self, stack: ExitStack, key: str, plan: Plan, model: StoredModel, entry: Entry, setting: Setting) -> None:
+        self._report(f"{self.scenario.name}: loading {key}")
+        slowest = min((self._rate(device.name, setting.mbit) for device in plan.devices), default=1e9)
+        stack.callback(self._engine.unload, key)
+        self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest)
+
+    # ---- the rounds -----------------------------------------------------------------------------------------------
+
+    def _rounds(self, loaded: Sequence[_Loaded], setting: Setting) -> Load:
+        """One round to warm up, then the measured ones, then traced steps, which are not timed."""
+        by_key = {each.entry.key: each for each in loaded}
+        spans: list[tuple[Snapshot, Snapshot]] = []
+        for index in range(-1, setting.rounds):
+            self._report(f"{self.scenario.name}: round {index + 1} of {setting.rounds}")
+            before = snapshot()
+            for key in rotated(list(by_key), max(index, 0)):
+                sample = self._step(by_key[key], setting)
+                if index >= 0:
+                    by_key[key].samples.append(sample)
+            if index >= 0:
+                spans.append((before, snapshot()))
+        for each in loaded:
+            if each.plan is None:
+                each.traced.append(each.samples[-1])
+            else:
+                each.traced += [self._engine.run(each.entry.key, setting.seq_len, True) for _ in range(_TRACED_STEPS)]
+        return load_between(spans, os.getpid())
+
+    def _step(self, each: _Loaded, setting: Setting) -> Sample:
+        if each.plan is None:
+            assert self._gloo is not None
+            return self._gloo.run(setting.seq_len, each.entry.wire)
+        return self._engine.run(each.entry.key, setting.seq_len)
+
+    # ---- after the rounds -----------------------------------------------------------------------------------------
+
+    def _empty_row(self, entry: Entry, setting: Setting, model: StoredModel) -> Row:
+        rates = {self._rate(device.name, setting.mbit) for device in self.scenario.devices[: setting.num_devices]}
+        mbit = rates.pop() * 8 / 1e6 if len(rates) == 1 else None
+        scaled = self.scenario.scale_links and not self._real_mbit
+        return Row(
+            scenario=self.scenario.name,
+            devices=setting.num_devices,
+            model=setting.shape.name,
+            layers=model.spec.num_layers,
+            seq_len=setting.seq_len,
+            mbit=mbit,
+            paper_mbit=None if mbit is None or not scaled else mbit * PAPER_MBIT / self._testbed.link_scale,
+            strategy=entry.strategy,
+            wire=entry.wire,
+            lz4=entry.lz4,
+            encrypted=entry.encrypt,
+        )
+
+    def _row(
+        self,
+        each: _Loaded,
+        setting: Setting,
+        model: StoredModel,
+        expected: Sequence[float],
+        load: Load,
+        measured: Mapping[Entry, _Loaded],
+    ) -> Row:
+        entry, plan = each.entry, each.plan
+        seconds = [sample.seconds for sample in each.samples]
+        median = statistics.median(seconds)
+        values: dict[str, object] = {
+            "median_seconds": median, "min_seconds": min(seconds), "max_seconds": max(seconds), "rounds": len(seconds),
+            "bytes_sent": each.traced[-1].sent_bytes, "steal_share": load.steal_share,
+            "foreign_share": load.foreign_share, "run_queue": load.run_queue,
+        }  # fmt: skip
+        notes = list(each.notes)
+        if plan is not None:
+            rates = [self._rate(device.name, setting.mbit) for device in plan.devices]
+            bound = bound_seconds([sample.traces for sample in each.traced], rates)
+            values |= {
+                "bound_seconds": bound, "bound_share": bound / median, "plan": describe(plan),
+                "raw_bytes": each.traced[-1].raw_bytes, "lz4_saved_bytes": each.traced[-1].lz4_saved_bytes,
+            }  # fmt: skip
+            if entry.encrypt or plan.num_ranks == 1:
+                predicted = plan.predicted.total_seconds
+                values |= {"predicted_seconds": predicted, "prediction_error": predicted / median - 1}
+            else:
+                notes.append("not predicted: the planner prices encrypted links")
+            if entry.strategy == "auto":
+                notes.append(f"auto took {describe(plan)}")
+        baseline = setting.baseline(entry, list(measured))
+        if baseline is not None and baseline in measured:
+            ratio = paired_ratio([sample.seconds for sample in measured[baseline].samples], seconds)
+            values |= {
+                "baseline": f"{baseline.strategy} {baseline.wire}", "speedup_over_baseline": ratio.median,
+                "speedup_low": ratio.low, "speedup_high": ratio.high,
+            }  # fmt: skip
+        error = max(relative_error(sample.sums, expected) for sample in (*each.samples, *each.traced))
+        if not error <= _TOLERANCE[entry.wire]:  # NaN too
+            notes.append(f"its output is off by {error:.2g} of local's")
+            values["wrong"] = True
+        if load.distrust:
+            notes.append(f"untrusted: {load.distrust}")
+            values["trusted"] = False
+        row = self._empty_row(entry, setting, model)
+        return Row.model_validate({**row.model_dump(), **values, "notes": tuple(notes)})
+
+
+def relative_error(sums: Sequence[float], expected: Sequence[float]) -> float:
+    """Of the whole vector, in the Euclidean norm. Another length is all wrong."""
+    if len(sums) != len(expected):
+        return math.inf
+    distance = math.hypot(*(a - b for a, b in zip(sums, expected, strict=True)))
+    return distance / max(math.hypot(*expected), 1e-30)

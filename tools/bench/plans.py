@@ -1,0 +1,133 @@
+"""Which strategies there are to measure, and the real planner's plan for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from coordinator.planners import PlanRequest, make_plan
+from coordinator.planners.base import price
+from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.model.spec import ModelSpec
+from hearth.plan import Plan, WireFormat
+from hearth.profile import ClusterProfile
+from hearth.units import format_bytes
+
+Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
+Values = Literal["exact", "fp16", "bf16", "int8"]
+Lz4 = Literal["auto", "on", "off"]
+NAMES: tuple[Name, ...] = get_args(Name)
+WIRES: tuple[Values, ...] = get_args(Values)
+_PLENTY_BYTES = 1 << 40
+_OF_PLANNER: dict[Name, Literal["auto", "local", "megatron-tp", "sp", "hmp"]] = {
+    "local": "local", "megatron-tp": "megatron-tp", "sp": "sp", "hmp-no-overlap": "hmp", "hmp": "hmp", "auto": "auto",
+}  # fmt: skip
+GLOO_WIRES = ("exact", "fp16")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that is measured."""
+
+    strategy: Name
+    wire: Values = "exact"
+    lz4: Lz4 = "auto"
+    encrypt: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"{self.strategy}-{self.wire}-{self.lz4}-{'encrypted' if self.encrypt else 'plain'}"
+
+
+REFERENCE = Entry("local", encrypt=False)
+
+
+def entries(strategies: Iterable[Name], wires: Iterable[Values], plain: bool = False) -> tuple[Entry, ...]:
+    """Every strategy in every wire format that it has; `plain` adds an unencrypted twin of each hmp."""
+    wires = tuple(wires)
+    found = []
+    for strategy in strategies:
+        for wire in wires if strategy != "local" else ("exact",):
+            if strategy != "gloo-tp" or wire in GLOO_WIRES:
+                found.append(Entry(strategy, wire, encrypt=strategy not in ("local", "gloo-tp")))
+            if plain and strategy == "hmp":
+                found.append(Entry(strategy, wire, encrypt=False))
+    return tuple(found)
+
+
+def baseline_of(entry: Entry, measured: Sequence[Entry], strategy: str) -> Entry | None:
+    """What an entry is compared with: the baseline in the same wire format where it has that, else exact."""
+    candidates = [other for other in measured if other.strategy == strategy and (other.encrypt or strategy != "hmp")]
+    for wire in (entry.wire, "exact"):
+        for candidate in candidates:
+            if candidate.wire == wire and candidate.lz4 in (entry.lz4, "auto"):
+                return candidate
+    return None
+
+
+def codec_baseline(entry: Entry, measured: Sequence[Entry]) -> Entry | None:
+    """The same without lz4."""
+    off = Entry(entry.strategy, entry.wire, "off", entry.encrypt)
+    return off if off in measured else None
+
+
+def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Plan:
+    """As the coordinator would make it. Raises ModelDoesNotFit."""
+    request = PlanRequest(
+        spec=spec,
+        cluster=cluster,
+        seq_len=seq_len,
+        wire=WireFormat(values=entry.wire, lz4=entry.lz4),
+        strategy=_OF_PLANNER[entry.strategy],
+    )
+    plan = make_plan(request)
+    if entry.strategy != "hmp-no-overlap":
+        return plan
+    names = tuple(device.device_id for device in plan.devices)
+    body = plan.body.model_copy(update={"overlap": False})
+    return price(request, cluster.subset(names), body, plan.planner)
+
+
+def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Plan:
+    """On one device, as if memory were no matter: what all others must agree with."""
+    devices = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
+    return plan_for(REFERENCE, spec, cluster.model_copy(update={"devices": devices}), seq_len)
+
+
+def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:
+    """Whether the whole model would fit too; empty where it does, or where all of it is run."""
+    if num_layers <= spec.num_layers or entry.strategy == "gloo-tp":
+        return ""
+    try:
+        plan_for(entry, spec.model_copy(update={"num_layers": num_layers}), cluster, seq_len)
+    except ModelDoesNotFit as error:
+        return f"all {num_layers} layers would not fit: {format_bytes(error.missing_bytes)} are missing"
+    return ""
+
+
+def describe(plan: Plan) -> str:
+    names = ", ".join(device.name for device in plan.devices)
+    modes = sorted({mode.model_dump_json() for mode in plan.body.modes})
+    kinds = f" ({len(modes)} kinds of layers)" if len(modes) > 1 else ""
+    return f"{plan.body.strategy} on {names}{kinds}"
+
+
+def parse_names(text: str) -> tuple[Name, ...]:
+    """Raises BadSetting."""
+    return tuple(name for name in NAMES if name in _listed("--strategies", text, NAMES))
+
+
+def parse_wires(text: str) -> tuple[Values, ...]:
+    """Raises BadSetting."""
+    return tuple(wire for wire in WIRES if wire in _listed("--wires", text, WIRES))
+
+
+def _listed(setting: str, text: str, known: Sequence[str]) -> set[str]:
+    found = {part.strip() for part in text.split(",") if part.strip()}
+    for part in sorted(found):
+        if part not in known:
+            raise BadSetting(setting=setting, reason=f"'{part}' is none of {', '.join(known)}")
+    if not found:
+        raise BadSetting(setting=setting, reason=f"it is empty; name some of {', '.join(known)}")
+    return found
