@@ -1,0 +1,342 @@
+"""`python -m tools.bench`: Hearth's strategies on the emulated testbed, and the Galaxy paper's tables again."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Optional
+
+import typer
+from rich.status import Status
+
+from coordinator.cli.output import err, handles_errors, out
+from hearth.errors import BadSetting
+from tools.bench import paper, plots
+from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, temporary_folder
+from tools.bench.paper import ENVIRONMENTS, Wanted
+from tools.bench.plans import NAMES, Values, entries, parse_names, parse_wires
+from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
+from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
+from tools.testbed import Scenario, load_scenario
+
+_DEFAULT_SCENARIO = "galaxy-a"
+_LAYERS = 4
+
+Json = Annotated[
+    Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+    typer.Option("--json", help="Save all rows here.", metavar="FILE"),
+]
+Markdown = Annotated[Optional[Path], typer.Option(help="Save the tables here.", metavar="FILE")]  # noqa: UP045
+Plot = Annotated[Optional[Path], typer.Option(help="Save a picture here.", metavar="FILE.png")]  # noqa: UP045
+Rounds = Annotated[int, typer.Option(help=f"How often each strategy runs; at least {MIN_ROUNDS}.")]
+Layers = Annotated[int, typer.Option(help="How many of the model's layers are run.", min=1)]
+SeqLen = Annotated[int, typer.Option(help="Tokens.", min=1)]
+Model = Annotated[list[str], typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.", metavar="NAME")]
+Wires = Annotated[str, typer.Option(help="Activations on the wire: exact, fp16, bf16, int8.", metavar="LIST")]
+
+app = typer.Typer(
+    name="python -m tools.bench",
+    help="Measure Hearth's strategies on an emulated cluster on this machine. Needs root.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the results go; written after every setting, so that an interrupt costs the unfinished one only."""
+
+    json: Path | None
+    markdown: Path | None
+    plot: Path | None
+    draw: plots.Draw
+    title: str
+    summary: Callable[[Sequence[Row]], list[str]]
+
+    def check(self) -> None:
+        """Raises BadSetting."""
+        for setting, path in (("--json", self.json), ("--markdown", self.markdown), ("--plot", self.plot)):
+            check_writable(setting, path)
+        if self.plot is not None:
+            plots.check_plots()
+
+    def save(self, rows: Sequence[Row]) -> None:
+        if self.json is not None:
+            self.json.write_text(as_json(rows))
+        if self.markdown is not None:
+            self.markdown.write_text(markdown(rows, self.summary(rows)))
+        if self.plot is not None and rows:
+            plots.save_plot(self.plot, rows, self.draw, self.title)
+
+
+@app.command()
+@handles_errors
+def galaxy(
+    env: Annotated[list[str], typer.Option(help="a to f: the paper's environments; may be repeated.")] = [],  # noqa: B006
+    scenario: Annotated[list[str], typer.Option(help="A scenario's name or TOML file; may be repeated.")] = [],  # noqa: B006
+    devices: Annotated[Optional[int], typer.Option(help="Only the first N.", min=1, metavar="N")] = None,  # noqa: UP045
+    model: Model = [],  # noqa: B006
+    config: Annotated[list[Path], typer.Option(help="A BERT or DistilBERT config.json; may be repeated.")] = [],  # noqa: B006
+    layers: Layers = _LAYERS,
+    seq_len: Annotated[list[int], typer.Option(help="Tokens; may be repeated.", min=1)] = [284],  # noqa: B006
+    mbit: Annotated[list[float], typer.Option(help="Every link at this real rate; may be repeated.")] = [],  # noqa: B006
+    strategies: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.", metavar="LIST")] = ",".join(NAMES),
+    wires: Wires = "exact",
+    rounds: Rounds = 15,
+    plain: Annotated[bool, typer.Option("--plain", help="Run hmp unencrypted as well.")] = False,
+    baseline: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What speed-ups are over. Default: gloo-tp where it is run.", show_default=False),
+    ] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """Measure strategies side by side, in interleaved rounds, on one model or several."""
+    names = parse_names(strategies)
+    if baseline is not None and baseline not in names:
+        raise BadSetting(setting="--baseline", reason=f"'{baseline}' is none of the strategies that are run")
+    for rate in mbit:
+        if not 0.01 <= rate <= 100_000:
+            raise BadSetting(setting="--mbit", reason=f"{rate:g}; 0.01 to 100000 can be emulated")
+    shapes = [*map(shape_named, model), *map(shape_of_file, config)] or [shape_named("bert-large")]
+    chosen = entries(names, parse_wires(wires), plain)
+    scenarios = [_environment(letter) for letter in env] + [load_scenario(name) for name in scenario]
+    wanted = paper.galaxy(shapes, seq_len, mbit, chosen, baseline or "gloo-tp")
+    scenarios = [_first(each, devices) for each in scenarios or [load_scenario(_DEFAULT_SCENARIO)]]
+    draw = plots.bandwidth_lines if len(mbit) > 2 else plots.latency_bars
+    files = Files(json, markdown, plot, draw, "Strategies on the emulated testbed", _summary)
+    _measure([(each, wanted) for each in scenarios], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def table4(
+    env: Annotated[list[str], typer.Option(help="Of a, b, c; may be repeated.")] = ["a", "b", "c"],  # noqa: B006
+    model: Model = ["distilbert", "bert-large", "gpt2-large-shape", "opt-large-shape", "opt-xl-shape"],  # noqa: B006
+    layers: Layers = 2,
+    seq_len: SeqLen = 284,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """The paper's Table IV: every model on two, three and four equal devices."""
+    wanted = paper.table4(_shapes(model), seq_len)
+    files = Files(json, markdown, plot, plots.speedup_bars, "Table IV: equal devices, 125 Mbit/s", _summary)
+    _measure([(_environment(letter), wanted) for letter in env], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def fig8(
+    env: Annotated[str, typer.Option(help="a to f.")] = "a",
+    model: Model = ["bert-large"],  # noqa: B006
+    layers: Layers = 2,
+    seq_len: SeqLen = 284,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """The paper's Figure 8: one environment over a range of link rates."""
+    wanted = paper.fig8(_shapes(model), seq_len)
+    files = Files(json, markdown, plot, plots.bandwidth_lines, f"Figure 8: environment {env.upper()}", _summary)
+    _measure([(_environment(env), wanted)], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def fig9(
+    env: Annotated[list[str], typer.Option(help="Of d, e, f; may be repeated.")] = ["d", "e", "f"],  # noqa: B006
+    model: Model = ["distilbert", "bert-large", "gpt2-large-shape", "opt-large-shape"],  # noqa: B006
+    layers: Layers = 2,
+    seq_len: SeqLen = 284,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """The paper's Figure 9: devices of different speed and memory."""
+    wanted = paper.table4(_shapes(model), seq_len)
+    files = Files(json, markdown, plot, plots.speedup_bars, "Figure 9: unequal devices, 125 Mbit/s", _summary)
+    _measure([(_environment(letter), wanted) for letter in env], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def fig10(
+    model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
+    layers: Layers = 1,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """The paper's Figure 10, weak scaling: 96 rows for each of one to four devices, 1000 Mbit/s."""
+    scenario = _environment("c")
+    wanted = paper.scaling(_shapes(model), len(scenario.devices), lambda count: paper.WEAK_ROWS * count)
+    files = Files(json, markdown, plot, plots.scaling_lines(_hidden), "Figure 10: weak scaling, 96 rows per device",
+                  lambda rows: [*paper.say_scaling(rows, _hidden), *paper.say_prediction(rows)])  # fmt: skip
+    _measure([(scenario, wanted)], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def fig11(
+    model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
+    layers: Layers = 1,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """The paper's Figure 11, strong scaling: 384 rows on one to four devices, 1000 Mbit/s."""
+    scenario = _environment("c")
+    wanted = paper.scaling(_shapes(model), len(scenario.devices), lambda count: paper.STRONG_ROWS)
+    files = Files(json, markdown, plot, plots.scaling_lines(_hidden), "Figure 11: strong scaling, 384 rows",
+                  lambda rows: [*paper.say_scaling(rows, _hidden), *paper.say_prediction(rows)])  # fmt: skip
+    _measure([(scenario, wanted)], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def sweep(
+    scenario: Annotated[str, typer.Option(help="A scenario's name or TOML file.")] = "galaxy-c",
+    model: Model = list(paper.SWEEP_MODELS),  # noqa: B006
+    seq_len: Annotated[list[int], typer.Option(help="Tokens; may be repeated.", min=1)] = list(paper.SWEEP_LENGTHS),  # noqa: B006
+    mbit: Annotated[list[float], typer.Option(help="Real rates; may be repeated.")] = list(paper.SWEEP_MBIT),  # noqa: B006
+    layers: Layers = 2,
+    rounds: Rounds = MIN_ROUNDS,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """How well the planner predicts, and whether `auto` takes the best: one to four devices, many links and models."""
+    chosen = load_scenario(scenario)
+    wanted = paper.sweep(_shapes(model), min(len(chosen.devices), 4), seq_len, mbit)
+    files = Files(json, markdown, plot, plots.predicted_against_measured, "Predicted against measured",
+                  lambda rows: [*paper.say_prediction(rows), *paper.say_auto(rows)])  # fmt: skip
+    _measure([(chosen, wanted)], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def codec(
+    scenario: Annotated[str, typer.Option(help="A scenario's name or TOML file.")] = _DEFAULT_SCENARIO,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.", metavar="NAME")] = "bert-large",
+    wires: Wires = "exact,bf16",
+    layers: Layers = 2,
+    seq_len: SeqLen = 284,
+    rounds: Rounds = 15,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
+) -> None:
+    """Whether lz4 pays: off, auto and on, on a slow and on a fast link. (Activations of random weights.)"""
+    values: tuple[Values, ...] = parse_wires(wires)
+    wanted = paper.codec(shape_named(model), seq_len, values)
+    files = Files(json, markdown, plot, plots.speedup_bars, "lz4 on activations: speed-up over sending them as they are",
+                  paper.say_codec)  # fmt: skip
+    _measure([(load_scenario(scenario), wanted)], layers, rounds, files)
+
+
+# ---- the same for all -----------------------------------------------------------------------------------------------
+
+
+def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rounds: int, files: Files) -> None:
+    """Prints each setting's table as soon as it is measured. Exits with 1 when an output was wrong."""
+    if rounds < MIN_ROUNDS:
+        raise BadSetting(setting="--rounds", reason=f"{rounds} say nothing; at least {MIN_ROUNDS} are needed")
+    for _, wanted in work:
+        for each in wanted:
+            each.shape.shortened(layers, each.seq_len)  # a length that no model takes is told before anything starts
+    files.check()
+    rows: list[Row] = []
+    with temporary_folder() as folder, Status("", console=err) as status:
+        models = Models(folder)
+
+        def report(what: str) -> None:
+            status.update(what)
+
+        for scenario, wanted in work:
+            real = all(each.mbit is not None for each in wanted)
+            gloo = any(entry.strategy == "gloo-tp" for each in wanted for entry in each.entries)
+            with Bench(scenario, folder, models, report, real, gloo) as bench:
+                for each in wanted:
+                    found = bench.measure(
+                        Setting(
+                            shape=each.shape,
+                            num_layers=layers,
+                            seq_len=each.seq_len,
+                            num_devices=each.num_devices or len(scenario.devices),
+                            mbit=bench.paper_mbit(each.paper_mbit) if each.paper_mbit is not None else each.mbit,
+                            entries=each.entries,
+                            baseline=each.compared_with(),
+                            rounds=rounds,
+                        )
+                    )
+                    rows += found
+                    files.save(rows)
+                    _print(found)
+    for line in files.summary(rows):
+        out.print(line, soft_wrap=True)
+    if any(row.wrong for row in rows):
+        err.print("[red]error:[/] an output differs from the one device's; the rows are marked", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _print(rows: Sequence[Row]) -> None:
+    for group in by_setting(rows):
+        out.print(rich_table(group))
+        for number, note in enumerate(footnotes(group), 1):
+            out.print(f"[dim]{number}: {note}[/]", soft_wrap=True)
+        out.print()
+
+
+def _environment(letter: str) -> Scenario:
+    if letter.lower() not in ENVIRONMENTS:
+        raise BadSetting(setting="--env", reason=f"'{letter}' is none of {', '.join(ENVIRONMENTS)}")
+    return load_scenario(ENVIRONMENTS[letter.lower()])
+
+
+def _first(scenario: Scenario, devices: int | None) -> Scenario:
+    if devices is None:
+        return scenario
+    if devices > len(scenario.devices):
+        raise BadSetting(setting="--devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
+    return scenario.with_devices(devices)
+
+
+def _shapes(names: Sequence[str]) -> list[Shape]:
+    return [shape_named(name) for name in names]
+
+
+def _hidden(model: str) -> int:
+    return int(SHAPES[model].config["hidden_size"])
+
+
+def _summary(rows: Sequence[Row]) -> list[str]:
+    return [*paper.say_speedup(rows), *paper.say_prediction(rows), *paper.say_auto(rows)]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _interrupt)  # ends as Ctrl-C does, and takes everything down
+    try:
+        app()
+    except (OSError, subprocess.SubprocessError) as error:
+        err.print(f"[red]error:[/] {error}", soft_wrap=True)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()
