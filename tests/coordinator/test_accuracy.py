@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import save_random_model, small_bert
+from support.models import minilm, save_random_model, small_bert
 from support.plans import make_plan
 
 from coordinator.accuracy import (
@@ -26,6 +26,8 @@ from coordinator.accuracy import (
     describe,
     relative_error,
 )
+from coordinator.demo import COMMANDS, SENTENCES
+from coordinator.sentences import SentenceTokenizer
 from hearth.messages import RunStep
 from hearth.model.families import read_spec
 from hearth.plan import WireFormat
@@ -190,6 +192,39 @@ def test_a_step_in_another_format_equals_a_plan_of_that_format(
     with EngineCluster(bert, plan("bf16"), tmp_path / "any") as cluster:
         for step, values in enumerate((None, "int8", "exact", None, "fp16", "bf16")):
             assert np.array_equal(run(cluster, step, values), expected[values or "bf16"]), values
+
+
+def test_what_was_calibrated_holds_on_sentences_that_were_not(tmp_path: Path) -> None:
+    """A trained model, calibrated on random tokens as the coordinator does; its real inputs err within the safety factor."""
+    from support.engines import EngineCluster
+
+    model_dir = minilm()
+    spec = read_spec(model_dir)
+    plan = make_plan(spec, "hmp", (1, 1, 2), wire=WireFormat(lz4="off"))
+    sentences = SentenceTokenizer(model_dir).encode([*COMMANDS, *SENTENCES], 128)
+    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+        step = 0
+
+        def run(values: Values, sequences: list[Array]) -> Array:
+            nonlocal step
+            step += 1
+            request = RunStep(
+                holder="test", epoch=plan.epoch, step=step, output="hidden", timeout_seconds=30.0, values=values
+            )
+            lengths = np.cumsum([0, *map(len, sequences)], dtype=np.int32)
+            ids = np.concatenate(sequences).astype(np.int32)
+            with ThreadPoolExecutor(len(cluster.engines)) as pool:
+                results = list(pool.map(lambda engine: engine.run(request, ids, lengths), cluster.engines))
+            return np.concatenate([part for _, part in results])
+
+        async def once(values: Values, ids: Array) -> tuple[Array, float]:
+            return run(values, [ids]), 1.0
+
+        measured = asyncio.run(calibrate(once, spec.vocab_size, 128))
+        texts = [np.asarray(ids) for ids in sentences]
+        exact = run("exact", texts)
+        for format_ in measured[1:]:
+            assert 0 < relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
 
 
 def test_waiting_for_a_slow_peer_is_no_compute_time(bert: Path, tmp_path: Path) -> None:
