@@ -326,11 +326,15 @@ def _summary(rows: Sequence[Row]) -> list[str]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Everything is taken down from here on, which takes seconds: no second one may stop that."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _interrupt)  # ends as Ctrl-C does, and takes everything down
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, _interrupt)
     try:
         app()
     except (OSError, subprocess.SubprocessError) as error:

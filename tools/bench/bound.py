@@ -72,7 +72,7 @@ def _compute_phase(name: str) -> str:
         return f"compute {name}"
     layer, work = found.groups()
     for beginning, segment in _SEGMENT_OF_COMPUTE:
-        if work == beginning or work.startswith(beginning + " ") or work.startswith(beginning + "/"):
+        if work == beginning or work.startswith(beginning + " "):
             return f"{layer} {segment}"
     return f"{layer} compute {work}"
 

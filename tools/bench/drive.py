@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from agent.store import ShardStore
-from hearth.errors import DeadlineExceeded, InternalError
+from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.messages import ChunkRef
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import read_spec
@@ -78,7 +78,10 @@ class _Group:
             socket.close()
 
     def start(self, name: str, *arguments: str) -> None:
-        address = f"ipc://{self._testbed.folder / f'{self._kind}-{name}'}"
+        path = self._testbed.folder / f"{self._kind}-{name}"
+        if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
+        address = f"ipc://{path}"
         socket = self._context.socket(zmq.PAIR)
         socket.linger = 0
         socket.bind(address)

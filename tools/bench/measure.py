@@ -89,12 +89,13 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Testbed]:
-    """The testbed, until the end of the block or an interrupt; a second interrupt does not stop the clearing up.
+    """The testbed, until the end of the block or an interrupt, which does not stop the clearing up.
 
     Memory limits are the planner's: the devices hold many plans at once here.
     """
@@ -114,12 +115,19 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Test
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    """An interrupt waits until the block is done."""
+    waiting: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: waiting.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if waiting:
+        raise KeyboardInterrupt
 
 
 class Bench:
@@ -171,17 +179,21 @@ class Bench:
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
         loaded = [_Loaded(entry, plan, notes=notes[entry]) for entry, plan in plans.items()]
-        with ExitStack() as stack:
-            self._load(stack, REFERENCE.key + "-reference", reference, model, REFERENCE, setting)
-            expected = self._engine.run(REFERENCE.key + "-reference", setting.seq_len).sums
-            for each in loaded:
-                if each.plan is not None:
-                    self._load(stack, each.entry.key, each.plan, model, each.entry, setting)
-                elif self._gloo is not None:
-                    self._gloo.join(names)
-                    self._gloo.load(model)
-                    stack.callback(self._gloo.unload)
-            load = self._rounds(loaded, setting)
+        alone = REFERENCE.key + "-reference"
+        self._load(alone, reference, model, REFERENCE, setting)
+        expected = self._engine.run(alone, setting.seq_len).sums
+        for each in loaded:
+            if each.plan is not None:
+                self._load(each.entry.key, each.plan, model, each.entry, setting)
+            elif self._gloo is not None:
+                self._gloo.join(names)
+                self._gloo.load(model)
+        load = self._rounds(loaded, setting)
+        # Not where something has failed: then runners may still be busy, and are ended with the testbed.
+        for key in (alone, *(each.entry.key for each in loaded if each.plan is not None)):
+            self._engine.unload(key)
+        if self._gloo is not None and None in plans.values():
+            self._gloo.unload()
         measured = {each.entry: each for each in loaded}
         for each in loaded:
             rows[each.entry] = self._row(each, setting, model, expected, load, measured)
@@ -306,10 +318,9 @@ class Bench:
                 "free: run fewer layers or fewer strategies at once",
             )
 
-    def _load(self, stack: ExitStack, key: str, plan: Plan, model: StoredModel, entry: Entry, setting: Setting) -> None:
+    def _load(self, key: str, plan: Plan, model: StoredModel, entry: Entry, setting: Setting) -> None:
         self._report(f"{self.scenario.name}: loading {key}")
         slowest = min((self._rate(device.name, setting.mbit) for device in plan.devices), default=1e9)
-        stack.callback(self._engine.unload, key)
         self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest)
 
     # ---- the rounds -----------------------------------------------------------------------------------------------

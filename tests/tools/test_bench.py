@@ -1,0 +1,446 @@
+"""The benchmark: its statistics, its bound and its rows are right; it runs end to end; nothing of it remains."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.home import wait_for
+
+from hearth.errors import BadSetting
+from tools.bench import paper, plots
+from tools.bench.bound import bound_seconds
+from tools.bench.load import Load, Process, foreign_ticks
+from tools.bench.measure import relative_error
+from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
+from tools.bench.rows import Row, as_json, by_setting, cells, footnotes, markdown
+from tools.bench.shapes import SHAPES, shape_of_file
+from tools.bench.stats import bootstrap_interval, paired_ratio, percentile, rotated
+from tools.testbed.cluster import what_is_missing
+from tools.testbed.registry import Running, running_testbeds
+
+REPOSITORY = Path(__file__).parents[2]
+
+# ---- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_paired_so_that_a_slow_round_cancels_out() -> None:
+    ratio = paired_ratio([2.0, 20.0, 2.2, 2.0, 2.0], [1.0, 10.0, 1.1, 1.0, 1.0])
+    assert ratio == pytest.approx((2.0, 2.0, 2.0))
+    with pytest.raises(ValueError, match="paired"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=30))
+def test_the_interval_lies_within_the_values_around_their_median_and_is_always_the_same(values: list[float]) -> None:
+    low, high = bootstrap_interval(values)
+    assert min(values) <= low <= percentile(values, 0.5) + 1e-9
+    assert percentile(values, 0.5) - 1e-9 <= high <= max(values)
+    assert (low, high) == bootstrap_interval(values)
+
+
+def test_the_interval_is_wide_for_noise_and_narrow_for_much_agreement() -> None:
+    low, high = bootstrap_interval([1.0, 2.0, 1.0, 2.0, 1.5])
+    assert (low, high) == (1.0, 2.0)
+    low, high = bootstrap_interval([1.5] * 14 + [9.0])
+    assert (low, high) == (1.5, 1.5)
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.0, 1.0), (0.5, 2.5), (0.9, 3.7), (1.0, 4.0)])
+def test_percentiles(fraction: float, expected: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], fraction) == pytest.approx(expected)
+
+
+def test_every_strategy_comes_first_once_in_as_many_rounds() -> None:
+    orders = [rotated("abc", index) for index in range(3)]
+    assert [order[0] for order in orders] == ["a", "b", "c"]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+# ---- the bound --------------------------------------------------------------------------------------------------------
+
+
+def bar(name: str, start: float, end: float) -> dict[str, Any]:
+    return {"name": name, "lane": "compute", "start_seconds": start, "end_seconds": end, "num_bytes": 0}
+
+
+def hop(lane: str, name: str, num_bytes: int) -> dict[str, Any]:
+    return {"name": name, "lane": lane, "start_seconds": 0.0, "end_seconds": 0.0, "num_bytes": num_bytes}
+
+
+def test_a_transfer_hides_behind_the_compute_of_its_phase_and_of_no_other() -> None:
+    first = [
+        bar("layer 0 qkv tile 0", 0.0, 0.2), bar("layer 0 qkv tile 1", 0.2, 0.4),
+        hop("send", "layer 0 gather_attention tile 0 0->1", 100), hop("send", "layer 0 gather_attention tile 0 0->1", 100),
+        bar("layer 0 attention", 0.4, 0.5), bar("layer 0 out tile 1", 0.5, 0.6),
+        hop("send", "layer 0 reduce_attention tile 1 0->1", 500), bar("layer 0 connective 1", 0.6, 0.7),
+    ]  # fmt: skip
+    second = [
+        bar("layer 0 qkv tile 0", 0.0, 0.1), hop("receive", "layer 0 gather_attention tile 0 0->1", 200),
+        bar("layer 0 attention", 0.1, 0.4), hop("receive", "layer 0 reduce_attention tile 1 0->1", 500),
+    ]  # fmt: skip
+    # Entering: 0.4 s of compute hide 0.2 s of transfer. Attention 0.3 on the second. Leaving: 0.5 s hide 0.1. Then 0.1.
+    assert bound_seconds([[first, second]], [1000.0, 1000.0]) == pytest.approx(0.4 + 0.3 + 0.5 + 0.1)
+    slow_receiver = bound_seconds([[first, second]], [1000.0, 250.0])
+    assert slow_receiver == pytest.approx(0.8 + 0.3 + 2.0 + 0.1)
+
+
+def test_of_several_steps_what_was_disturbed_does_not_count() -> None:
+    calm, disturbed = [bar("layer 0 up tile 0", 0.0, 0.1)], [bar("layer 0 up tile 0", 0.0, 0.9)]
+    assert bound_seconds([[disturbed], [calm]], [1.0]) == pytest.approx(0.1)
+
+
+def test_collectives_without_compute_and_unknown_names_count_in_full() -> None:
+    events = [
+        bar("layer 0 qkv", 0.0, 0.1), hop("send", "layer 0 gather_keys tile 0 0->1", 100),
+        hop("send", "layer 0 gather_values tile 0 0->1", 100), hop("send", "layer 0 reduce_gather_mlp tile 0 0->1", 300),
+        hop("send", "layer 0 embed tile 1 0->1", 50), bar("embed", 0.0, 0.02), bar("something new", 0.0, 0.03),
+    ]  # fmt: skip
+    assert bound_seconds([[events]], [1000.0]) == pytest.approx(0.1 + 0.2 + 0.3 + 0.05 + 0.02 + 0.03)
+
+
+# ---- foreign load -----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_does_not_descend_from_us_is_foreign() -> None:
+    before = {
+        1: Process(0, 10, 0), 2: Process(0, 0, 0), 3: Process(2, 50, 0), 10: Process(1, 100, 0),
+        11: Process(10, 5, 0), 20: Process(1, 7, 0),
+    }  # fmt: skip
+    after = {
+        1: Process(0, 11, 0), 2: Process(0, 0, 0), 3: Process(2, 90, 0), 10: Process(1, 130, 0),
+        11: Process(10, 95, 0), 20: Process(1, 9, 0), 21: Process(20, 4, 0),
+    }  # fmt: skip
+    assert foreign_ticks(before, after, 10) == 1 + 2 + 4  # init, a shell, and what it has started
+
+
+def test_what_came_and_went_between_two_looks_is_counted_once() -> None:
+    before = {1: Process(0, 0, 0), 20: Process(1, 0, 0), 21: Process(20, 300, 0)}
+    after = {1: Process(0, 0, 0), 20: Process(1, 0, 340)}  # 21 ended with 310, another one used 30
+    assert foreign_ticks(before, after, 999) == 40
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (Load(0.01, 0.04, 0), ""),
+        (Load(0.07, 0.0, 0), "7% of the cores away"),
+        (Load(0.0, 0.2, 3), "processes took 20%"),
+    ],
+)
+def test_a_disturbed_measurement_says_why(load: Load, said: str) -> None:
+    assert said in load.distrust
+    assert bool(load.distrust) == bool(said)
+
+
+# ---- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_strategies_come_in_the_wire_formats_that_they_have() -> None:
+    found = entries(["local", "gloo-tp", "hmp"], ["exact", "fp16", "int8"], plain=True)
+    keys = [(entry.strategy, entry.wire, entry.encrypt) for entry in found]
+    assert keys == [
+        ("local", "exact", False), ("gloo-tp", "exact", False), ("gloo-tp", "fp16", False),
+        ("hmp", "exact", True), ("hmp", "exact", False), ("hmp", "fp16", True), ("hmp", "fp16", False),
+        ("hmp", "int8", True), ("hmp", "int8", False),
+    ]  # fmt: skip
+    assert len({entry.key for entry in found}) == len(found)
+
+
+def test_a_baseline_has_the_same_wire_where_it_can() -> None:
+    found = entries(["gloo-tp", "hmp"], ["exact", "fp16", "int8"])
+    gloo, half = Entry("gloo-tp", encrypt=False), Entry("gloo-tp", "fp16", encrypt=False)
+    assert baseline_of(Entry("hmp", "fp16"), found, "gloo-tp") == half
+    assert baseline_of(Entry("hmp", "int8"), found, "gloo-tp") == gloo
+    assert baseline_of(Entry("hmp"), found, "sp") is None
+
+
+def test_lz4_is_compared_with_the_same_without_it() -> None:
+    (setting, _) = paper.codec(SHAPES["distilbert"], 64, ["exact", "bf16"])
+    assert codec_baseline(Entry("hmp", "bf16", "on"), setting.entries) == Entry("hmp", "bf16", "off")
+    assert codec_baseline(Entry("sp", "exact", "on"), setting.entries) is None
+
+
+@pytest.mark.parametrize(("text", "named"), [("hmp,hpm", "'hpm' is none of"), (" , ", "it is empty")])
+def test_an_unknown_strategy_is_named(text: str, named: str) -> None:
+    with pytest.raises(BadSetting, match=named):
+        parse_names(text)
+    assert parse_names("auto, local") == ("local", "auto")
+    assert parse_wires("int8,exact") == ("exact", "int8")
+
+
+def test_the_paper_s_models_have_its_shapes() -> None:
+    shapes = {
+        name: (config["num_hidden_layers"], config["num_attention_heads"], config["hidden_size"])
+        for name, config in ((name, shape.config) for name, shape in SHAPES.items())
+    }
+    assert shapes == {
+        "distilbert": (6, 12, 768), "bert-base": (12, 12, 768), "bert-large": (24, 16, 1024),
+        "gpt2-large-shape": (36, 20, 1280), "opt-large-shape": (24, 16, 2048), "opt-xl-shape": (32, 32, 2560),
+    }  # fmt: skip
+    assert all(("decoder" in shape.note) == name.endswith("-shape") for name, shape in SHAPES.items())
+    with pytest.raises(BadSetting, match="at most 512 tokens"):
+        SHAPES["bert-large"].shortened(4, 600)
+
+
+def test_a_config_file_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    shape = shape_of_file(path)
+    assert (shape.num_layers, shape.depth(1), shape.depth(9)) == (2, 1, 2)
+    path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2}))
+    with pytest.raises(BadSetting, match="num_attention_heads is missing"):
+        shape_of_file(path)
+
+
+def test_outputs_are_compared_as_a_whole() -> None:
+    assert relative_error([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert relative_error([3.0, 4.4], [3.0, 4.0]) == pytest.approx(0.08)
+    assert relative_error([1.0], [1.0, 2.0]) == float("inf")
+    assert not relative_error([float("nan")], [1.0]) <= 1.0
+
+
+# ---- rows -------------------------------------------------------------------------------------------------------------
+
+ROW_FIELDS = {
+    "scenario", "model", "layers", "seq_len", "mbit", "strategy", "wire", "median_seconds", "min_seconds", "max_seconds",
+    "bound_seconds", "bytes_sent", "bound_share", "predicted_seconds", "prediction_error", "speedup_over_baseline",
+    "speedup_low", "speedup_high", "raw_bytes", "lz4_saved_bytes", "encrypted", "plan", "rounds", "trusted", "notes",
+    "wrong",
+}  # fmt: skip
+
+
+def row(**changes: Any) -> Row:
+    values: dict[str, Any] = {
+        "scenario": "galaxy-a", "devices": 2, "model": "bert-large", "layers": 4, "seq_len": 284, "mbit": 190.0,
+        "strategy": "hmp", "wire": "exact", "median_seconds": 0.5, "min_seconds": 0.4, "max_seconds": 0.7,
+        "bound_seconds": 0.4, "bound_share": 0.8, "predicted_seconds": 0.45, "prediction_error": -0.1,
+        "baseline": "gloo-tp exact", "speedup_over_baseline": 1.4, "speedup_low": 1.3, "speedup_high": 1.5,
+        "bytes_sent": 5 << 20, "raw_bytes": 5 << 20, "lz4_saved_bytes": 0, "rounds": 15,
+    }  # fmt: skip
+    return Row.model_validate({**values, **changes})
+
+
+def test_a_saved_row_has_the_fields_that_others_read() -> None:
+    (saved,) = json.loads(as_json([row()]))
+    assert set(saved) >= ROW_FIELDS
+    assert Row.model_validate(saved) == row()
+
+
+def test_a_table_says_each_note_once_and_shouts_what_is_wrong() -> None:
+    rows = [
+        row(notes=("4 of its 24 layers",)),
+        row(strategy="sp", wrong=True, trusted=False, notes=("4 of its 24 layers",)),
+    ]
+    assert footnotes(rows) == ["4 of its 24 layers"]
+    assert cells(rows[1], footnotes(rows))[-1] == "WRONG untrusted 1"
+    text = markdown(rows, ["a summary"])
+    assert text.count("24 layers") == 1
+    assert "1.40 [1.30, 1.50]" in text
+    assert "450 ms (-10%)" in text
+
+
+def test_what_could_not_run_has_a_reason_and_no_times() -> None:
+    empty = Row.model_validate({**row().model_dump(include={"scenario", "devices", "model", "layers", "seq_len", "mbit"}),
+                                "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})  # fmt: skip
+    assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 7, "1")
+
+
+def test_summaries() -> None:
+    rows = [
+        row(strategy="local", median_seconds=1.0), row(strategy="sp", median_seconds=0.6, prediction_error=0.3),
+        row(strategy="auto", median_seconds=0.5),
+    ]  # fmt: skip
+    assert len(by_setting(rows)) == 1
+    (line,) = paper.say_prediction(rows)
+    assert "3 runs: median 10.0%, 90th percentile 26.0%" in line
+    gain, regret = paper.say_auto(rows)
+    assert "median 2.00 times as fast" in gain
+    assert "median 0.83 of its time" in regret
+
+
+def test_weak_scaling_is_measured_in_work_per_second() -> None:
+    one = row(devices=1, seq_len=96, median_seconds=1.0)
+    flops = {count: paper.layer_flops(row(seq_len=96 * count), 1024) for count in (1, 2)}
+    two = row(devices=2, seq_len=192, median_seconds=flops[2] / flops[1] / 1.6)  # 1.6 times the work per second
+    points = paper.scaling_of([one, two], lambda model: 1024)["bert-large"]
+    assert points[0] == (1, 1.0, 1.0)
+    assert points[1] == pytest.approx((2, 1.6, 0.8))
+
+
+def test_the_sweep_asks_for_one_device_once() -> None:
+    wanted = paper.sweep([SHAPES["distilbert"]], 4, [64], [20.0, 500.0])
+    assert [(each.num_devices, each.mbit) for each in wanted] == [
+        (1, 20.0), (2, 20.0), (2, 500.0), (3, 20.0), (3, 500.0), (4, 20.0), (4, 500.0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [plots.latency_bars, plots.speedup_bars, plots.bandwidth_lines, plots.predicted_against_measured,
+     plots.scaling_lines(lambda model: 1024)],
+)  # fmt: skip
+def test_plots_have_axes_with_units(draw: plots.Draw, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    axes: list[Any] = []
+
+    def remember(drawn: Any, rows: Any) -> None:
+        draw(drawn, rows)
+        axes.append(drawn)
+
+    rows = [row(mbit=rate, strategy=name, devices=count) for rate in (50.0, 500.0)
+            for count, name in ((1, "local"), (2, "hmp"))]  # fmt: skip
+    plots.save_plot(tmp_path / "plot.png", rows, remember, "a title")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    assert "[" in axes[0].get_ylabel()
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------
+
+TINY = {
+    "model_type": "bert", "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 300,
+    "vocab_size": 3000, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["galaxy", "--env", "z"], "'z' is none of a, b"),
+        (["galaxy", "--scenario", "nowhere"], "neither a file nor one of ours"),
+        (["galaxy", "--model", "gpt-5"], "'gpt-5' is none of"),
+        (["galaxy", "--config", "/nowhere.json"], "there is no such file"),
+        (["galaxy", "--rounds", "2"], "at least 5"),
+        (["galaxy", "--wires", "fp8"], "'fp8' is none of"),
+        (["galaxy", "--devices", "9"], "has only 2"),
+        (["galaxy", "--baseline", "sp", "--strategies", "hmp"], "none of the strategies"),
+        (["galaxy", "--mbit", "0"], "0.01 to 100000"),
+        (["galaxy", "--seq-len", "4000"], "at most 512 tokens"),
+        (["table4", "--json", "/nowhere/rows.json"], "there is no directory /nowhere"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tools.bench.__main__ import app
+
+    with pytest.raises(SystemExit) as ended:
+        app(arguments)
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Path]:
+    """A scenario of two devices and a tiny model; `tmp` for what the benchmark itself writes, short as sockets want."""
+    if reason := what_is_missing():
+        pytest.skip(reason)
+    cores = sorted(os.sched_getaffinity(0))
+    share = 0.9 if len(cores) > 1 else 0.4
+    devices = "".join(
+        f'[[devices]]\nname = "{name}"\ncpu_share = {share}\ncore = {core}\nmbit = 200\nmemory = "2GiB"\n'
+        for name, core in (("one", cores[0]), ("two", cores[-1]))
+    )
+    (tmp_path / "test-bench.toml").write_text("scale_links = false\n" + devices)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    with tempfile.TemporaryDirectory() as short:
+        (tmp_path / "tmp").symlink_to(short)
+        yield tmp_path
+
+
+def start(files: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tools.bench", "galaxy", "--scenario", str(files / "test-bench.toml"), "--config",
+         str(files / "tiny.json"), "--seq-len", "48", *options],
+        cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.namespaces
+def test_all_strategies_run_and_agree(files: Path) -> None:
+    running = start(files, "--rounds", "5", "--wires", "exact,fp16,bf16,int8", "--plain", "--mbit", "100",
+                    "--json", str(files / "rows.json"), "--markdown", str(files / "rows.md"))  # fmt: skip
+    said, complained = running.communicate(timeout=120)
+    assert running.returncode == 0, said + complained
+    rows = [Row.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
+    assert {each.strategy for each in rows} == set(NAMES)
+    assert not any(each.wrong for each in rows)
+    for each in rows:
+        assert each.median_seconds is not None
+        assert each.rounds == 5
+        assert each.speedup_low is not None
+        assert each.mbit == pytest.approx(100)
+        assert (each.bound_seconds is None) == (each.strategy == "gloo-tp")
+    sent = {each.wire: each.bytes_sent or 0 for each in rows if each.strategy == "hmp" and each.encrypted}
+    assert sent["int8"] < sent["fp16"] < sent["exact"]
+    assert "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s" in (files / "rows.md").read_text()
+    assert list((files / "tmp").glob("hearth-*")) == []
+
+
+def slot_of(process: subprocess.Popen[str]) -> Running | None:
+    return next((running for running in running_testbeds() if running.owner_pid == process.pid), None)
+
+
+def namespaces(slot: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"ht{slot}-")]
+
+
+def connected(process: subprocess.Popen[str]) -> bool:
+    """Whether devices talk with each other, as they do from the measurement of the link on."""
+    if (running := slot_of(process)) is None:
+        return False
+    shown = subprocess.run(["ip", "netns", "exec", f"ht{running.slot}-one", "ss", "-Htn", "state", "established"],
+                           capture_output=True, text=True, check=False)  # fmt: skip
+    return f"10.213.{running.slot}." in shown.stdout
+
+
+MOMENTS: dict[str, Callable[[subprocess.Popen[str]], bool]] = {
+    "while the testbed is put up": lambda process: slot_of(process) is not None,
+    "when the runners start": lambda process: bool(
+        (running := slot_of(process)) and list(Path(running.folder).glob("runner-*.log"))
+    ),
+    "while devices talk": connected,
+}
+
+
+@pytest.mark.namespaces
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("to_all", [True, False], ids=["from the terminal", "to the command alone"])
+def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) -> None:
+    process = start(files, "--rounds", "10000", "--strategies", "local,gloo-tp,hmp")
+    try:
+        wait_for(moment, lambda: MOMENTS[moment](process) or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        running = slot_of(process)
+        assert running is not None
+        inside = list(namespaces(running.slot))
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+        if process.poll() is None:  # impatient
+            (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        said, complained = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.returncode == 130, (inside, said, complained)
+    assert slot_of(process) is None
+    assert namespaces(running.slot) == []
+    assert [*Path("/sys/fs/cgroup").glob(f"hearth-ht{running.slot}"),
+            *Path("/sys/fs/cgroup").glob(f"*/hearth-ht{running.slot}")] == []  # fmt: skip
+    assert subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).stdout == b""
+    assert list((files / "tmp").glob("hearth-*")) == []
