@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.planners import PlanRequest, plan_strategy
+from coordinator.planners.replicated import replicate
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import STRATEGIES, Plan, Strategy
 from hearth.profile import ClusterProfile
@@ -67,18 +68,21 @@ def options(request: PlanRequest, chosen: Plan) -> list[Option]:
         option = _price(candidate, strategy)
         planned = tuple(device.device_id for device in option.plan.devices) if option.plan else members
         found.setdefault((strategy, planned), option)
-    if not chosen.body.modes:
-        found.pop((chosen.body.strategy, ids), None)
+        if option.plan is not None and strategy == "hmp":
+            better = replicate(replace(request, cluster=request.cluster.subset(planned)), option.plan)
+            if better is not option.plan:
+                found.setdefault((better.body.title, planned), replace(option, plan=better))
+    found.pop((chosen.body.title, ids), None)
     others = sorted(found.values(), key=lambda option: (option.seconds, option.missing_bytes))
     return [Option(chosen.body.strategy, tuple(device.name for device in chosen.devices), chosen), *others]
 
 
 def best_of_each_strategy(priced: Sequence[Option]) -> list[Plan]:
-    """The chosen plan (the first), then the fastest of each other strategy that fits."""
-    plans: dict[str, Plan] = {}
+    """The chosen plan (the first), then the fastest of each other strategy that fits; replicating counts as one more."""
+    plans: dict[tuple[str, bool], Plan] = {}
     for option in priced:
         if option.plan is not None:
-            plans.setdefault(option.plan.body.title if option.plan.body.modes else option.strategy, option.plan)
+            plans.setdefault((option.strategy, bool(option.plan.body.modes)), option.plan)
     return list(plans.values())
 
 

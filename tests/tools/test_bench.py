@@ -167,7 +167,7 @@ def test_a_baseline_has_the_same_wire_where_it_can() -> None:
 
 
 def test_lz4_is_compared_with_the_same_without_it() -> None:
-    (setting, _) = paper.codec(SHAPES["distilbert"], 64, ["exact", "bf16"])
+    (setting,) = paper.codec(SHAPES["distilbert"], 64, ["exact", "bf16"], [20.0])
     assert codec_baseline(Entry("hmp", "bf16", "on"), setting.entries) == Entry("hmp", "bf16", "off")
     assert codec_baseline(Entry("sp", "exact", "on"), setting.entries) is None
 
