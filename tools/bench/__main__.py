@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Annotated, Optional
 
 import typer
+from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
@@ -22,6 +24,9 @@ from tools.bench.plans import NAMES, Values, entries, parse_names, parse_wires
 from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
 from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
 from tools.testbed import Scenario, load_scenario
+
+_FILE_WIDTH = 160
+screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 _DEFAULT_SCENARIO = "galaxy-a"
 _LAYERS = 4
@@ -101,13 +106,10 @@ def galaxy(
     names = parse_names(strategies)
     if baseline is not None and baseline not in names:
         raise BadSetting(setting="--baseline", reason=f"'{baseline}' is none of the strategies that are run")
-    for rate in mbit:
-        if not 0.01 <= rate <= 100_000:
-            raise BadSetting(setting="--mbit", reason=f"{rate:g}; 0.01 to 100000 can be emulated")
     shapes = [*map(shape_named, model), *map(shape_of_file, config)] or [shape_named("bert-large")]
     chosen = entries(names, parse_wires(wires), plain)
     scenarios = [_environment(letter) for letter in env] + [load_scenario(name) for name in scenario]
-    wanted = paper.galaxy(shapes, seq_len, mbit, chosen, baseline or "gloo-tp")
+    wanted = paper.galaxy(shapes, seq_len, _rates(mbit), chosen, baseline or "gloo-tp")
     scenarios = [_first(each, devices) for each in scenarios or [load_scenario(_DEFAULT_SCENARIO)]]
     draw = plots.bandwidth_lines if len(mbit) > 2 else plots.latency_bars
     files = Files(json, markdown, plot, draw, "Strategies on the emulated testbed", _summary)
@@ -219,7 +221,7 @@ def sweep(
 ) -> None:
     """How well the planner predicts, and whether `auto` takes the best: one to four devices, many links and models."""
     chosen = load_scenario(scenario)
-    wanted = paper.sweep(_shapes(model), min(len(chosen.devices), 4), seq_len, mbit)
+    wanted = paper.sweep(_shapes(model), min(len(chosen.devices), 4), seq_len, _rates(mbit))
     files = Files(json, markdown, plot, plots.predicted_against_measured, "Predicted against measured",
                   lambda rows: [*paper.say_prediction(rows), *paper.say_auto(rows)])  # fmt: skip
     _measure([(chosen, wanted)], layers, rounds, files)
@@ -231,6 +233,7 @@ def codec(
     scenario: Annotated[str, typer.Option(help="A scenario's name or TOML file.")] = _DEFAULT_SCENARIO,
     model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.", metavar="NAME")] = "bert-large",
     wires: Wires = "exact,bf16",
+    mbit: Annotated[list[float], typer.Option(help="Real rates; may be repeated.")] = list(paper.CODEC_MBIT),  # noqa: B006
     layers: Layers = 2,
     seq_len: SeqLen = 284,
     rounds: Rounds = 15,
@@ -240,7 +243,7 @@ def codec(
 ) -> None:
     """Whether lz4 pays: off, auto and on, on a slow and on a fast link. (Activations of random weights.)"""
     values: tuple[Values, ...] = parse_wires(wires)
-    wanted = paper.codec(shape_named(model), seq_len, values)
+    wanted = paper.codec(shape_named(model), seq_len, values, _rates(mbit))
     files = Files(json, markdown, plot, plots.speedup_bars, "lz4 on activations: speed-up over sending them as they are",
                   paper.say_codec)  # fmt: skip
     _measure([(load_scenario(scenario), wanted)], layers, rounds, files)
@@ -293,7 +296,7 @@ def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rou
 
 def _print(rows: Sequence[Row]) -> None:
     for group in by_setting(rows):
-        out.print(rich_table(group))
+        screen.print(rich_table(group, screen.width))
         for number, note in enumerate(footnotes(group), 1):
             out.print(f"[dim]{number}: {note}[/]", soft_wrap=True)
         out.print()
@@ -311,6 +314,13 @@ def _first(scenario: Scenario, devices: int | None) -> Scenario:
     if devices > len(scenario.devices):
         raise BadSetting(setting="--devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
     return scenario.with_devices(devices)
+
+
+def _rates(mbit: Sequence[float]) -> Sequence[float]:
+    for rate in mbit:
+        if not 0.01 <= rate <= 100_000:
+            raise BadSetting(setting="--mbit", reason=f"{rate:g}; 0.01 to 100000 can be emulated")
+    return mbit
 
 
 def _shapes(names: Sequence[str]) -> list[Shape]:

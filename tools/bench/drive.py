@@ -101,18 +101,22 @@ class _Group:
         answers = {name: self._answer(name, deadline) for name in requests}
         for name, answer in answers.items():
             if "error" in answer:
-                raise InternalError(where=f"{self._kind} on {name}", reason=answer["error"])
+                said = "".join(f"; {other} said: {line}" for other in requests if (line := self._last_line(other)))
+                raise InternalError(where=f"{self._kind} on {name}", reason=answer["error"] + said)
         return answers
 
     def _answer(self, name: str, deadline: float) -> dict[str, Any]:
         while not self._sockets[name].poll(_LOOK_MS):
             if self._processes[name].poll() is not None:
-                said = self._log(name).read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-                raise InternalError(where=f"{self._kind} on {name}", reason=f"it has ended: {said[-1]}")
+                reason = f"it has ended: {self._last_line(name) or 'it said nothing'}"
+                raise InternalError(where=f"{self._kind} on {name}", reason=reason)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=_ANSWER_SECONDS)
         answer: dict[str, Any] = json.loads(self._sockets[name].recv())
         return answer
+
+    def _last_line(self, name: str) -> str:
+        return (self._log(name).read_text(errors="replace").strip().splitlines() or [""])[-1]
 
     def _log(self, name: str) -> Path:
         return self._testbed.folder / f"{self._kind}-{name}.log"

@@ -85,9 +85,9 @@ def sweep(shapes: Sequence[Shape], max_devices: int, lengths: Sequence[int], rat
     ]
 
 
-def codec(shape: Shape, seq_len: int, wires: Sequence[Values]) -> list[Wanted]:
+def codec(shape: Shape, seq_len: int, wires: Sequence[Values], rates: Sequence[float]) -> list[Wanted]:
     chosen = tuple(Entry("hmp", wire, lz4) for wire in wires for lz4 in LZ4_MODES)
-    return [Wanted(shape, seq_len, chosen, None, mbit=rate) for rate in CODEC_MBIT]
+    return [Wanted(shape, seq_len, chosen, None, mbit=rate) for rate in rates]
 
 
 # ---- what the rows say together -------------------------------------------------------------------------------------

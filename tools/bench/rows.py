@@ -78,6 +78,8 @@ class Row(BaseModel):
 
 
 _HEADINGS = ("strategy", "median", "min..max", "bound", "predicted", "speed-up", "sent", "lz4 saved", "notes")
+_ONLY_WIDE = ("min..max", "bound", "lz4 saved")
+_WIDE = 140  # columns that all headings take
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
@@ -110,14 +112,17 @@ def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def rich_table(rows: Sequence[Row]) -> Table:
-    """The rows of one setting."""
+def rich_table(rows: Sequence[Row], width: int) -> Table:
+    """The rows of one setting; on a narrow screen without what can be missed."""
+    shown = [index for index, heading in enumerate(_HEADINGS) if width >= _WIDE or heading not in _ONLY_WIDE]
     table = Table(title=rows[0].setting, title_justify="left", show_edge=False)
-    for index, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if index in (0, len(_HEADINGS) - 1) else "right", no_wrap=True)
+    for index in shown:
+        table.add_column(_HEADINGS[index], justify="left" if index in (0, len(_HEADINGS) - 1) else "right")
     numbered = footnotes(rows)
     for row in rows:
-        table.add_row(*cells(row, numbered), style="red" if row.wrong else "" if row.trusted else "yellow")
+        style = "red" if row.wrong else "" if row.trusted else "yellow"
+        found = cells(row, numbered)
+        table.add_row(*(found[index] for index in shown), style=style)
     return table
 
 
