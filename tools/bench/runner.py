@@ -6,8 +6,10 @@ time. Only the plan whose step is asked for works; the others' threads wait in `
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
+import signal
 import statistics
 import sys
 import time
@@ -152,8 +154,8 @@ class Runner:
             return {}
         if loaded.communicator is not None:
             loaded.communicator.close()
-        else:
-            loaded.transport.close()
+        loaded.transport.close()
+        loaded.transport.release()
         return {}
 
     # ---- the profile ----------------------------------------------------------------------------------------------
@@ -226,6 +228,7 @@ class Runner:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # where a runner that does not answer stands
     keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))
 
