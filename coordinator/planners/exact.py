@@ -11,9 +11,8 @@ the border of what is feasible (a larger one allows a smaller other), each step 
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -26,7 +25,7 @@ from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan import Plan, Strategy
 
-_SEARCH_SECONDS = 0.8
+_MAX_PROGRAMS = 120  # along the border; a count, not a time, so that a plan repeats
 _SOLVE_SECONDS = 0.2  # one integer program; a few dozen variables take milliseconds
 
 
@@ -50,13 +49,12 @@ class ExactPlanner:
 
     name = "exact"
 
-    def __init__(self, strategy: Strategy = "hmp", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, strategy: Strategy = "hmp") -> None:
         self._strategy = strategy
-        self._clock = clock
 
     def plan(self, request: PlanRequest) -> Plan:
         """The proven shares, or Galaxy's where the simulator finds those faster. Raises ModelDoesNotFit."""
-        shares = best_shares(request, self._strategy, self._clock)
+        shares = best_shares(request, self._strategy)
         proof = "proven best" if shares.gap < 1e-9 else f"within {shares.gap:.1%} of the bound"
         body = body_of(request, self._strategy, shares.groups, shares.columns, shares.vocabulary)
         if missing := missing_bytes(request, request.cluster, body):  # a device may lack room even for an empty share
@@ -69,7 +67,7 @@ class ExactPlanner:
         return min(plans, key=lambda plan: plan.predicted.total_seconds)
 
 
-def best_shares(request: PlanRequest, strategy: Strategy, clock: Callable[[], float] = time.monotonic) -> Shares:
+def best_shares(request: PlanRequest, strategy: Strategy) -> Shares:
     """Minimise objective (5); stops after a while with the best so far and its gap. Raises ModelDoesNotFit."""
     spec = request.spec
     group = spec.num_heads // spec.num_kv_heads
@@ -79,7 +77,7 @@ def best_shares(request: PlanRequest, strategy: Strategy, clock: Callable[[], fl
     heads = [[b.attention(a * group) for a in range(spec.num_kv_heads + 1)] for b in blocks]
     columns = [[b.mlp(min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
     problem = _Problem(Budget(request, strategy), spec.num_kv_heads, num_columns, num_vocabulary, heads, columns)
-    return problem.solve(clock() + _SEARCH_SECONDS, clock, spec.name)
+    return problem.solve(spec.name)
 
 
 class _Problem:
@@ -98,7 +96,7 @@ class _Problem:
         self._thresholds = tuple(sorted({t for device in kind for t in device}) for kind in self._seconds)
         self._num = len(group_seconds)
 
-    def solve(self, deadline: float, clock: Callable[[], float], model: str) -> Shares:
+    def solve(self, model: str) -> Shares:
         least = [self._least_threshold(kind) for kind in (0, 1)]
         bound = sum(self._thresholds[kind][least[kind]] for kind in (0, 1))
         free = [self._balanced(0), self._balanced(1), self._vocabulary()]
@@ -115,14 +113,15 @@ class _Problem:
         best = (self._objective(anything), anything)
         # The border: as the first threshold falls from where everything is allowed, the second one rises.
         i, j = last[0], least[1]
-        proven = True
+        proven, programs = True, 0
         while i >= least[0] and j <= last[1]:
-            if clock() > deadline:
-                proven = False
-                break
             if self._thresholds[0][i] + self._thresholds[1][j] >= best[0]:
                 i -= 1  # nothing on this side of the border can be better
                 continue
+            if programs == _MAX_PROGRAMS:
+                proven = False
+                break
+            programs += 1
             found = self._feasible(i, j)
             if found is None:
                 j += 1

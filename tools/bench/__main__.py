@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Optional
 
 import typer
@@ -17,7 +15,7 @@ from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
-from tools.bench import paper, plots
+from tools.bench import interrupts, paper, plots
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
 from tools.bench.plans import NAMES, Values, entries, parse_names, parse_wires
@@ -265,6 +263,7 @@ def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rou
         models = Models(folder)
 
         def report(what: str) -> None:
+            interrupts.check()
             status.update(what)
 
         for scenario, wanted in work:
@@ -335,16 +334,8 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     return [*paper.say_speedup(rows), *paper.say_prediction(rows), *paper.say_auto(rows)]
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Everything is taken down from here on, which takes seconds: no second one may stop that."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 def main() -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, _interrupt)
+    interrupts.install()
     try:
         app()
     except (OSError, subprocess.SubprocessError) as error:

@@ -23,6 +23,7 @@ from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
 from hearth.profile import BlockProfile, Link
+from tools.bench.interrupts import shielded
 from tools.testbed import Testbed
 
 _ANSWER_SECONDS = 180.0
@@ -87,7 +88,7 @@ class _Group:
         socket.bind(address)
         self._sockets[name] = socket
         module = f"tools.bench.{self._kind}"
-        with self._log(name).open("ab") as log:
+        with shielded(), self._log(name).open("ab") as log:
             self._processes[name] = self._testbed.popen(
                 name, sys.executable, "-m", module, address, *arguments, stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, memory_limited=False, environment={"GLOO_SOCKET_IFNAME": "eth0"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from hearth.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
+from tools.bench.interrupts import shielded
 from tools.bench.load import Load, Snapshot, load_between, snapshot
 from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
 from tools.bench.rows import Row
@@ -89,7 +89,7 @@ def temporary_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with uninterrupted():
+        with shielded():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -106,28 +106,12 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Test
         seconds = core_seconds(scenario.instruction_set, scenario.devices[0].core)
     testbed = Testbed(unlimited, folder, core_seconds=seconds)
     try:
-        testbed.up()
+        with shielded(with_children=True):
+            testbed.up()
         yield testbed
     finally:
-        with uninterrupted():
+        with shielded(with_children=True):
             testbed.down()
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """An interrupt waits until the block is done."""
-    waiting: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: waiting.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if waiting:
-        raise KeyboardInterrupt
 
 
 class Bench:

@@ -148,8 +148,10 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(ends, ends, color="black", lw=1, label="as predicted")
         axes.plot(ends, [end * 1.1 for end in ends], color="grey", lw=1, ls=":", label="10 % off")
         axes.plot(ends, [end * 0.9 for end in ends], color="grey", lw=1, ls=":")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.axes.set(xscale="log", yscale="log")
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}")
     axes.set_xlabel("measured time of one step, median [s]")
     axes.set_ylabel("predicted time of one step [s]")
     axes.legend(fontsize=9, frameon=False)
