@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.home import wait_for
 
 from hearth.errors import BadSetting
-from tools.bench import paper, plots
+from tools.bench import interrupts, paper, plots
 from tools.bench.bound import bound_seconds
 from tools.bench.load import Load, Process, foreign_ticks
 from tools.bench.measure import relative_error
@@ -343,6 +344,46 @@ def test_a_mistake_is_one_clear_line(
 
 
 @pytest.fixture
+def interruptible(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(interrupts, "_state", interrupts._State())
+    interrupts.install()
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("with_children", [True, False])
+def test_what_is_shielded_is_finished_first_and_a_second_interrupt_changes_nothing(with_children: bool) -> None:
+    finished = []
+
+    def interrupted() -> None:
+        with interrupts.shielded(with_children):
+            signal.raise_signal(signal.SIGINT)
+            finished.append("the block")
+            raise OSError("of what it has run")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with interrupts.shielded(with_children):  # taking down
+        signal.raise_signal(signal.SIGINT)
+        finished.append("clearing up")
+    assert finished == ["the block", "clearing up"]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_that_was_lost_is_found_at_the_next_check() -> None:
+    interrupts.check()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt:
+        pass  # as a callback of the interpreter does
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.check()
+
+
+@pytest.fixture
 def files(tmp_path: Path) -> Iterator[Path]:
     """A scenario of two devices and a tiny model; `tmp` for what the benchmark itself writes, short as sockets want."""
     if reason := what_is_missing():
@@ -408,6 +449,18 @@ def connected(process: subprocess.Popen[str]) -> bool:
     return f"10.213.{running.slot}." in shown.stdout
 
 
+def alive_in_group(group: int) -> list[str]:
+    """Not those that have ended and that nobody has looked after yet."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
 MOMENTS: dict[str, Callable[[subprocess.Popen[str]], bool]] = {
     "while the testbed is put up": lambda process: slot_of(process) is not None,
     "while devices talk": connected,
@@ -435,5 +488,5 @@ def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) ->
     assert namespaces(running.slot) == []
     assert [*Path("/sys/fs/cgroup").glob(f"hearth-ht{running.slot}"),
             *Path("/sys/fs/cgroup").glob(f"*/hearth-ht{running.slot}")] == []  # fmt: skip
-    assert subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).stdout == b""
+    assert alive_in_group(process.pid) == []
     assert list((files / "tmp").glob("hearth-*")) == []

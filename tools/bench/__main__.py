@@ -341,6 +341,8 @@ def main() -> None:
     except (OSError, subprocess.SubprocessError) as error:
         err.print(f"[red]error:[/] {error}", soft_wrap=True)
         raise SystemExit(1) from None
+    finally:
+        interrupts.ignore()
 
 
 if __name__ == "__main__":
