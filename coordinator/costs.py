@@ -148,8 +148,9 @@ class StepGraph:
             rows = [self._blocks[r].mlp_rows(self._rows[r]) for r in self._ranks]
             self._compute("mlp", rows)
         else:
-            self._gather("up", "gather_mlp", self._tiled(lambda r: self._blocks[r].up(self._body.columns[r])))
-            self._scatter("down", "reduce_mlp", self._tiled(lambda r: self._blocks[r].down(self._body.columns[r])))
+            up = self._tiled(lambda r: self._blocks[r].up(self._body.columns[r]))
+            down = self._tiled(lambda r: self._blocks[r].down(self._body.columns[r]))
+            self._gather_and_scatter(("up", "gather_mlp", up), ("down", "reduce_mlp", down))
         self._connective("connective 2", self._rows)
 
     def _megatron_layer(self) -> None:
@@ -157,8 +158,7 @@ class StepGraph:
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
         everywhere = [self._seq_len] * self._num_ranks
         self._compute("qkv", [self._blocks[r].qkv(self._body.heads[r]) * self._scale[r] for r in self._ranks])
-        self._attention(self._seq_len)
-        self._scatter("out", "reduce_attention", self._tiled(lambda r: self._blocks[r].out(self._body.heads[r])))
+        self._reduce_out()
         self._gather("", "reduce_gather_attention", nothing)
         self._connective("connective 1", everywhere)
         self._compute("up", [self._blocks[r].up(self._body.columns[r]) * self._scale[r] for r in self._ranks])
@@ -172,8 +172,12 @@ class StepGraph:
         self._gather("qkv", "gather_attention", self._tiled(lambda r: self._blocks[r].qkv(self._body.heads[r])))
 
     def _reduce_out(self) -> None:
-        self._attention(self._seq_len)
-        self._scatter("out", "reduce_attention", self._tiled(lambda r: self._blocks[r].out(self._body.heads[r])))
+        """Attention of a tile's rows and their output projection, tile by tile."""
+        out = self._tiled(lambda r: self._blocks[r].out(self._body.heads[r]))
+        for rank in self._ranks:
+            core = self._blocks[rank].core(self._body.heads[rank]) * self._scale[rank] ** 2
+            out[rank] = [s + core * rows / self._seq_len for s, rows in zip(out[rank], self._rows, strict=True)]
+        self._scatter("out", "reduce_attention", out)
 
     def _exchange_qkv(self) -> None:
         """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
@@ -214,15 +218,6 @@ class StepGraph:
         self._compute("attention", core)
         self._compute("out", [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
 
-    def _attention(self, rows: int) -> None:
-        self._compute(
-            "attention",
-            [
-                self._blocks[r].core(self._body.heads[r]) * self._scale[r] ** 2 * rows / self._seq_len
-                for r in self._ranks
-            ],
-        )
-
     def _own_rows(self, rank: int, whole: float) -> float:
         """A GEMM over the rank's own rows, where one over all rows takes `whole`."""
         return whole * self._scale[rank] * self._rows[rank] / self._seq_len * self._tile_factor[rank][rank]
@@ -261,7 +256,76 @@ class StepGraph:
 
     def _gather(self, name: str, phase: str, seconds: Sequence[Sequence[float]], row_values: int | None = None) -> None:
         """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there."""
-        values = row_values or self._spec.hidden_size
+        arrived, moved = self._ring_all_gather(phase, row_values or self._spec.hidden_size)
+        for rank in self._ranks:
+            before = self._last[rank]
+            ends = []
+            for tile in self._in_order_of_arrival(rank):
+                if self._rows[tile]:
+                    named = f"{name} tile {tile}" if name else phase
+                    ends.append(self._task(named, rank, seconds[rank][tile], (*before, *arrived[rank, tile])))
+                if tile == rank:
+                    ends.append(self._wire_task(rank, moved[rank], before))
+            self._last[rank] = tuple(ends) or before
+
+    def _scatter(self, name: str, phase: str, seconds: Sequence[Sequence[float]]) -> None:
+        """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
+        start = list(self._last)
+        if not self._body.overlap:
+            for rank in self._ranks:
+                start[rank] = (self._task(name, rank, sum(seconds[rank]), start[rank]),)
+            seconds = [[0.0] * self._num_ranks for _ in self._ranks]
+        computed: dict[tuple[int, int], int] = {}
+        for rank in self._ranks:
+            before = start[rank]
+            for tile in self._in_order_of_sums(rank):
+                computed[rank, tile] = self._task(f"{name} tile {tile}", rank, seconds[rank][tile], before)
+                before = (computed[rank, tile],)
+            self._last[rank] = before
+        self._ring_reduce_scatter(phase, computed, start)
+
+    def _gather_and_scatter(
+        self,
+        entering: tuple[str, str, Sequence[Sequence[float]]],
+        leaving: tuple[str, str, Sequence[Sequence[float]]],
+    ) -> None:
+        """A gather and a scatter (name, phase, seconds) whose GEMMs on a tile follow each other: the first partial sums
+        leave while later tiles are still gathered."""
+        if not self._body.overlap:
+            self._gather(*entering)
+            self._scatter(*leaving)
+            return
+        start = list(self._last)
+        arrived, moved = self._ring_all_gather(entering[1], self._spec.hidden_size)
+        computed: dict[tuple[int, int], int] = {}
+        for rank in self._ranks:
+            before = start[rank]
+            if self._rows[rank]:
+                before = (self._task(f"{entering[0]} tile {rank}", rank, entering[2][rank][rank], before),)
+            wire = self._wire_task(rank, moved[rank], start[rank])
+            for tile in self._in_order_of_sums(rank):
+                if tile != rank:
+                    after = (*before, *arrived[rank, tile])
+                    before = (self._task(f"{entering[0]} tile {tile}", rank, entering[2][rank][tile], after),)
+                computed[rank, tile] = self._task(f"{leaving[0]} tile {tile}", rank, leaving[2][rank][tile], before)
+                before = (computed[rank, tile],)
+            self._last[rank] = (*before, wire)
+        self._ring_reduce_scatter(leaving[1], computed, start)
+
+    def _in_order_of_arrival(self, rank: int) -> list[int]:
+        return [step.compute for step in schedules.ring_all_gather(self._num_ranks, rank)]
+
+    def _in_order_of_sums(self, rank: int) -> list[int]:
+        """Tiles without rows are left out."""
+        return [
+            step.compute for step in schedules.ring_reduce_scatter(self._num_ranks, rank) if self._rows[step.compute]
+        ]
+
+    def _ring_all_gather(
+        self, phase: str, row_values: int
+    ) -> tuple[dict[tuple[int, int], tuple[int, ...]], Sequence[float]]:
+        """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
+        of the transfers takes from its compute."""
         arrived: dict[tuple[int, int], tuple[int, ...]] = {(r, r): self._last[r] for r in self._ranks}
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
@@ -270,47 +334,25 @@ class StepGraph:
                 assert tile is not None
                 following = (rank + 1) % self._num_ranks
                 if self._rows[tile]:
-                    num_values = self._rows[tile] * values
+                    num_values = self._rows[tile] * row_values
                     named = f"{phase} tile {tile}"
                     index = self._transfer(rank, following, num_values, arrived[rank, tile], named)
                     arrived[following, tile] = (index,)
                     # The sender of a forwarded tile converts nothing.
                     moved[rank] += self._wire_seconds(rank, num_values, 0.5 if tile == rank else 0.0)
                     moved[following] += self._wire_seconds(following, num_values, 0.5)
-        ends: list[list[int]] = [[] for _ in self._ranks]
-        everything = tuple(index for after in arrived.values() for index in after)
-        for rank in self._ranks:
-            before = self._last[rank]
-            for step in schedules.ring_all_gather(self._num_ranks, rank):
-                tile = step.compute
-                if self._rows[tile]:
-                    after = arrived[rank, tile] if self._body.overlap else everything
-                    named = f"{name} tile {tile}" if name else phase
-                    ends[rank].append(self._task(named, rank, seconds[rank][tile], (*before, *after)))
-                if tile == rank:
-                    ends[rank].append(self._wire_task(rank, moved[rank], before))
-        for rank in self._ranks:
-            self._last[rank] = tuple(ends[rank]) or self._last[rank]
-
-    def _scatter(self, name: str, phase: str, seconds: Sequence[Sequence[float]]) -> None:
-        """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
-        partial: dict[tuple[int, int], tuple[int, ...]] = {}
-        start = list(self._last)
-        moved = [0.0] * self._num_ranks
         if not self._body.overlap:
-            for rank in self._ranks:
-                start[rank] = (self._task(name, rank, sum(seconds[rank]), start[rank]),)
-            seconds = [[0.0] * self._num_ranks for _ in self._ranks]
-        computed: dict[tuple[int, int], int] = {}
-        for rank in self._ranks:
-            before = start[rank]
-            for step in schedules.ring_reduce_scatter(self._num_ranks, rank):
-                if self._rows[step.compute]:
-                    named = f"{name} tile {step.compute}"
-                    index = self._task(named, rank, seconds[rank][step.compute], before)
-                    computed[rank, step.compute] = index
-                    before = (index,)
-            self._last[rank] = before
+            everything = tuple(index for after in arrived.values() for index in after)
+            arrived = dict.fromkeys(arrived, everything)
+        return arrived, moved
+
+    def _ring_reduce_scatter(
+        self, phase: str, computed: dict[tuple[int, int], int], start: Sequence[tuple[int, ...]]
+    ) -> None:
+        """The transfers alone; `computed[r, k]` is rank r's partial sum of tile k. What they take from the compute may be
+        done from `start` on."""
+        partial: dict[tuple[int, int], tuple[int, ...]] = {}
+        moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
             for rank in self._ranks:
                 step = schedules.ring_reduce_scatter(self._num_ranks, rank)[t]

@@ -104,9 +104,12 @@ def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> T
 
 
 def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
-    """Output projection sharded: attention of our heads, then partial sums of all rows, reduced and scattered. [s,H]"""
-    context_Tw = _attend_all(step, index, qkv)
-    return _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context_Tw, layer.out_weight)
+    """Output projection sharded: attention of our heads and partial sums, tile by tile, reduced and scattered. [s,H]"""
+
+    def context(tile: int) -> Tensor:
+        return _attend(step, index, qkv, tile)
+
+    return _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context, layer.out_weight)
 
 
 def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
@@ -114,14 +117,9 @@ def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Te
     rows are projected part by part as the other heads' outputs come. [s,H]"""
     spec, heads = step.shard.spec, spans(step.plan.body.heads)
     tiles, own = step.collectives.tiles, step.own
-    q_Tw, k_Tw, v_Tw = qkv.chunk(3, dim=1)
 
     def attend(rank: int) -> Tensor | None:
-        if not heads[step.rank].size or not tiles[rank].size:
-            return None
-        with step.recorder.bar(f"layer {index} attention tile {rank}"):
-            rows = tiles[rank]
-            return blocks.attention(q_Tw[slice(*rows)], k_Tw, v_Tw, spec.head_dim, step.rows.sequences, rows)
+        return _attend(step, index, qkv, rank) if heads[step.rank].size and tiles[rank].size else None
 
     step.collectives.scatter_rows(index, Phase.EXCHANGE_HEADS, attend)
     y_sH = qkv.new_zeros(own.size, spec.hidden_size)
@@ -162,12 +160,20 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
 
 
 def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    hidden_Tc = x_sH.new_empty(step.rows.num_rows, layer.up_weight.shape[0])
-    for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH):
-        if layer.up_weight.shape[0]:
-            with step.recorder.bar(f"layer {index} up tile {tile}"):
-                _mlp_up(step, layer, rows_xH, hidden_Tc[slice(*step.collectives.tiles[tile])])
-    return _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden_Tc, layer.down_weight)
+    """Both GEMMs of a tile follow each other: while later tiles are still gathered, the first partial sums leave. [s,H]"""
+    arriving = step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH)
+    expanded: dict[int, Tensor] = {}
+
+    def hidden(tile: int) -> Tensor:
+        while tile not in expanded:
+            arrived, rows_xH = next(arriving)
+            expanded[arrived] = x_sH.new_empty(rows_xH.shape[0], layer.up_weight.shape[0])
+            if layer.up_weight.shape[0]:
+                with step.recorder.bar(f"layer {index} up tile {arrived}"):
+                    _mlp_up(step, layer, rows_xH, expanded[arrived])
+        return expanded.pop(tile)
+
+    return _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden, layer.down_weight)
 
 
 def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
@@ -181,11 +187,18 @@ def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
         return hidden_sF @ layer.down_weight.t()
 
 
-def _reduce_rows(step: Step, index: int, phase: Phase, name: str, input_Tx: Tensor, weight_Hx: Tensor) -> Tensor:
+def _reduce_rows(
+    step: Step, index: int, phase: Phase, name: str, input_of: Callable[[int], Tensor], weight_Hx: Tensor
+) -> Tensor:
+    """The partial sums of `input_of(tile)` [k,x] times the weight, tile by tile in the ring's order. [s,H]"""
+
     def partial(tile: int) -> Tensor:
+        if not step.collectives.tiles[tile].size:
+            return weight_Hx.new_empty(0, weight_Hx.shape[0])
+        input_kx = input_of(tile)
         with step.recorder.bar(f"layer {index} {name} tile {tile}"):
             # With no heads or columns this is the sum over nothing: zeros.
-            return input_Tx[slice(*step.collectives.tiles[tile])] @ weight_Hx.t()
+            return input_kx @ weight_Hx.t()
 
     return step.collectives.reduce_scatter(index, phase, partial)
 
@@ -200,14 +213,14 @@ def _megatron(step: Step) -> Tensor:
         qkv = x_TH.new_empty(x_TH.shape[0], layer.qkv_weight.shape[0])
         with step.recorder.bar(f"layer {index} qkv"):
             blocks.project_qkv(layer, x_TH, qkv)
-        context_Tw = _attend_all(step, index, qkv)
-        y_sH = _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context_Tw, layer.out_weight)
+        y_sH = _reduced_out(step, index, layer, qkv)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_ATTENTION, y_sH)
         x_TH = _connect_attention(step, index, layer, x_TH, y_TH)
         hidden_Tc = x_TH.new_empty(x_TH.shape[0], layer.up_weight.shape[0])
         with step.recorder.bar(f"layer {index} up"):
             _mlp_up(step, layer, x_TH, hidden_Tc)
-        y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden_Tc, layer.down_weight)
+        parts = [hidden_Tc[slice(*rows)] for rows in step.collectives.tiles]
+        y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, "down", parts.__getitem__, layer.down_weight)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_MLP, y_sH)
         x_TH = _connect_mlp(step, index, layer, x_TH, y_TH)
     return x_TH[slice(*step.own)]
@@ -250,11 +263,12 @@ def _embed_rows(step: Step, wanted: Span) -> Tensor:
     return blocks.finish_embedding(embedding, word_sH, rows.positions[slice(*wanted)], spec.norm_eps)
 
 
-def _attend_all(step: Step, index: int, qkv: Tensor) -> Tensor:
-    with step.recorder.bar(f"layer {index} attention"):
+def _attend(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
+    """Attention of our heads for the rows of a tile: the first partial sums leave before the last rows are attended."""
+    rows = step.collectives.tiles[tile]
+    with step.recorder.bar(f"layer {index} attention tile {tile}"):
         q_Tw, k_Tw, v_Tw = qkv.chunk(3, dim=1)
-        everything = Span(0, step.rows.num_rows)
-        return blocks.attention(q_Tw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, everything)
+        return blocks.attention(q_Tw[slice(*rows)], k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, rows)
 
 
 def _mlp_up(step: Step, layer: LayerShard, x_sH: Tensor, out: Tensor) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from hearth.framing import TileKey
 from hearth.messages import TraceEvent
+
+_NOTHING = nullcontext()
 
 
 def transfer_name(key: TileKey, sender: int, receiver: int) -> str:
@@ -23,14 +25,15 @@ class Recorder:
         self._enabled = enabled
         self._events: list[TraceEvent] = []
 
+    def bar(self, name: str) -> AbstractContextManager[None]:
+        """What runs inside is one bar of the compute lane."""
+        return self._bar(name) if self._enabled else _NOTHING
+
     @contextmanager
-    def bar(self, name: str, lane: Literal["compute", "wait"] = "compute") -> Iterator[None]:
-        if not self._enabled:
-            yield
-            return
+    def _bar(self, name: str) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self._add(name, lane, start, time.monotonic(), 0)
+        self._add(name, "compute", start, time.monotonic(), 0)
 
     def instant(self, name: str, lane: Literal["send", "receive"], num_bytes: int) -> None:
         now = time.monotonic()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hearth.errors import BadSetting
 from tools.testbed import cluster
 from tools.testbed.cluster import check_possible
-from tools.testbed.scenario import SCENARIOS, Device, Scenario, load_scenario, quota_microseconds
+from tools.testbed.scenario import SCENARIOS, Device, Scenario, load_scenario, quota_and_period
 
 DEVICE = '[[devices]]\nname = "m0"\ncpu_share = 0.45\nmbit = 190\n'
 GIB = 1 << 30
@@ -78,7 +78,7 @@ def test_the_scenarios_of_the_paper_have_its_memory() -> None:
         (DEVICE + 'instruction_set = "avx1024"', "devices.0.instruction_set"),
         (DEVICE + DEVICE, "same name"),
         ('coordinator = "m7"\n' + DEVICE, "m7"),
-        (DEVICE.replace("0.45", "0.2"), "device m0: 0.2 of a core in periods of 4 ms"),
+        (DEVICE.replace("0.45", "0.001"), "cpu_share"),
     ],
 )
 def test_what_is_wrong_in_a_scenario_is_named(tmp_path: Path, text: str, named: str) -> None:
@@ -124,7 +124,7 @@ def test_only_root_can_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(
-    share=st.floats(0.25, 1.0),
+    share=st.floats(0.002, 8.0),
     mbit=st.floats(0.1, 10_000),
     memory_bytes=st.none() | st.integers(64 << 20, 1 << 40),
     scale_links=st.booleans(),
@@ -145,4 +145,11 @@ def test_rates_and_shares_survive_a_round_trip(
     path = tmp_path_factory.mktemp("trip") / "trip.toml"
     path.write_text("\n".join(lines))
     assert load_scenario(path) == written
-    assert quota_microseconds(share, 4.0) / 4000 == pytest.approx(share, abs=1 / 4000)
+
+
+@given(share=st.floats(0.002, 64.0))
+def test_a_quota_is_the_share_of_its_period_and_the_kernel_takes_both(share: float) -> None:
+    quota, period = quota_and_period(share)
+    assert quota / period == pytest.approx(share, abs=1 / period)
+    assert quota >= 1000
+    assert 1000 <= period <= 1_000_000

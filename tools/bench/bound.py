@@ -2,12 +2,13 @@
 
     bound = sum over phases of  max over devices d of  max(compute_d, sent_d / rate_d, received_d / rate_d)
 
-A phase is one part of a layer's work and the collective that can hide behind it: QKV tiles with the AllGather before
-them (or the exchange of Q, K and V), out-projection tiles with the ReduceScatter, and the same for the MLP's two GEMMs.
-Work without a collective (attention, connective, embedding) is a phase of compute alone, and a collective without work
-(SP's K and V, the second half of an AllReduce) one of transfer alone. Phases follow each other, as in Galaxy's objective
-(5). Compute is the traced bars' time under the device's limits; rates are the link's own, without headers: less than
-this it cannot take, and nothing of latency, waits for quota or encryption is in it.
+A phase is one part of a layer's work and the collectives that can hide behind it: QKV tiles with the AllGather before
+them (or the exchange of Q, K and V), attention and out-projection tiles with the ReduceScatter, and the MLP's two GEMMs
+with both of its collectives, as these follow each other tile by tile. Work without a collective (connective, embedding)
+is a phase of compute alone, and a collective without work (SP's K and V, the second half of an AllReduce) one of transfer
+alone. Phases follow each other, as in Galaxy's objective (5). Compute is the traced bars' time under the device's limits;
+rates are the link's own, without headers: less than this it cannot take, and nothing of latency, waits for quota or
+encryption is in it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _LAYER = re.compile(r"^layer (\d+) (.+)$")
 _HOP = re.compile(r" tile \d+ (?:\d+->\d+)$")
 # What a compute bar's name begins with, or a transfer's phase: the segment of the layer that both belong to.
 _SEGMENT_OF_COMPUTE = (("qkv", "enter attention"), ("attention tile", "leave attention"), ("out", "leave attention"),
-                       ("up", "enter mlp"), ("down", "leave mlp"))  # fmt: skip
+                       ("up", "mlp"), ("down", "mlp"))  # fmt: skip
 _SEGMENT_OF_TRANSFER = {
     "gather_attention": "enter attention",
     "exchange_qkv": "enter attention",
     "reduce_attention": "leave attention",
     "exchange_heads": "leave attention",
-    "gather_mlp": "enter mlp",
-    "reduce_mlp": "leave mlp",
+    "gather_mlp": "mlp",
+    "reduce_mlp": "mlp",
     "gather_keys": "keys and values",
     "gather_values": "keys and values",
 }

@@ -23,7 +23,6 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
 from torch import Tensor
 
-from agent.worker.allocator import keep_freed_buffers
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import FAMILIES, TensorNames, read_spec
 from tools.bench.runner import serve
@@ -175,5 +174,4 @@ def _interface_bytes() -> int:
 
 
 if __name__ == "__main__":
-    keep_freed_buffers()  # it gets what our engine gets
     serve(sys.argv[1], GlooTensorParallel())

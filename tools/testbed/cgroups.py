@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from hearth.errors import BadSetting
-from tools.testbed.scenario import Device, quota_microseconds
+from tools.testbed.scenario import MIN_CPU_SHARE, Device, quota_and_period
 
 _ROOT = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0
@@ -41,14 +41,14 @@ class DeviceCgroup:
         groups = self._groups if memory_limited else self._groups[:1]
         return [str(group / "cgroup.procs") for group in groups]
 
-    def create(self, device: Device, quota_period_ms: float) -> None:
+    def create(self, device: Device) -> None:
         """Raises BadSetting when this kernel gives us no CPU or memory controller."""
         try:
             if _UNIFIED:
                 self._enable_controllers()
             for group in self._groups:
                 group.mkdir(parents=True, exist_ok=True)
-            self.set_cpu_share(device.cpu_share, quota_period_ms)
+            self.set_cpu_share(device.cpu_share)
             if device.memory_bytes is not None:
                 self._limit_memory(device.memory_bytes)
         except OSError as error:
@@ -57,13 +57,11 @@ class DeviceCgroup:
                 reason=f"{error.filename}: {error.strerror}; cgroups with the cpu and memory controllers are needed",
             ) from None
 
-    def set_cpu_share(self, cpu_share: float, quota_period_ms: float) -> None:
+    def set_cpu_share(self, cpu_share: float) -> None:
         """Takes effect at once. Raises BadSetting for less than the kernel can give."""
-        period = int(quota_period_ms * 1000)
-        try:
-            quota = quota_microseconds(cpu_share, quota_period_ms)
-        except ValueError as error:
-            raise BadSetting(setting="cpu_share", reason=str(error)) from None
+        if cpu_share < MIN_CPU_SHARE:
+            raise BadSetting(setting="cpu_share", reason=f"{cpu_share:g} of a core; the least is {MIN_CPU_SHARE}")
+        quota, period = quota_and_period(cpu_share)
         if _UNIFIED:
             (self._groups[0] / "cpu.max").write_text(f"{quota} {period}")
         else:

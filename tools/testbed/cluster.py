@@ -83,7 +83,7 @@ class Testbed:
         try:
             self.network.create({device.name: device.mbit * self.link_scale for device in self.scenario.devices})
             for device in self.scenario.devices:
-                self._cgroups[device.name].create(device, self.scenario.quota_period_ms)
+                self._cgroups[device.name].create(device)
             if not self.key.exists():
                 save_credential(self.key, new_home_key())
         except BaseException:
@@ -144,7 +144,7 @@ class Testbed:
 
     def set_cpu_share(self, name: str, cpu_share: float) -> None:
         """Takes effect at once. Raises BadSetting for less than the kernel can give."""
-        self._cgroups[self.device(name).name].set_cpu_share(cpu_share, self.scenario.quota_period_ms)
+        self._cgroups[self.device(name).name].set_cpu_share(cpu_share)
 
     def cpu_share(self, name: str) -> float:
         """What the kernel holds the device to now, in cores."""
