@@ -138,7 +138,7 @@ def test_nothing_passes_a_cut_link_and_connections_outlive_it(pair: Testbed) -> 
 
 
 def test_rates_follow_the_speed_of_this_machines_cores(tmp_path: Path) -> None:
-    fast = PAIR.model_copy(update={"name": "scaled"})
+    fast = PAIR.model_copy(update={"name": "scaled", "scale_links": True})
     with Testbed(fast, tmp_path, core_seconds=0.081) as testbed:
         assert testbed.link_scale == pytest.approx(3.0)
         assert testbed.network.state("one").mbit == pytest.approx(150, rel=1e-4)

@@ -340,7 +340,6 @@ class Bench:
     def _empty_row(self, entry: Entry, setting: Setting, model: StoredModel) -> Row:
         rates = {self._rate(device.name, setting.mbit) for device in self.scenario.devices[: setting.num_devices]}
         mbit = rates.pop() * 8 / 1e6 if len(rates) == 1 else None
-        scaled = self.scenario.scale_links and not self._real_mbit
         return Row(
             scenario=self.scenario.name,
             devices=setting.num_devices,
@@ -348,7 +347,7 @@ class Bench:
             layers=model.spec.num_layers,
             seq_len=setting.seq_len,
             mbit=mbit,
-            paper_mbit=None if mbit is None or not scaled else mbit * PAPER_MBIT / self._testbed.link_scale,
+            paper_mbit=None if mbit is None or self._real_mbit else mbit * PAPER_MBIT / self._testbed.link_scale,
             strategy=entry.strategy,
             wire=entry.wire,
             lz4=entry.lz4,

@@ -22,8 +22,8 @@ else:
     import tomli as tomllib
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set. On another
-# machine they are multiplied by this over what `calibrate` measures there: the ratio of compute to traffic stays.
+# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set. With
+# `scale_links` they are multiplied by this over what `calibrate` measures here: the ratio of compute to traffic stays.
 NOMINAL_CORE_SECONDS = 0.243
 InstructionSet = Literal["native", "sse4.2"]
 _MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
@@ -60,7 +60,7 @@ class Scenario(BaseModel):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,40}$")
     description: str = ""
-    scale_links: bool = True  # rates follow the speed of this machine's cores (NOMINAL_CORE_SECONDS)
+    scale_links: bool = False  # true: rates follow the speed of this machine's cores (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     devices: tuple[Device, ...] = Field(min_length=1, max_length=64)
 
