@@ -461,8 +461,13 @@ def alive_in_group(group: int) -> list[str]:
     return found
 
 
+def runners_started(process: subprocess.Popen[str]) -> bool:
+    return any("tools.bench.runner" in line for line in alive_in_group(process.pid))
+
+
 MOMENTS: dict[str, Callable[[subprocess.Popen[str]], bool]] = {
     "while the testbed is put up": lambda process: slot_of(process) is not None,
+    "while the runners start": runners_started,
     "while devices talk": connected,
 }
 
@@ -478,7 +483,9 @@ def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) ->
         running = slot_of(process)
         assert running is not None
         inside = list(namespaces(running.slot))
-        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        interrupt = os.killpg if to_all else os.kill
+        interrupt(process.pid, signal.SIGINT)
+        interrupt(process.pid, signal.SIGINT)  # impatience changes nothing
         said, complained = process.communicate(timeout=60)
     finally:
         if process.poll() is None:

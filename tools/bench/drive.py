@@ -38,6 +38,7 @@ class Sample:
     seconds: float
     cpu_seconds: tuple[float, ...]
     sums: list[float]
+    compute_seconds: tuple[float, ...] = ()  # of each device, waits for others left out; none for gloo
     sent_bytes: int = 0  # by all devices, forwarded tiles included
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
@@ -169,6 +170,7 @@ class EngineRunners(_Group):
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
             cpu_seconds=tuple(part["cpu_seconds"] for part in parts),
             sums=[sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)],
+            compute_seconds=tuple(part["compute_seconds"] for part in parts),
             sent_bytes=sum(part["sent_bytes"] for part in parts),
             raw_bytes=sum(part["raw_bytes"] for part in parts),
             lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),

@@ -23,7 +23,7 @@ from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.interrupts import shielded
 from tools.bench.load import Load, Snapshot, load_between, snapshot
-from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
+from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan, without_limits
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
@@ -35,6 +35,8 @@ PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-
 _WITHOUT_LIMIT_BYTES = 8 << 30
 _LINK_SECONDS = 1.0
 _TRACED_STEPS = 3
+_PROBE = Entry("hmp", "exact")
+_PROBE_STEPS = 3
 _RESERVE_BYTES = 1 << 30
 # How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
@@ -157,7 +159,7 @@ class Bench:
         devices = self.scenario.devices[: setting.num_devices]
         names = [device.name for device in devices]
         self._set_rates(setting.mbit)
-        cluster = self._profiled(model, names, setting)
+        cluster = self._kept_current(self._profiled(model, names, setting), model, setting)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
         plans, rows = self._plans(setting, model, cluster, notes)
         reference = reference_plan(model.spec, cluster, setting.seq_len)
@@ -219,6 +221,29 @@ class Bench:
             ),
             links=tuple(self._link(*pair, setting.mbit) for pair in permutations(names, 2)),
         )
+
+    def _kept_current(self, cluster: ClusterProfile, model: StoredModel, setting: Setting) -> ClusterProfile:
+        """The profile, each device as slow as a few real steps show it to be now: the host drifts after it was profiled."""
+        roomy = without_limits(cluster)
+        plan = (
+            reference_plan(model.spec, cluster, setting.seq_len)
+            if setting.num_devices == 1
+            else plan_for(_PROBE, model.spec, roomy, setting.seq_len)
+        )
+        self._load(_PROBE.key + "-probe", plan, model, _PROBE, setting)
+        steps = [self._engine.run(_PROBE.key + "-probe", setting.seq_len) for _ in range(1 + _PROBE_STEPS)][1:]
+        self._engine.unload(_PROBE.key + "-probe")
+        factors = {
+            device.device_id: statistics.median(step.compute_seconds[rank] for step in steps) / device.compute_seconds
+            for rank, device in enumerate(plan.devices)
+            if device.compute_seconds > 0
+        }
+        typical = statistics.median(factors.values())
+        devices = tuple(
+            device.model_copy(update={"blocks": device.blocks.scaled(factors.get(device.device_id, typical))})
+            for device in cluster.devices
+        )
+        return cluster.model_copy(update={"devices": devices})
 
     def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
         """Groups in which no two devices share a core; a device without one of its own is alone."""

@@ -91,8 +91,13 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Plan:
     """On one device, as if memory were no matter: what all others must agree with."""
+    return plan_for(REFERENCE, spec, without_limits(cluster), seq_len)
+
+
+def without_limits(cluster: ClusterProfile) -> ClusterProfile:
+    """The same devices with as much memory as any plan may want."""
     devices = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
-    return plan_for(REFERENCE, spec, cluster.model_copy(update={"devices": devices}), seq_len)
+    return cluster.model_copy(update={"devices": devices})
 
 
 def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:

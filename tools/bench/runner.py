@@ -140,6 +140,7 @@ class Runner:
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
+            "compute_seconds": done.compute_seconds,
             "cpu_seconds": time.process_time() - cpu,
             "sent_bytes": transport.sent_bytes if trace else 0,
             "raw_bytes": transport.raw_bytes if trace else 0,
