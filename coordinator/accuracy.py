@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
+from hearth.plan import Values
 from hearth.units import format_seconds
 
 if TYPE_CHECKING:
     import numpy as np
 
-Values: TypeAlias = Literal["exact", "bf16", "fp16", "int8"]
 FORMATS: tuple[Values, ...] = get_args(Values)
 
 SAFETY_FACTOR = 2.0  # real inputs may err more than the few that were measured

@@ -5,7 +5,7 @@ S rows, H hidden, D ranks, w = heads * head_dim of a rank. Ranks are the cluster
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from coordinator.simulator import Task, Timeline, simulate
@@ -13,10 +13,10 @@ from hearth import schedules
 from hearth.geometry import rows_for
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
-from hearth.plan import LayerMode, Prediction, TransformerPlan, WireFormat
+from hearth.plan import LayerMode, Prediction, TransformerPlan, Values, WireFormat
 from hearth.profile import ClusterProfile
 
-_BYTES_PER_VALUE = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
+_BYTES_PER_VALUE: Mapping[Values, int] = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
 # Of equal layers this many are simulated; each further one takes as long as the last of them.
 _SIMULATED_LAYERS = 2
 
@@ -107,8 +107,9 @@ class StepGraph:
         self._num_ranks = len(cluster.devices)
         self._seq_len = seq_len
         self._rows = rows_for(body.row_weights, seq_len)
-        self._value_bytes = _BYTES_PER_VALUE[wire.values]
-        self._wire = wire
+        self._formats: dict[tuple[int, int], Values] = {
+            (a, b): body.values_on(a, b, wire.values) for a in self._ranks for b in self._ranks if a != b
+        }
         self._links = {
             (a, b): cluster.link(cluster.devices[a].device_id, cluster.devices[b].device_id)
             for a in self._ranks
@@ -327,6 +328,7 @@ class StepGraph:
         """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
         of the transfers takes from its compute."""
         arrived: dict[tuple[int, int], tuple[int, ...]] = {(r, r): self._last[r] for r in self._ranks}
+        formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self._ranks}  # in which a rank has a tile
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self._ranks:
@@ -336,11 +338,13 @@ class StepGraph:
                 if self._rows[tile]:
                     num_values = self._rows[tile] * row_values
                     named = f"{phase} tile {tile}"
-                    index = self._transfer(rank, following, num_values, arrived[rank, tile], named)
+                    had = formats[rank, tile]
+                    # What has lost its precision once is forwarded as it is.
+                    format_ = formats[following, tile] = self._formats[rank, following] if had == "exact" else had
+                    index = self._transfer(rank, following, num_values, arrived[rank, tile], named, format_)
                     arrived[following, tile] = (index,)
-                    # The sender of a forwarded tile converts nothing.
-                    moved[rank] += self._wire_seconds(rank, num_values, 0.5 if tile == rank else 0.0)
-                    moved[following] += self._wire_seconds(following, num_values, 0.5)
+                    moved[rank] += self._wire_seconds(rank, num_values, format_, 0.5 if had == "exact" else 0.0)
+                    moved[following] += self._wire_seconds(following, num_values, format_)
         if not self._body.overlap:
             everything = tuple(index for after in arrived.values() for index in after)
             arrived = dict.fromkeys(arrived, everything)
@@ -365,8 +369,8 @@ class StepGraph:
                     num_values = self._rows[tile] * self._spec.hidden_size
                     named = f"{phase} tile {tile}"
                     partial[following, tile] = (self._transfer(rank, following, num_values, after, named),)
-                    moved[rank] += self._wire_seconds(rank, num_values, 0.5)
-                    moved[following] += self._wire_seconds(following, num_values, 0.5)
+                    moved[rank] += self._wire_seconds(rank, num_values, self._formats[rank, following])
+                    moved[following] += self._wire_seconds(following, num_values, self._formats[rank, following])
                 else:
                     self._last[rank] = (*self._last[rank], *after)
         for rank in self._ranks:
@@ -396,8 +400,8 @@ class StepGraph:
                 if offset and values > 0:
                     index = self._transfer(rank, target, values, before, f"{phase} tile {target}")
                     arrived[target][rank] = (index,)
-                    moved[rank] += self._wire_seconds(rank, values, 0.5)
-                    moved[target] += self._wire_seconds(target, values, 0.5)
+                    moved[rank] += self._wire_seconds(rank, values, self._formats[rank, target])
+                    moved[target] += self._wire_seconds(target, values, self._formats[rank, target])
             self._last[rank] = before
         for rank in self._ranks:
             self._last[rank] = (*self._last[rank], self._wire_task(rank, moved[rank], start[rank]))
@@ -413,22 +417,31 @@ class StepGraph:
         self.tasks.append(Task(named, (f"compute:{rank}",), seconds, tuple(dict.fromkeys(after))))
         return len(self.tasks) - 1
 
-    def _transfer(self, source: int, target: int, values: float, after: tuple[int, ...], name: str) -> int:
+    def _transfer(
+        self,
+        source: int,
+        target: int,
+        values: float,
+        after: tuple[int, ...],
+        name: str,
+        format_: Values | None = None,
+    ) -> int:
+        """Without a format, the link's own."""
         link = self._links[source, target]
-        num_bytes = values * self._value_bytes
+        num_bytes = values * _BYTES_PER_VALUE[format_ or self._formats[source, target]]
         sides = (f"send:{source}", f"receive:{target}")
         named = f"layer {self._layer} {name} {source}->{target}"
         seconds = num_bytes / link.bytes_per_second
         self.tasks.append(Task(named, sides, seconds, after, link.round_trip_seconds / 2, int(num_bytes)))
         return len(self.tasks) - 1
 
-    def _wire_seconds(self, rank: int, values: float, converted: float) -> float:
+    def _wire_seconds(self, rank: int, values: float, format_: Values, converted: float = 0.5) -> float:
         """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
         cost = self._blocks[rank].wire
         num_chunks = max(1, min(values * 4 // schedules.CHUNK_BYTES, schedules.MAX_CHUNKS))
         return (
-            values * self._value_bytes * cost.encrypted_seconds_per_byte
-            + values * converted * cost.convert_seconds_per_value.get(self._wire.values, 0.0)
+            values * _BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte
+            + values * converted * cost.convert_seconds_per_value.get(format_, 0.0)
             + num_chunks * cost.seconds_per_message
         )
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordinator.accuracy import Values
 from coordinator.fleet import Fleet
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
 from hearth.framing import pack_array, unpack_array
@@ -32,7 +31,7 @@ from hearth.messages import (
 )
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.trace import shift_to_common_clock
 

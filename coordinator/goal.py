@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coordinator.accuracy import Values
 from coordinator.drift import with_held_memory
 from coordinator.limits import Named, capped, memory_caps
 from coordinator.planners import PlanRequest
@@ -16,7 +15,7 @@ from coordinator.state import ServingGoal
 from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
 from hearth.model.spec import ModelSpec
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 from hearth.profile import ClusterProfile
 
 DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it

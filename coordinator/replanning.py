@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from coordinator.accuracy import Values
 from coordinator.deployment import Deployment
 from coordinator.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays
 from coordinator.fleet import Fleet
@@ -19,7 +18,7 @@ from coordinator.profiling import Profiler
 from coordinator.registry import Device
 from coordinator.state import ServingGoal
 from hearth.errors import DeviceLost, HearthError, InternalError
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 from hearth.units import format_seconds
 
 log = logging.getLogger(__name__)

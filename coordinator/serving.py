@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordinator.accuracy import Values, calibrate, choose, describe
+from coordinator.accuracy import calibrate, choose, describe
 from coordinator.config import CoordinatorSettings
 from coordinator.deployment import Deployment, Progress, StepResult
 from coordinator.drift import DriftMonitor
@@ -36,7 +36,7 @@ from hearth.errors import (
     WorkerDied,
 )
 from hearth.messages import ChunkRef, DeviceTrace, WireStats
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 from hearth.units import format_bytes
 
 if TYPE_CHECKING:

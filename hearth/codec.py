@@ -146,6 +146,10 @@ class Codec:
             lz4_tiles=self._lz4_tiles,
         )
 
+    @property
+    def is_lossy(self) -> bool:
+        return self._values is not ValueFormat.EXACT
+
     def use(self, values: str | None) -> None:
         """Send the tiles that follow in this format; None: in the plan's."""
         self._values = _FORMATS[values or self._wire.values]

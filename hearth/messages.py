@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
 from hearth.model.spec import ModelSpec
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 from hearth.profile import BlockProfile, Link
 
 PROTOCOL_VERSION = 1
@@ -256,7 +256,7 @@ class RunStep(_Message):
     output: Literal["hidden", "mean"]  # rows, or their sum per sequence (for mean pooling)
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)]  # of each wait for a peer
     trace: bool = False
-    values: Literal["exact", "bf16", "fp16", "int8"] | None = None  # on the wire in this step; None: as the plan says
+    values: Values | None = None  # on the wire in this step; None: as the plan says
 
 
 class TraceEvent(_Message):

@@ -11,6 +11,7 @@ from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spa
 from hearth.model.spec import ModelSpec
 
 Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
+Values = Literal["exact", "bf16", "fp16", "int8"]
 Placement = Literal["sharded", "replicated"]
 STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
 
@@ -20,7 +21,7 @@ class WireFormat(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    values: Literal["exact", "bf16", "fp16", "int8"] = "exact"
+    values: Values = "exact"
     lz4: Literal["off", "on", "auto"] = "auto"
 
 
@@ -88,7 +89,8 @@ class TransformerPlan(BaseModel):
 
     `heads` (KV groups times query heads per group: plain heads for BERT), `columns` and `vocabulary` are counts of
     items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `modes` holds
-    one mode per layer under `hmp`; empty: every layer is sharded. Under `sp` every layer is `SEQUENCE`.
+    one mode per layer under `hmp`; empty: every layer is sharded. Under `sp` every layer is `SEQUENCE`. `exact_links` are
+    pairs (sender, receiver) of ranks between which a lossy wire format would save no time: they carry exact values.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -101,6 +103,11 @@ class TransformerPlan(BaseModel):
     row_weights: tuple[float, ...]
     vocabulary: tuple[int, ...]
     modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
+    exact_links: tuple[tuple[int, int], ...] = Field(default=(), max_length=1 << 16)
+
+    def values_on(self, source: int, target: int, values: Values) -> Values:
+        """The value format on one link, where the plan's is `values`."""
+        return "exact" if (source, target) in self.exact_links else values
 
     def mode(self, layer: int) -> LayerMode:
         if self.strategy == "sp":
@@ -175,6 +182,10 @@ class Plan(BaseModel):
     def num_ranks(self) -> int:
         return len(self.devices)
 
+    def wire_on(self, source: int, target: int) -> WireFormat:
+        """How activations travel from one rank to another."""
+        return self.wire.model_copy(update={"values": self.body.values_on(source, target, self.wire.values)})
+
     def with_epoch(self, epoch: int) -> Plan:
         return self.model_copy(update={"epoch": epoch})
 
@@ -201,6 +212,8 @@ class Plan(BaseModel):
             raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
         if body.modes and (body.strategy != "hmp" or len(body.modes) != model.num_layers):
             raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
+        if any(not 0 <= rank < self.num_ranks for link in body.exact_links for rank in link):
+            raise ValueError(f"exact_links {body.exact_links} name ranks that there are not")
         if body.strategy == "local" and self.num_ranks != 1:
             raise ValueError("the strategy local takes exactly one device")
         if len({device.device_id for device in self.devices}) != self.num_ranks:

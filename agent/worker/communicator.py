@@ -1,8 +1,9 @@
 """The communication thread: takes tiles off the transport, passes them on, and hands over what this rank computes with.
 
 Nothing that a peer waits for may wait for a GEMM of ours (ALGORITHMS.md section 1, pitfall a), so both rings turn here:
-gathered tiles are forwarded on arrival by the rule of `schedules.forwards_to`, and a partial sum that arrives is added to
-ours and sent on as soon as both are there. The compute thread only ever waits for tiles that end their way here.
+gathered tiles are forwarded on arrival by the rule of `schedules.forwards_to`, unread where they can be, and a partial
+sum that arrives is added to ours and sent on as soon as both are there. The compute thread only ever waits for tiles that
+end their way here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from agent.worker.casts import TorchCasts
 from agent.worker.tracing import Recorder, transfer_name
 from hearth import schedules
-from hearth.codec import Codec
+from hearth.codec import Codec, ValueFormat
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.framing import Phase, TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.messages import WireStats
@@ -224,11 +225,15 @@ class Communicator:
     def _forward(self, header: TileHeader, received: Received) -> None:
         key = header.key
         following = schedules.forwards_to(self.num_ranks, self.rank, key.tile)
-        if following is not None:
-            if self._recorder.enabled:
-                num_bytes = sum(len(frame) for frame in received.frames)
-                self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
-            self._transport.send(following, received.frames)
+        if following is None:
+            return
+        if header.values is ValueFormat.EXACT and self._codecs[following].is_lossy:  # it came by a faster link
+            self.send(following, key, decode_body(header, received.frames, _CASTS))
+            return
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in received.frames)
+            self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
+        self._transport.send(following, received.frames)
 
     def _pass_on(self, key: TileKey, received: Array, partial: Array) -> None:
         if received.shape != partial.shape:

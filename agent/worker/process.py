@@ -82,7 +82,9 @@ class Worker:
         load = self._load
         self._transport.connect(request.peers)
         codecs = {
-            peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter, TorchCasts())
+            peer.rank: Codec(
+                load.plan.wire_on(load.rank, peer.rank), peer.bytes_per_second, time.perf_counter, TorchCasts()
+            )
             for peer in request.peers
         }
         self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)

@@ -28,7 +28,7 @@ from hearth.framing import Phase, TileKey, decode_tile, encode_tile
 from hearth.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.messages import Peer
 from hearth.model.spec import ModelSpec
-from hearth.plan import Holding, WireFormat
+from hearth.plan import Holding, Values, WireFormat
 from hearth.profile import BlockProfile, LatencyCurve, WireCost, fit_curve, suspicious_point
 from hearth.security import new_keypair
 from hearth.transport.sockets import SocketTransport
@@ -230,7 +230,7 @@ def _socket_cost(encrypt: bool) -> tuple[float, float]:
     return per_byte, max(small - per_byte * _SMALL_ROWS * row_bytes, 0.0)
 
 
-def _convert_cost(values: Literal["exact", "bf16", "fp16", "int8"]) -> float:
+def _convert_cost(values: Values) -> float:
     """CPU seconds per value to encode and to decode."""
     casts = TorchCasts()
     codec = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter, casts)

@@ -169,6 +169,15 @@ def _timeline(made: Plan, cluster: ClusterProfile) -> str:
     return json.dumps(chrome_trace(predicted_timeline(made.model, made.body, used, made.seq_len, made.wire)))
 
 
+def _formats(made: Plan) -> str:
+    """Which links carry what, where not all are alike."""
+    names = [device.name for device in made.devices]
+    if len(made.body.exact_links) == len(names) * (len(names) - 1):
+        return f"exact on all links: {made.wire.values} would save no time"
+    links = ", ".join(f"{names[source]} to {names[target]}" for source, target in made.body.exact_links)
+    return f"{made.wire.values}, but exact where that costs no time: {links}"
+
+
 def _save(option: str, path: Path, text: str) -> None:
     try:
         write_atomically(path, text)
@@ -184,6 +193,8 @@ def _print(made: Plan, request: PlanRequest, explain: bool) -> None:
         f"(busiest device {format_seconds(predicted.compute_seconds)}, "
         f"busiest link {format_seconds(predicted.transfer_seconds)})"
     )
+    if made.body.exact_links:
+        out.print(f"activations: {_formats(made)}")
     if explain:
         priced = options(request, made)
         out.print(f"\n{why_won(priced, request.cluster, request.strategy)}")

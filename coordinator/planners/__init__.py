@@ -8,6 +8,7 @@ from coordinator.planners.auto import AutoPlanner, plan_strategy
 from coordinator.planners.base import Planner, PlanRequest, on_subset
 from coordinator.planners.exact import ExactPlanner
 from coordinator.planners.galaxy import GalaxyPlanner, capacity
+from coordinator.planners.wire import exact_where_free
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import Alternative, Plan
 
@@ -19,6 +20,10 @@ def make_plan(request: PlanRequest) -> Plan:
 
     A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit.
     """
+    return exact_where_free(request, _made(request))
+
+
+def _made(request: PlanRequest) -> Plan:
     if request.strategy == "auto":
         return AutoPlanner().plan(request)
     chosen = request

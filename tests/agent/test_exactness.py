@@ -147,6 +147,31 @@ def test_lossy_wire_formats_stay_close(values: Any, tolerance: float, bert: Path
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
+def test_links_may_differ_in_their_format(strategy: Any, bert: Path, tmp_path: Path) -> None:
+    """A tile that came exactly loses its precision on the first link that is lossy, also where it is only forwarded."""
+    spec = read_spec(bert)
+    sequences = random_sequences([40], spec.vocab_size)
+    everywhere = tuple((a, b) for a in range(3) for b in range(3) if a != b)
+
+    def run(exact_links: tuple[tuple[int, int], ...], name: str) -> tuple[np.ndarray[Any, Any], list[int]]:
+        plan = make_plan(spec, strategy, (1, 1, 1), wire=WireFormat(values="fp16", lz4="off"))
+        body = plan.body.model_copy(update={"exact_links": exact_links})
+        with EngineCluster(bert, plan.model_copy(update={"body": body}), tmp_path / name) as cluster:
+            rows, answers = cluster.run(sequences, trace=True)
+        sent = [sum(e.num_bytes for e in answer.trace if e.lane == "send") for answer in answers]
+        return rows, sent
+
+    with EngineCluster(bert, make_plan(spec, strategy, (1, 1, 1)), tmp_path / "exact") as cluster:
+        exact = cluster.run(sequences)[0]
+    mixed, sent = run(((0, 1), (0, 2)), "mixed")
+    assert np.array_equal(run(everywhere, "all")[0], exact)
+    assert 0 < np.abs(mixed - exact).max() < 0.02
+    # Rank 0 sends exactly, but for what came to it lossy; the others send half as many bytes, also of its tiles.
+    assert 1.4 < sent[0] / sent[1] < 2.1
+    assert 0.9 < sent[1] / sent[2] < 1.1
+
+
+@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
 def test_bert_base_shape_with_random_weights(strategy: str, tmp_path: Path) -> None:
     config = transformers.BertConfig()  # BERT-base: 12 layers, 12 heads, 768
     model_dir = save_random_model(tmp_path / "model", config)

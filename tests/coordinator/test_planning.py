@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
@@ -16,7 +18,8 @@ from coordinator.planners.galaxy import GalaxyPlanner, balanced_partition, memor
 from coordinator.simulator import Task, simulate
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
-from hearth.plan import WireFormat, plan_from_json
+from hearth.plan import Strategy, WireFormat, plan_from_json
+from hearth.profile import ClusterProfile
 from hearth.trace import chrome_trace, transfers
 
 EXACT = WireFormat()
@@ -286,6 +289,66 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
         for s in speeds
     )
     assert plan.predicted.total_seconds <= best * 1.0001
+
+
+def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
+    """All links fast but those from and to one device."""
+    profile = cluster([device_profile(i, 1.0) for i in range(num_devices)], fast_mbit)
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": slow_mbit * 1e6 / 8})
+        if slow in (link.source, link.target)
+        else link
+        for link in profile.links
+    )
+    return profile.model_copy(update={"links": links})
+
+
+def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
+    profile = unequal_links("id2", 60, 20_000)
+    asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp")
+    plan = plan_for(asked)
+    names = [device.device_id for device in plan.devices]
+    exact = {(names[a], names[b]) for a, b in plan.body.exact_links}
+    assert exact == {("id0", "id1"), ("id1", "id0")}
+    assert plan.wire_on(names.index("id0"), names.index("id1")).values == "exact"
+    assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
+    lossy = plan.body.model_copy(update={"exact_links": ()})
+    everywhere = predict(BERT_LARGE, lossy, profile.subset(tuple(names)), 284, asked.wire)[0]
+    assert plan.predicted.total_seconds <= 1.011 * everywhere.total_seconds
+
+
+def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
+    slow = request([1.0, 1.0, 1.0], mbit=60, strategy="hmp", wire=WireFormat(values="fp16"))
+    assert plan_for(slow).body.exact_links == ()
+    assert plan_for(replace(slow, wire=EXACT)).body.exact_links == ()
+
+
+@given(
+    rates=st.lists(st.floats(5, 5000), min_size=6, max_size=6),
+    values=st.sampled_from(["fp16", "int8"]),
+    strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
+)
+@settings(max_examples=25)
+def test_exact_links_cost_a_hair_at_most(rates: list[float], values: str, strategy: Strategy) -> None:
+    devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": rate * 1e6 / 8})
+        for link, rate in zip(devices.links, rates, strict=True)
+    )
+    profile = devices.model_copy(update={"links": links})
+    wire = WireFormat.model_validate({"values": values})
+    plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy))
+    ordered = profile.subset(tuple(device.device_id for device in plan.devices))
+    lossy = plan.body.model_copy(update={"exact_links": ()})
+    at_most = 1.011 * predict(SMALL, lossy, ordered, 284, wire)[0].total_seconds
+    assert plan.predicted.total_seconds <= at_most
+    exact = set(plan.body.exact_links)
+    by_rank = {
+        (a, b): ordered.link(ordered.devices[a].device_id, ordered.devices[b].device_id).bytes_per_second
+        for a in range(3) for b in range(3) if a != b
+    }  # fmt: skip
+    slowest_exact = min((by_rank[link] for link in exact), default=float("inf"))
+    assert all(by_rank[link] <= slowest_exact for link in by_rank if link not in exact)
 
 
 def test_a_strategy_asked_for_is_taken_and_the_better_one_named() -> None:

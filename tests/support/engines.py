@@ -52,7 +52,7 @@ class EngineCluster:
                 staging = make_staging(compute_device)
                 shard = load_shard(plan, rank, chunks, store.path_of, staging.device)
                 codecs = {
-                    peer: Codec(plan.wire, bytes_per_second or 1e9, time.perf_counter, TorchCasts())
+                    peer: Codec(plan.wire_on(rank, peer), bytes_per_second or 1e9, time.perf_counter, TorchCasts())
                     for peer in range(plan.num_ranks)
                     if peer != rank
                 }

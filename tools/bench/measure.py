@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from coordinator.drift import COMPUTE_DRIFT
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan import Plan
 from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
@@ -239,8 +240,13 @@ class Bench:
             if device.compute_seconds > 0
         }
         typical = statistics.median(factors.values())
+
+        def factor(name: str) -> float:
+            own = factors.get(name, typical)
+            return own if not 1 / COMPUTE_DRIFT < own / typical < COMPUTE_DRIFT else typical  # less is chance
+
         devices = tuple(
-            device.model_copy(update={"blocks": device.blocks.scaled(factors.get(device.device_id, typical))})
+            device.model_copy(update={"blocks": device.blocks.scaled(factor(device.device_id))})
             for device in cluster.devices
         )
         return cluster.model_copy(update={"devices": devices})
@@ -312,8 +318,10 @@ class Bench:
     def _check_memory(self, plans: Sequence[Plan], model: StoredModel) -> None:
         """Raises BadSetting: all plans are held at once. Those that differ only in their wire share their weights."""
         shares = {
-            (rank, plan.body.model_copy(update={"overlap": True}).model_dump_json()): device.memory.weights
-            + device.memory.embeddings
+            (
+                rank,
+                plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json(),
+            ): device.memory.weights + device.memory.embeddings
             for plan in plans
             for rank, device in enumerate(plan.devices)
         }

@@ -100,7 +100,7 @@ class Runner:
 
     def _shard(self, plan: Plan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
         """Plans that differ only in how they communicate share their weights."""
-        shares = plan.body.model_dump(mode="json", exclude={"overlap"})
+        shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links"})
         key = json.dumps([store, rank, shares], sort_keys=True)
         for other in self._loaded.values():
             if other.shard_key == key:
@@ -112,7 +112,10 @@ class Runner:
         known = [Peer.model_validate(peer) for peer in peers]
         loaded.transport.connect(known)
         codecs = {
-            peer.rank: Codec(loaded.plan.wire, peer.bytes_per_second, time.perf_counter, TorchCasts()) for peer in known
+            peer.rank: Codec(
+                loaded.plan.wire_on(loaded.rank, peer.rank), peer.bytes_per_second, time.perf_counter, TorchCasts()
+            )
+            for peer in known
         }
         loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, _TOKEN, codecs)
         loaded.communicator.start()
