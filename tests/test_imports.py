@@ -31,6 +31,7 @@ PURE = (
     "hearth.units",
     "agent.lease",
     "coordinator.costs",
+    "coordinator.step_graph",
     "coordinator.memory",
     "coordinator.planners",
     "coordinator.registry",

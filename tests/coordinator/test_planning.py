@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
-from coordinator.costs import StepGraph, predict, predicted_timeline
+from coordinator.costs import predict, predicted_timeline
 from coordinator.memory import memory_use
 from coordinator.planners import PlanRequest
 from coordinator.planners import make_plan as plan_for
 from coordinator.planners.base import missing_bytes
 from coordinator.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
 from coordinator.simulator import Task, simulate
+from coordinator.step_graph import StepGraph
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
 from hearth.plan import Strategy, WireFormat, plan_from_json
