@@ -10,21 +10,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import permutations
 from pathlib import Path
 
 import psutil
 
-from coordinator.drift import COMPUTE_DRIFT
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan import Plan
-from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from hearth.profile import ClusterProfile
 from hearth.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.interrupts import shielded
 from tools.bench.load import Load, Snapshot, load_between, snapshot
-from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan, without_limits
+from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
+from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
@@ -33,16 +32,10 @@ from tools.testbed.calibrate import core_seconds
 
 MIN_ROUNDS = 5
 PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
-_WITHOUT_LIMIT_BYTES = 8 << 30
-_LINK_SECONDS = 1.0
 _TRACED_STEPS = 3
-_PROBE = Entry("hmp", "exact")
-_PROBE_STEPS = 3
 _RESERVE_BYTES = 1 << 30
 # How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -127,8 +120,6 @@ class Bench:
         self.scenario = scenario
         self._folder, self._models, self._report = folder, models, report
         self._real_mbit, self._wants_gloo = real_mbit, gloo
-        self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
-        self._links: dict[tuple[float | None, str, str], Link] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Bench:
@@ -138,6 +129,7 @@ class Bench:
             folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=self._folder))
             self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
             self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names))
+            self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report)
             self._gloo: GlooRunners | None = None
             if self._wants_gloo and len(names) > 1:
                 self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
@@ -160,7 +152,7 @@ class Bench:
         devices = self.scenario.devices[: setting.num_devices]
         names = [device.name for device in devices]
         self._set_rates(setting.mbit)
-        cluster = self._kept_current(self._profiled(model, names, setting), model, setting)
+        cluster = self._profiles.current(model, names, setting.seq_len, setting.mbit)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
         plans, rows = self._plans(setting, model, cluster, notes)
         reference = reference_plan(model.spec, cluster, setting.seq_len)
@@ -198,86 +190,6 @@ class Bench:
     def _rate(self, name: str, mbit: float | None) -> float:
         """Bytes per second of a device's link."""
         return (mbit or self._testbed.device(name).mbit * self._testbed.link_scale) * 1e6 / 8
-
-    def _profiled(self, model: StoredModel, names: Sequence[str], setting: Setting) -> ClusterProfile:
-        spec = model.spec
-        shape = spec.model_copy(update={"num_layers": 1, "name": "", "vocab_size": 1}).model_dump_json()
-        missing = [name for name in names if (name, shape, setting.seq_len) not in self._blocks]
-        for together in self._one_per_core(missing):
-            self._report(f"{self.scenario.name}: profiling {spec.name} on {', '.join(together)}")
-            found = self._engine.profile(
-                {name: self._testbed.device(name).num_threads for name in together}, spec, setting.seq_len
-            )
-            self._blocks.update({(name, shape, setting.seq_len): blocks for name, blocks in found.items()})
-        memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self.scenario.devices}
-        return ClusterProfile(
-            devices=tuple(
-                DeviceProfile(
-                    device_id=name,
-                    name=name,
-                    budget_bytes=memory[name],
-                    blocks=self._blocks[name, shape, setting.seq_len],
-                )
-                for name in names
-            ),
-            links=tuple(self._link(*pair, setting.mbit) for pair in permutations(names, 2)),
-        )
-
-    def _kept_current(self, cluster: ClusterProfile, model: StoredModel, setting: Setting) -> ClusterProfile:
-        """The profile, each device as slow as a few real steps show it to be now: the host drifts after it was profiled."""
-        roomy = without_limits(cluster)
-        plan = (
-            reference_plan(model.spec, cluster, setting.seq_len)
-            if setting.num_devices == 1
-            else plan_for(_PROBE, model.spec, roomy, setting.seq_len)
-        )
-        self._load(_PROBE.key + "-probe", plan, model, _PROBE, setting)
-        steps = [self._engine.run(_PROBE.key + "-probe", setting.seq_len) for _ in range(1 + _PROBE_STEPS)][1:]
-        self._engine.unload(_PROBE.key + "-probe")
-        factors = {
-            device.device_id: statistics.median(step.compute_seconds[rank] for step in steps) / device.compute_seconds
-            for rank, device in enumerate(plan.devices)
-            if device.compute_seconds > 0
-        }
-        typical = statistics.median(factors.values())
-
-        def factor(name: str) -> float:
-            own = factors.get(name, typical)
-            return own if not 1 / COMPUTE_DRIFT < own / typical < COMPUTE_DRIFT else typical  # less is chance
-
-        devices = tuple(
-            device.model_copy(update={"blocks": device.blocks.scaled(factor(device.device_id))})
-            for device in cluster.devices
-        )
-        return cluster.model_copy(update={"devices": devices})
-
-    def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
-        """Groups in which no two devices share a core; a device without one of its own is alone."""
-        groups: list[tuple[set[int], list[str]]] = []
-        for name in names:
-            core = self._testbed.device(name).core
-            for taken, members in groups:
-                if core is not None and core not in taken and taken:
-                    taken.add(core)
-                    members.append(name)
-                    break
-            else:
-                groups.append((set() if core is None else {core}, [name]))
-        return [members for _, members in groups]
-
-    def _link(self, source: str, target: str, mbit: float | None) -> Link:
-        """Measured once for each rate; where all links and devices are alike, one pair stands for all."""
-        devices = self.scenario.devices
-        alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
-        if alike:
-            first, second = devices[0].name, devices[1].name
-        else:
-            first, second = source, target
-        if (mbit, first, second) not in self._links:
-            rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
-            self._report(f"{self.scenario.name}: measuring the link from {first} to {second}{rate}")
-            self._links[mbit, first, second] = self._engine.measure_link(first, second, _LINK_SECONDS)
-        return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
 
     def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
         found = [setting.shape.note] if setting.shape.note else []

@@ -1,0 +1,118 @@
+"""What a benchmark's planner knows: devices profiled once for each shape and length, links once for each rate, and both
+kept current by a few real steps before every setting."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+from coordinator.drift import COMPUTE_DRIFT
+from hearth.plan import Plan
+from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.plans import Entry, plan_for, reference_plan, without_limits
+from tools.testbed import Scenario, Testbed
+
+Report = Callable[[str], None]
+
+_WITHOUT_LIMIT_BYTES = 8 << 30
+_LINK_SECONDS = 1.0
+_PROBE = Entry("hmp", "exact")
+_PROBE_KEY = "probe"
+_PROBE_STEPS = 3
+
+
+class Profiles:
+    """Of the devices of one testbed, whose runners are up. Memory limits are the scenario's, not the testbed's."""
+
+    def __init__(self, scenario: Scenario, testbed: Testbed, engine: EngineRunners, report: Report) -> None:
+        self._scenario, self._testbed, self._engine, self._report = scenario, testbed, engine, report
+        self._blocks: dict[tuple[str, str, int], BlockProfile] = {}
+        self._links: dict[tuple[float | None, str, str], Link] = {}
+
+    def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
+        """The profile of these devices, each as slow as real steps show it to be now: the host drifts."""
+        cluster = self._profiled(model, names, seq_len, mbit)
+        if len(names) == 1:
+            plan = reference_plan(model.spec, cluster, seq_len)
+        else:
+            plan = plan_for(_PROBE, model.spec, without_limits(cluster), seq_len)
+        slowest = min(link.bytes_per_second for link in cluster.links) if cluster.links else 1e9
+        self._engine.load(_PROBE_KEY, plan, model, plan.num_ranks > 1, slowest)
+        steps = [self._engine.run(_PROBE_KEY, seq_len).compute_seconds for _ in range(1 + _PROBE_STEPS)][1:]
+        self._engine.unload(_PROBE_KEY)
+        typical, drifted = drift_factors(plan, steps)
+        devices = tuple(
+            device.model_copy(update={"blocks": device.blocks.scaled(drifted.get(device.device_id, typical))})
+            for device in cluster.devices
+        )
+        return cluster.model_copy(update={"devices": devices})
+
+    def _profiled(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
+        spec = model.spec
+        shape = spec.model_copy(update={"num_layers": 1, "name": "", "vocab_size": 1}).model_dump_json()
+        missing = [name for name in names if (name, shape, seq_len) not in self._blocks]
+        for together in self._one_per_core(missing):
+            self._report(f"{self._scenario.name}: profiling {spec.name} on {', '.join(together)}")
+            found = self._engine.profile(
+                {name: self._testbed.device(name).num_threads for name in together}, spec, seq_len
+            )
+            self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
+        memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
+        return ClusterProfile(
+            devices=tuple(
+                DeviceProfile(
+                    device_id=name,
+                    name=name,
+                    budget_bytes=memory[name],
+                    blocks=self._blocks[name, shape, seq_len],
+                )
+                for name in names
+            ),
+            links=tuple(self._link(*pair, mbit) for pair in permutations(names, 2)),
+        )
+
+    def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
+        """Groups in which no two devices share a core; a device without one of its own is alone."""
+        groups: list[tuple[set[int], list[str]]] = []
+        for name in names:
+            core = self._testbed.device(name).core
+            for taken, members in groups:
+                if core is not None and core not in taken and taken:
+                    taken.add(core)
+                    members.append(name)
+                    break
+            else:
+                groups.append((set() if core is None else {core}, [name]))
+        return [members for _, members in groups]
+
+    def _link(self, source: str, target: str, mbit: float | None) -> Link:
+        """Measured once for each rate; where all links and devices are alike, one pair stands for all."""
+        devices = self._scenario.devices
+        alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
+        if alike:
+            first, second = devices[0].name, devices[1].name
+        else:
+            first, second = source, target
+        if (mbit, first, second) not in self._links:
+            rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
+            self._report(f"{self._scenario.name}: measuring the link from {first} to {second}{rate}")
+            self._links[mbit, first, second] = self._engine.measure_link(first, second, _LINK_SECONDS)
+        return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
+
+
+def drift_factors(plan: Plan, steps: Sequence[Sequence[float]]) -> tuple[float, dict[str, float]]:
+    """How many times its predicted busy seconds a device took in these steps: typically, and those that differ, by id.
+
+    What is within chance is typical: equal devices stay equal. `steps` hold busy seconds by rank.
+    """
+    own = {
+        device.device_id: statistics.median(step[rank] for step in steps) / device.compute_seconds
+        for rank, device in enumerate(plan.devices)
+        if device.compute_seconds > 0
+    }
+    typical = statistics.median(own.values())
+    return typical, {
+        name: ratio for name, ratio in own.items() if not 1 / COMPUTE_DRIFT < ratio / typical < COMPUTE_DRIFT
+    }
