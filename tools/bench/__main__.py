@@ -172,7 +172,7 @@ def fig9(
 @handles_errors
 def fig10(
     model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
-    layers: Layers = 1,
+    layers: Layers = 3,
     rounds: Rounds = 15,
     json: Json = None,
     markdown: Markdown = None,
@@ -190,7 +190,7 @@ def fig10(
 @handles_errors
 def fig11(
     model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
-    layers: Layers = 1,
+    layers: Layers = 3,
     rounds: Rounds = 15,
     json: Json = None,
     markdown: Markdown = None,
