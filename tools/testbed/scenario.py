@@ -27,7 +27,8 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 NOMINAL_CORE_SECONDS = 0.243
 InstructionSet = Literal["native", "sse4.2"]
 _MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
-_MIN_PERIOD_MICROSECONDS = 4000  # measured: in less than a tick of the kernel a device gets up to a fifth less than its share
+# Measured: in periods of less than a tick of the kernel a device gets up to a fifth less than its share.
+_MIN_PERIOD_MICROSECONDS = 4000
 MIN_CPU_SHARE = 0.002  # the kernel refuses periods of over a second
 _NAME = r"^[a-z][a-z0-9-]{0,9}$"  # becomes part of an interface's name, of which Linux takes 15 bytes
 
