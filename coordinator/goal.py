@@ -64,4 +64,6 @@ def plan_request(
     if deployed is not None:
         cluster = with_held_memory(cluster, deployed)
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
-    return PlanRequest(model.spec, capped(cluster, caps), model.seq_len, wire, goal.strategy)
+    return PlanRequest(
+        model.spec, capped(cluster, caps), model.seq_len, wire, goal.strategy, spare_accuracy=values is not None
+    )

@@ -99,13 +99,15 @@ class Communicator:
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
-    def begin_step(self, step: int, timeout_seconds: float, recorder: Recorder, values: str | None = None) -> None:
+    def begin_step(
+        self, step: int, timeout_seconds: float, recorder: Recorder, values: Mapping[int, str] | None = None
+    ) -> None:
         """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
 
-        `values` is the format of this step's tiles on the wire; None: the plan's.
+        `values` is the format of this step's tiles to each peer; None: the plan's.
         """
-        for codec in self._codecs.values():
-            codec.use(values)
+        for peer, codec in self._codecs.items():
+            codec.use(values[peer] if values is not None else None)
         self.waited_seconds = 0.0
         with self._changed:
             self._step = step

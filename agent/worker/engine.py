@@ -19,7 +19,7 @@ from agent.worker.tracing import Recorder
 from hearth.errors import BadRequest
 from hearth.geometry import rows_for, spans
 from hearth.messages import RunStep, StepDone
-from hearth.plan import Plan
+from hearth.plan import Plan, Values
 
 
 class Engine:
@@ -41,7 +41,7 @@ class Engine:
         """
         began = time.monotonic()
         recorder = Recorder(request.trace)
-        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, request.values)
+        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, self._formats(request.values))
         rows = self._pack(token_ids, cumulative_lengths)
         tiles = spans(rows_for(self._plan.body.row_weights, rows.num_rows))
         collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
@@ -62,6 +62,13 @@ class Engine:
             trace=recorder.events(),
         )
         return done, array
+
+    def _formats(self, values: Values | None) -> dict[int, Values] | None:
+        """In which format this step's tiles go to each peer; None: as the plan says."""
+        if values is None:
+            return None
+        body, peers = self._plan.body, range(self._plan.num_ranks)
+        return {peer: body.values_on(self._rank, peer, values) for peer in peers if peer != self._rank}
 
     def _pack(self, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> blocks.PackedRows:
         spec = self._plan.model

@@ -20,7 +20,8 @@ def make_plan(request: PlanRequest) -> Plan:
 
     A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit.
     """
-    return exact_where_free(request, _made(request))
+    plan = _made(request)
+    return exact_where_free(request, plan) if request.spare_accuracy else plan
 
 
 def _made(request: PlanRequest) -> Plan:

@@ -15,13 +15,17 @@ from hearth.profile import ClusterProfile
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, the devices it may use (in ring order), and what the user fixed."""
+    """A model, the devices it may use (in ring order), and what the user fixed.
+
+    `spare_accuracy`: the wire format was chosen for the user, and is to be kept to the links where it saves time.
+    """
 
     spec: ModelSpec
     cluster: ClusterProfile
     seq_len: int
     wire: WireFormat = field(default_factory=WireFormat)
     strategy: Strategy | Literal["auto"] = "auto"
+    spare_accuracy: bool = False
 
 
 class Planner(Protocol):

@@ -7,7 +7,7 @@ from itertools import permutations
 from coordinator.planners.base import PlanRequest, price
 from hearth.plan import Plan
 
-_A_HAIR = 1.01  # of the step that a more exact output may cost
+_A_HAIR = 1.005  # of the step that a more exact output may cost
 _SAME_RATE = 1.25  # links whose rates differ by less are decided together: it is the measurement that differs
 _MOST_TRIALS = 8  # each is a simulation
 

@@ -306,7 +306,7 @@ def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: in
 
 def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     profile = unequal_links("id2", 60, 20_000)
-    asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp")
+    asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp", spare_accuracy=True)
     plan = plan_for(asked)
     names = [device.device_id for device in plan.devices]
     exact = {(names[a], names[b]) for a, b in plan.body.exact_links}
@@ -315,11 +315,12 @@ def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
     lossy = plan.body.model_copy(update={"exact_links": ()})
     everywhere = predict(BERT_LARGE, lossy, profile.subset(tuple(names)), 284, asked.wire)[0]
-    assert plan.predicted.total_seconds <= 1.011 * everywhere.total_seconds
+    assert plan.predicted.total_seconds <= 1.0051 * everywhere.total_seconds
+    assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
 
 
 def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
-    slow = request([1.0, 1.0, 1.0], mbit=60, strategy="hmp", wire=WireFormat(values="fp16"))
+    slow = request([1.0, 1.0, 1.0], mbit=60, strategy="hmp", wire=WireFormat(values="fp16"), spare_accuracy=True)
     assert plan_for(slow).body.exact_links == ()
     assert plan_for(replace(slow, wire=EXACT)).body.exact_links == ()
 
@@ -330,7 +331,7 @@ def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
     strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
 )
 @settings(max_examples=25)
-def test_exact_links_cost_a_hair_at_most(rates: list[float], values: str, strategy: Strategy) -> None:
+def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strategy: Strategy) -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     links = tuple(
         link.model_copy(update={"bytes_per_second": rate * 1e6 / 8})
@@ -338,10 +339,10 @@ def test_exact_links_cost_a_hair_at_most(rates: list[float], values: str, strate
     )
     profile = devices.model_copy(update={"links": links})
     wire = WireFormat.model_validate({"values": values})
-    plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy))
+    plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy, spare_accuracy=True))
     ordered = profile.subset(tuple(device.device_id for device in plan.devices))
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    at_most = 1.011 * predict(SMALL, lossy, ordered, 284, wire)[0].total_seconds
+    at_most = 1.0051 * predict(SMALL, lossy, ordered, 284, wire)[0].total_seconds
     assert plan.predicted.total_seconds <= at_most
     exact = set(plan.body.exact_links)
     by_rank = {
