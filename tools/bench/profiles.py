@@ -1,5 +1,5 @@
-"""What a benchmark's planner knows: devices profiled once for each shape and length, links once for each rate, and both
-kept current by a few real steps before every setting."""
+"""What a benchmark's planner knows: devices profiled once for each shape and length, and kept current by a few real steps
+before every setting; links measured once for each rate."""
 
 from __future__ import annotations
 
