@@ -24,6 +24,7 @@ from hearth.codec import Codec, ValueFormat
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.framing import Phase, TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.messages import WireStats
+from hearth.plan import Plan
 from hearth.transport.base import Received, Transport
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,14 @@ GATHERS = frozenset(
 REDUCES = frozenset({Phase.REDUCE_ATTENTION, Phase.REDUCE_MLP})
 # Straight from the rank that has it to the one that needs it, in one hop.
 DIRECT = frozenset({Phase.EMBED, Phase.EXCHANGE_QKV, Phase.EXCHANGE_HEADS})
+
+
+def link_codecs(plan: Plan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
+    """The sending side of a rank's links. `peers` are the other ranks, with the rate of the link to each in bytes/s."""
+    return {
+        peer: Codec(plan.wire_on(rank, peer), bytes_per_second, time.perf_counter, _CASTS)
+        for peer, bytes_per_second in peers.items()
+    }
 
 
 class Communicator:

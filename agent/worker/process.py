@@ -13,7 +13,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,10 @@ import torch
 import zmq
 
 from agent.worker.allocator import keep_freed_buffers
-from agent.worker.casts import TorchCasts
-from agent.worker.communicator import Communicator
+from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
 from agent.worker.shard import load_shard
 from agent.worker.staging import make_staging
-from hearth.codec import Codec
 from hearth.errors import BadRequest, HearthError, InternalError, StepFailed
 from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
@@ -81,12 +78,7 @@ class Worker:
     def connect(self, request: ConnectPeers) -> None:
         load = self._load
         self._transport.connect(request.peers)
-        codecs = {
-            peer.rank: Codec(
-                load.plan.wire_on(load.rank, peer.rank), peer.bytes_per_second, time.perf_counter, TorchCasts()
-            )
-            for peer in request.peers
-        }
+        codecs = link_codecs(load.plan, load.rank, {peer.rank: peer.bytes_per_second for peer in request.peers})
         self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)
         self._communicator.start()
         self._engine = Engine(load.plan, load.rank, self._shard, self._communicator, self._staging)

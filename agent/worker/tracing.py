@@ -49,7 +49,7 @@ class Recorder:
     def _add(
         self,
         name: str,
-        lane: Literal["compute", "wait", "send", "receive"],
+        lane: Literal["compute", "send", "receive"],
         start: float,
         end: float,
         num_bytes: int,

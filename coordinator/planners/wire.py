@@ -19,8 +19,8 @@ def exact_where_free(request: PlanRequest, plan: Plan) -> Plan:
     """
     if request.wire.values == "exact" or plan.num_ranks == 1:
         return plan
-    cluster = request.cluster.subset(tuple(device.device_id for device in plan.devices))
-    ids = [device.device_id for device in plan.devices]
+    ids = tuple(device.device_id for device in plan.devices)
+    cluster = request.cluster.subset(ids)
     rates = {(a, b): cluster.link(ids[a], ids[b]).bytes_per_second for a, b in permutations(range(plan.num_ranks), 2)}
     best = plan
     for least in _classes(list(rates.values()))[:_MOST_TRIALS]:

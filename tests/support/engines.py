@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from agent.store import ShardStore
-from agent.worker.casts import TorchCasts
-from agent.worker.communicator import Communicator
+from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
 from agent.worker.shard import load_shard
 from agent.worker.staging import make_staging
-from hearth.codec import Codec
 from hearth.messages import DeviceTrace, RunStep, StepDone
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
@@ -51,11 +48,8 @@ class EngineCluster:
                     store.put(ref.hash, chunk_bytes(checkpoint, plan.model, ref.kind, ref.layer, ref.grain))
                 staging = make_staging(compute_device)
                 shard = load_shard(plan, rank, chunks, store.path_of, staging.device)
-                codecs = {
-                    peer: Codec(plan.wire_on(rank, peer), bytes_per_second or 1e9, time.perf_counter, TorchCasts())
-                    for peer in range(plan.num_ranks)
-                    if peer != rank
-                }
+                rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
+                codecs = link_codecs(plan, rank, rates)
                 communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
                 communicator.start()
                 self.communicators.append(communicator)

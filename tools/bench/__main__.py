@@ -15,10 +15,11 @@ from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
+from hearth.plan import Values
 from tools.bench import interrupts, paper, plots
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
-from tools.bench.plans import NAMES, Values, entries, parse_names, parse_wires
+from tools.bench.plans import NAMES, entries, parse_names, parse_wires
 from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
 from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
 from tools.testbed import Scenario, load_scenario

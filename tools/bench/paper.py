@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tools.bench.plans import Entry, Lz4, Name, Values, baseline_of, codec_baseline, entries
+from hearth.plan import Values
+from tools.bench.plans import Entry, Lz4, Name, baseline_of, codec_baseline, entries
 from tools.bench.rows import Row, by_setting
 from tools.bench.shapes import Shape
 from tools.bench.stats import percentile

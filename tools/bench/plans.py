@@ -10,15 +10,14 @@ from coordinator.planners import PlanRequest, make_plan
 from coordinator.planners.base import price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.model.spec import ModelSpec
-from hearth.plan import Plan, WireFormat
+from hearth.plan import Plan, Values, WireFormat
 from hearth.profile import ClusterProfile
 from hearth.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
-Values = Literal["exact", "fp16", "bf16", "int8"]
 Lz4 = Literal["auto", "on", "off"]
 NAMES: tuple[Name, ...] = get_args(Name)
-WIRES: tuple[Values, ...] = get_args(Values)
+WIRES: tuple[Values, ...] = ("exact", "fp16", "bf16", "int8")  # in the order of the tables
 _PLENTY_BYTES = 1 << 40
 _OF_PLANNER: dict[Name, Literal["auto", "local", "megatron-tp", "sp", "hmp"]] = {
     "local": "local", "megatron-tp": "megatron-tp", "sp": "sp", "hmp-no-overlap": "hmp", "hmp": "hmp", "auto": "auto",

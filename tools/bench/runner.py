@@ -23,13 +23,12 @@ import torch
 import zmq
 
 from agent.worker.allocator import keep_freed_buffers
-from agent.worker.casts import TorchCasts
-from agent.worker.communicator import Communicator
+from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
 from agent.worker.profiler import ProfilerRequest, profile
 from agent.worker.shard import Shard, load_shard
 from agent.worker.staging import CpuStaging
-from hearth.codec import Codec, wire_layout
+from hearth.codec import wire_layout
 from hearth.errors import HearthError, StepFailed
 from hearth.framing import read_header
 from hearth.messages import ChunkRef, Peer, RunStep
@@ -111,12 +110,7 @@ class Runner:
         loaded = self._loaded[plan_id]
         known = [Peer.model_validate(peer) for peer in peers]
         loaded.transport.connect(known)
-        codecs = {
-            peer.rank: Codec(
-                loaded.plan.wire_on(loaded.rank, peer.rank), peer.bytes_per_second, time.perf_counter, TorchCasts()
-            )
-            for peer in known
-        }
+        codecs = link_codecs(loaded.plan, loaded.rank, {peer.rank: peer.bytes_per_second for peer in known})
         loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, _TOKEN, codecs)
         loaded.communicator.start()
         loaded.engine = Engine(loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
