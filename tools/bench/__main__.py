@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -184,7 +185,7 @@ def fig10(
     wanted = paper.scaling(_shapes(model), len(scenario.devices), lambda count: paper.WEAK_ROWS * count)
     files = Files(json, markdown, plot, plots.scaling_lines(_hidden), "Figure 10: weak scaling, 96 rows per device",
                   lambda rows: [*paper.say_scaling(rows, _hidden), *paper.say_prediction(rows)])  # fmt: skip
-    _measure([(scenario, wanted)], layers, rounds, files)
+    _measure([(scenario, wanted)], layers, rounds, files, together=True)
 
 
 @app.command()
@@ -202,7 +203,7 @@ def fig11(
     wanted = paper.scaling(_shapes(model), len(scenario.devices), lambda count: paper.STRONG_ROWS)
     files = Files(json, markdown, plot, plots.scaling_lines(_hidden), "Figure 11: strong scaling, 384 rows",
                   lambda rows: [*paper.say_scaling(rows, _hidden), *paper.say_prediction(rows)])  # fmt: skip
-    _measure([(scenario, wanted)], layers, rounds, files)
+    _measure([(scenario, wanted)], layers, rounds, files, together=True)
 
 
 @app.command()
@@ -251,8 +252,13 @@ def codec(
 # ---- the same for all -----------------------------------------------------------------------------------------------
 
 
-def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rounds: int, files: Files) -> None:
-    """Prints each setting's table as soon as it is measured. Exits with 1 when an output was wrong."""
+def _measure(
+    work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rounds: int, files: Files, together: bool = False
+) -> None:
+    """Prints each setting's table as soon as it is measured. Exits with 1 when an output was wrong.
+
+    `together`: all settings of a model are interleaved, since they are compared with each other.
+    """
     if rounds < MIN_ROUNDS:
         raise BadSetting(setting="--rounds", reason=f"{rounds} say nothing; at least {MIN_ROUNDS} are needed")
     for _, wanted in work:
@@ -271,17 +277,20 @@ def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rou
             real = all(each.mbit is not None for each in wanted)
             gloo = any(entry.strategy == "gloo-tp" for each in wanted for entry in each.entries)
             with Bench(scenario, folder, models, report, real, gloo) as bench:
-                for each in wanted:
+                for group in _groups(wanted, together):
                     found = bench.measure(
-                        Setting(
-                            shape=each.shape,
-                            num_layers=layers,
-                            seq_len=each.seq_len,
-                            num_devices=each.num_devices or len(scenario.devices),
-                            mbit=bench.paper_mbit(each.paper_mbit) if each.paper_mbit is not None else each.mbit,
-                            entries=each.entries,
-                            baseline=each.compared_with(),
-                            rounds=rounds,
+                        *(
+                            Setting(
+                                shape=each.shape,
+                                num_layers=layers,
+                                seq_len=each.seq_len,
+                                num_devices=each.num_devices or len(scenario.devices),
+                                mbit=bench.paper_mbit(each.paper_mbit) if each.paper_mbit is not None else each.mbit,
+                                entries=each.entries,
+                                baseline=each.compared_with(),
+                                rounds=rounds,
+                            )
+                            for each in group
                         )
                     )
                     rows += found
@@ -292,6 +301,12 @@ def _measure(work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rou
     if any(row.wrong for row in rows):
         err.print("[red]error:[/] an output differs from the one device's; the rows are marked", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _groups(wanted: Sequence[Wanted], together: bool) -> list[list[Wanted]]:
+    if not together:
+        return [[each] for each in wanted]
+    return [list(group) for _, group in itertools.groupby(wanted, key=lambda each: each.shape)]
 
 
 def _print(rows: Sequence[Row]) -> None:

@@ -54,11 +54,27 @@ class Setting:
 
 @dataclass
 class _Loaded:
+    """One entry, ready to run."""
+
+    setting: Setting
+    key: str  # of its plan among the runners
     entry: Entry
     plan: Plan | None  # none for gloo
+    notes: list[str]
     samples: list[Sample] = field(default_factory=list)
     traced: list[Sample] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Prepared:
+    """One setting, ready to run."""
+
+    setting: Setting
+    model: StoredModel
+    loaded: list[_Loaded]
+    rows: dict[Entry, Row]  # of what cannot run
+    expected: list[float]  # sums of the reference's output
+    keys: tuple[str, ...]  # of all plans that are loaded
 
 
 class Models:
@@ -143,40 +159,52 @@ class Bench:
         """The real rate that stands for a rate of the paper on this machine."""
         return paper / PAPER_MBIT * self._testbed.link_scale
 
-    def measure(self, setting: Setting) -> list[Row]:
-        """All entries of a setting, in the order given. Raises BadSetting."""
-        if setting.rounds < MIN_ROUNDS:
-            raise BadSetting(setting="--rounds", reason=f"{setting.rounds} say nothing; at least {MIN_ROUNDS}")
+    def measure(self, *settings: Setting) -> list[Row]:
+        """All entries of each setting, in the order given, interleaved round by round. Raises BadSetting.
+
+        Of several settings none may run gloo, which holds one model on one group of devices at a time.
+        """
+        least = min(setting.rounds for setting in settings)
+        if least < MIN_ROUNDS:
+            raise BadSetting(setting="--rounds", reason=f"{least} say nothing; at least {MIN_ROUNDS}")
+        prepared = [self._prepare(setting, f"{index}-") for index, setting in enumerate(settings)]
+        load = self._rounds([each for one in prepared for each in one.loaded], least)
+        # Not where something has failed: then runners may still be busy, and are ended with the testbed.
+        for key in (key for one in prepared for key in one.keys):
+            self._engine.unload(key)
+        rows: list[Row] = []
+        for one in prepared:
+            if self._gloo is not None and any(each.plan is None for each in one.loaded):
+                self._gloo.unload()
+            measured = {each.entry: each for each in one.loaded}
+            for each in one.loaded:
+                one.rows[each.entry] = self._row(each, one.model, one.expected, load, measured)
+            rows += [one.rows[entry] for entry in one.setting.entries]
+        return rows
+
+    def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
+        """Everything is loaded and the reference has run."""
         self._report(f"{self.scenario.name}: weights of {setting.shape.name}")
         model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
-        devices = self.scenario.devices[: setting.num_devices]
-        names = [device.name for device in devices]
+        names = [device.name for device in self.scenario.devices[: setting.num_devices]]
         self._set_rates(setting.mbit)
         cluster = self._profiles.current(model, names, setting.seq_len, setting.mbit)
         notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
         plans, rows = self._plans(setting, model, cluster, notes)
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
-        loaded = [_Loaded(entry, plan, notes=notes[entry]) for entry, plan in plans.items()]
-        alone = REFERENCE.key + "-reference"
+        loaded = [_Loaded(setting, prefix + entry.key, entry, plan, notes[entry]) for entry, plan in plans.items()]
+        alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, model, REFERENCE, setting)
         expected = self._engine.run(alone, setting.seq_len).sums
         for each in loaded:
             if each.plan is not None:
-                self._load(each.entry.key, each.plan, model, each.entry, setting)
+                self._load(each.key, each.plan, model, each.entry, setting)
             elif self._gloo is not None:
                 self._gloo.join(names)
                 self._gloo.load(model)
-        load = self._rounds(loaded, setting)
-        # Not where something has failed: then runners may still be busy, and are ended with the testbed.
-        for key in (alone, *(each.entry.key for each in loaded if each.plan is not None)):
-            self._engine.unload(key)
-        if self._gloo is not None and None in plans.values():
-            self._gloo.unload()
-        measured = {each.entry: each for each in loaded}
-        for each in loaded:
-            rows[each.entry] = self._row(each, setting, model, expected, load, measured)
-        return [rows[entry] for entry in setting.entries]
+        keys = (alone, *(each.key for each in loaded if each.plan is not None))
+        return _Prepared(setting, model, loaded, rows, expected, keys)
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
 
@@ -254,31 +282,30 @@ class Bench:
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
-    def _rounds(self, loaded: Sequence[_Loaded], setting: Setting) -> Load:
+    def _rounds(self, loaded: Sequence[_Loaded], rounds: int) -> Load:
         """One round to warm up, then the measured ones, then traced steps, which are not timed."""
-        by_key = {each.entry.key: each for each in loaded}
         spans: list[tuple[Snapshot, Snapshot]] = []
-        for index in range(-1, setting.rounds):
-            self._report(f"{self.scenario.name}: round {index + 1} of {setting.rounds}")
+        for index in range(-1, rounds):
+            self._report(f"{self.scenario.name}: round {index + 1} of {rounds}")
             before = snapshot()
-            for key in rotated(list(by_key), max(index, 0)):
-                sample = self._step(by_key[key], setting)
+            for each in rotated(loaded, max(index, 0)):
+                sample = self._step(each)
                 if index >= 0:
-                    by_key[key].samples.append(sample)
+                    each.samples.append(sample)
             if index >= 0:
                 spans.append((before, snapshot()))
         for each in loaded:
             if each.plan is None:
                 each.traced.append(each.samples[-1])
             else:
-                each.traced += [self._engine.run(each.entry.key, setting.seq_len, True) for _ in range(_TRACED_STEPS)]
+                each.traced += [self._engine.run(each.key, each.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
         return load_between(spans, os.getpid())
 
-    def _step(self, each: _Loaded, setting: Setting) -> Sample:
+    def _step(self, each: _Loaded) -> Sample:
         if each.plan is None:
             assert self._gloo is not None
-            return self._gloo.run(setting.seq_len, each.entry.wire)
-        return self._engine.run(each.entry.key, setting.seq_len)
+            return self._gloo.run(each.setting.seq_len, each.entry.wire)
+        return self._engine.run(each.key, each.setting.seq_len)
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
@@ -302,13 +329,12 @@ class Bench:
     def _row(
         self,
         each: _Loaded,
-        setting: Setting,
         model: StoredModel,
         expected: Sequence[float],
         load: Load,
         measured: Mapping[Entry, _Loaded],
     ) -> Row:
-        entry, plan = each.entry, each.plan
+        setting, entry, plan = each.setting, each.entry, each.plan
         seconds = [sample.seconds for sample in each.samples]
         median = statistics.median(seconds)
         values: dict[str, object] = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _SEED = 20240229  # the same rounds always give the same interval
@@ -50,7 +51,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ranked[below] + (ranked[above] - ranked[below]) * (position - below)
 
 
-def rotated(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of one round: each name comes first as often as any other, so none always follows the same one."""
+def rotated(names: Sequence[T], round_index: int) -> list[T]:
+    """The order of one round: each comes first as often as any other, so none always follows the same one."""
     start = round_index % len(names) if names else 0
     return [*names[start:], *names[:start]]
