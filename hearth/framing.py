@@ -31,7 +31,7 @@ _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1"))
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_TILE_DTYPES = 2  # the first of them: a tile holds floats
+_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message
 
 
 class Phase(IntEnum):
@@ -48,6 +48,11 @@ class Phase(IntEnum):
     REDUCE_GATHER_MLP = 8
     EXCHANGE_QKV = 9  # all-to-all: Q, K and V of some rows, to the owner of their heads
     EXCHANGE_HEADS = 10  # all-to-all: head outputs, to the owner of their rows
+    ORDER = 11  # rank 0 to all: what a step of a generation does (a message, as bytes)
+    SUM_ATTENTION = 12  # decoding: partial sums, to every peer in one hop
+    SUM_MLP = 13
+    HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
+    CANDIDATES = 15  # for the next token, to rank 0
 
 
 class TileKey(NamedTuple):
@@ -68,9 +73,9 @@ class TileKey(NamedTuple):
 def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
     """The frames of one tile, encoded for one link. The array must not change until they are sent.
 
-    Raises FrameTooLarge rather than send what the peer must refuse, ValueError for what is no tile of floats.
+    Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
     """
-    array, dtype_code = _for_wire(array, _DTYPES[:_TILE_DTYPES])
+    array, dtype_code = _for_wire(array, _TILE_DTYPES)
     encoded = link.encode(key.phase.name, array)
     header = _HEADER.pack(
         _VERSION,
@@ -146,7 +151,7 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
         raise BadMessage(reason="a tile carries another plan's token")
     version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
     epoch, step, layer, tile, source, chunk, *dims = rest
-    if version != _VERSION or dtype_code >= _TILE_DTYPES:
+    if version != _VERSION or dtype_code >= len(_DTYPES) or _DTYPES[dtype_code] not in _TILE_DTYPES:
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
     try:
         key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)

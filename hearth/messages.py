@@ -188,7 +188,7 @@ class ChunkRef(_Message):
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]
-    kind: Literal["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
+    kind: Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
     layer: Annotated[int, Field(ge=0)]  # 0 for embeddings
     grain: Annotated[int, Field(ge=0)]  # 0 where the kind has one chunk per layer
 
@@ -301,6 +301,63 @@ class StepDone(_Message):
     trace: tuple[TraceEvent, ...] = ()
 
 
+class Sampling(_Message):
+    """How a next token is chosen. Temperature 0: the likeliest (greedy), and nothing else matters.
+
+    In this order, as `transformers` has it: repetition penalty, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Field(ge=0, le=1 << 24)] = 0  # 0: all
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
+
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+class GenerateTokens(_Message):
+    """Ask rank 0 of a plan to continue a prompt. Payload: token ids [T] int32.
+
+    The answer is a stream of `TokensGenerated` that ends with `GenerationEnded`. `first_index` is the number of prompt
+    tokens that were generated before (by a plan that was lost): sampling goes on where it was.
+    """
+
+    t: Literal["generate_tokens"] = "generate_tokens"
+    holder: Name
+    epoch: Epoch
+    sampling: Sampling = Sampling()
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
+    stop_ids: tuple[int, ...] = Field(default=(), max_length=256)  # a token of these ends the sequence, and is passed on
+    first_index: Annotated[int, Field(ge=0)] = 0
+
+
+class TokensGenerated(_Message):
+    t: Literal["tokens_generated"] = "tokens_generated"
+    token_ids: tuple[int, ...]
+
+
+class GenerationEnded(_Message):
+    """`prefill_seconds` from the start of the first step to the first token; `decode_seconds` for all later ones."""
+
+    t: Literal["generation_ended"] = "generation_ended"
+    reason: FinishReason
+    num_prompt_tokens: Annotated[int, Field(ge=0)]
+    num_tokens: Annotated[int, Field(ge=0)]
+    queued_seconds: Annotated[float, Field(ge=0)]
+    prefill_seconds: Annotated[float, Field(ge=0)]
+    decode_seconds: Annotated[float, Field(ge=0)]
+
+
+class Cancel(_Message):
+    """End a stream early: the request of this caller that has this id. It is not answered."""
+
+    t: Literal["cancel"] = "cancel"
+    request: Annotated[bytes, Field(min_length=8, max_length=8)]
+
+
 class AbortStep(_Message):
     """Give up the running step: a peer of it is gone."""
 
@@ -329,6 +386,35 @@ class StartWorker(_Message):
     ports: tuple[int, int]  # first and last that may be bound; (0, 0): any
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: Literal["cpu", "cuda"]
+
+
+# ---- worker to worker: rank 0 tells the others what a generation step does --------------------------------------
+
+
+class NewSequence(_Message):
+    """What every rank must know of a sequence before its first rows."""
+
+    capacity: Annotated[int, Field(ge=1, le=1 << 24)]  # tokens that its KV cache will hold at most
+    sampling: Sampling
+    first_index: Annotated[int, Field(ge=0)] = 0
+
+
+class SequenceRows(_Message):
+    """The rows of one sequence in a step: they follow those that its KV cache holds."""
+
+    sequence: Annotated[int, Field(ge=0)]
+    token_ids: tuple[int, ...] = Field(min_length=1)
+    sample: bool  # whether the last row's next token is wanted
+    new: NewSequence | None = None
+
+
+class StepOrder(_Message):
+    """One step of a generation; `freed` sequences are forgotten before it. With no rows, nothing is computed."""
+
+    t: Literal["step_order"] = "step_order"
+    kind: Literal["prefill", "decode"]
+    rows: tuple[SequenceRows, ...]
+    freed: tuple[int, ...] = ()
 
 
 # ---- client to coordinator ----------------------------------------------------------------------------------------
@@ -366,6 +452,58 @@ class GetHiddenStates(_Message):
 
     t: Literal["get_hidden_states"] = "get_hidden_states"
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+
+
+class ChatMessage(_Message):
+    role: Name
+    content: Text
+
+
+class SamplingChoice(_Message):
+    """What a client says of sampling; what it leaves out comes from the model's generation_config.json, else `Sampling`."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 24)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # none: another one each time
+
+
+class Generate(_Message):
+    """Continue a prompt: a text, a chat, or token ids (payload [T] int32; exactly one of the three).
+
+    The answer is a stream of `TextGenerated` that ends with `TextEnded`.
+    """
+
+    t: Literal["generate"] = "generate"
+    prompt: Text | None = None
+    messages: tuple[ChatMessage, ...] = Field(default=(), max_length=4096)
+    sampling: SamplingChoice = SamplingChoice()
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # none: as many as the context has room for
+    stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer, and are no part of it
+    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
+
+
+class TextGenerated(_Message):
+    """`text` is what these tokens add; empty while a character, or a possible stop text, is not complete."""
+
+    t: Literal["text_generated"] = "text_generated"
+    token_ids: tuple[int, ...]
+    text: Text
+
+
+class TextEnded(_Message):
+    """`text` is what was held back. Seconds: the wait in the queue, to the first token without it, and for the others."""
+
+    t: Literal["text_ended"] = "text_ended"
+    text: Text
+    reason: FinishReason
+    num_prompt_tokens: Annotated[int, Field(ge=0)]
+    num_tokens: Annotated[int, Field(ge=0)]
+    queued_seconds: Annotated[float, Field(ge=0)]
+    first_token_seconds: Annotated[float, Field(ge=0)]
+    decode_seconds: Annotated[float, Field(ge=0)]
 
 
 class DeviceTrace(_Message):
@@ -469,11 +607,19 @@ Message: TypeAlias = (
     | Unload
     | StartWorker
     | AbortStep
+    | GenerateTokens
+    | TokensGenerated
+    | GenerationEnded
+    | Cancel
+    | StepOrder
     | CoordinatorWelcome
     | GetReadiness
     | Readiness
     | Embed
     | GetHiddenStates
+    | Generate
+    | TextGenerated
+    | TextEnded
     | Vectors
     | ListDevices
     | DeviceList

@@ -34,10 +34,11 @@ class MemoryUse(BaseModel):
     embeddings: int = Field(ge=0)
     activations: int = Field(ge=0)
     workspace: int = Field(ge=0)  # the process itself, torch and its GEMM buffers, one chunk while loading
+    kv_cache: int = Field(default=0, ge=0)  # of all sequences that the plan promises to hold at once
 
     @property
     def total(self) -> int:
-        return self.weights + self.embeddings + self.activations + self.workspace
+        return self.weights + self.embeddings + self.activations + self.workspace + self.kv_cache
 
 
 class PlannedDevice(BaseModel):
@@ -162,6 +163,17 @@ class Alternative(BaseModel):
     reason: str
 
 
+class Generation(BaseModel):
+    """What a plan for a decoder promises beside its prefill of `seq_len` rows, and what it is predicted to take."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kv_tokens: int = Field(ge=1)  # of all sequences together: what the KV cache of every rank has room for
+    max_sequences: int = Field(ge=1, le=4096)  # decoded in one step
+    prefill_rows: int = Field(ge=1)  # of one prefill step at most; a longer prompt comes in chunks
+    decode_seconds: float = Field(default=0.0, ge=0)  # predicted: one token of one sequence
+
+
 class Plan(BaseModel):
     """What runs where. `epoch` numbers deployments: messages of another epoch are dropped and counted."""
 
@@ -176,6 +188,7 @@ class Plan(BaseModel):
     body: TransformerPlan
     wire: WireFormat = WireFormat()
     predicted: Prediction
+    generation: Generation | None = None  # for a decoder
     alternatives: tuple[Alternative, ...] = ()
 
     @property
