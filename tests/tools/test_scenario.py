@@ -42,7 +42,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_scenario_of_ours_loads_and_fits_two_cores(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = load_scenario(path.stem)
-    assert (found.name, bool(found.description), found.scale_links) == (path.stem, True, False)
+    assert (found.name, bool(found.description)) == (path.stem, True)
+    assert found.scale_links == path.stem.startswith("galaxy-")  # those stand for a ratio, not for a rate
     monkeypatch.setattr(cluster, "what_is_missing", lambda: "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(cluster, "_HOST_RESERVE_BYTES", -64 * GIB)  # whatever this machine has free

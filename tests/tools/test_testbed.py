@@ -17,6 +17,7 @@ from support.home import wait_for
 from tools.testbed import Device, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import running_testbeds, start_ticks
+from tools.testbed.scenario import NOMINAL_CORE_SECONDS
 
 pytestmark = pytest.mark.namespaces
 
@@ -137,15 +138,20 @@ def test_nothing_passes_a_cut_link_and_connections_outlive_it(pair: Testbed) -> 
     assert not pair.network.state("two").is_cut
 
 
-def test_rates_follow_the_speed_of_this_machines_cores(tmp_path: Path) -> None:
-    fast = PAIR.model_copy(update={"name": "scaled", "scale_links": True})
-    with Testbed(fast, tmp_path, core_seconds=0.081) as testbed:
+def test_rates_follow_the_speed_of_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Testbed, "_core_seconds", lambda testbed: NOMINAL_CORE_SECONDS / 3)
+    with Testbed(PAIR.model_copy(update={"name": "scaled", "scale_links": True}), tmp_path) as testbed:
         assert testbed.link_scale == pytest.approx(3.0)
+        assert running_testbeds()[-1].link_scale == pytest.approx(3.0)
         assert testbed.network.state("one").mbit == pytest.approx(150, rel=1e-4)
         testbed.set_mbit(40)
         assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
-    as_written = PAIR.model_copy(update={"scale_links": False})
-    assert Testbed(as_written, tmp_path, core_seconds=0.081).link_scale == 1.0
+
+
+def test_the_speed_of_the_devices_is_measured_on_them(pair: Testbed) -> None:
+    """Within their limits: half a core each, so a whole core's second takes two."""
+    pytest.importorskip("torch")
+    assert 0.01 < pair._core_seconds() < 3
 
 
 def test_a_cpu_share_slows_a_loop_to_it(pair: Testbed) -> None:

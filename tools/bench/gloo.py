@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import FAMILIES, TensorNames, read_spec
+from hearth.model.families import FAMILIES, Source, TensorNames, read_spec
 from tools.bench.runner import serve
 
 _TIMEOUT = timedelta(seconds=60)
@@ -159,8 +159,8 @@ def _share(total: int, rank: int, num_ranks: int) -> slice:
     return slice(total * rank // num_ranks, total * (rank + 1) // num_ranks)
 
 
-def _tensor(stored: Any, name: str) -> Tensor:
-    tensor: Tensor = stored.get_tensor(name)
+def _tensor(stored: Any, source: Source) -> Tensor:
+    tensor: Tensor = source.view(stored.get_tensor(source.name))
     return tensor
 
 

@@ -28,7 +28,6 @@ from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
 from tools.testbed import Scenario, Testbed
-from tools.testbed.calibrate import core_seconds
 
 MIN_ROUNDS = 5
 PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
@@ -112,14 +111,12 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Test
     Memory limits are the planner's: the devices hold many plans at once here.
     """
     devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
-    unlimited = scenario.model_copy(update={"devices": devices})
-    seconds = None
-    if scenario.scale_links and not real_mbit:
-        seconds = core_seconds(scenario.instruction_set, scenario.devices[0].core)
-    testbed = Testbed(unlimited, folder, core_seconds=seconds)
+    scale_links = scenario.scale_links and not real_mbit
+    testbed = Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder)
     try:
         with shielded(with_children=True):
             testbed.up()
+        testbed.calibrate()
         yield testbed
     finally:
         with shielded(with_children=True):

@@ -68,12 +68,13 @@ def shape_named(name: str) -> Shape:
 
 
 def shape_of_file(path: Path) -> Shape:
-    """A Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
+    """An encoder's Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
     config = read_json(path)
     kind = str(config.get("model_type", "missing"))
-    if kind not in FAMILIES:
-        raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
-    family = FAMILIES[kind]
+    encoders = {name: family for name, family in FAMILIES.items() if not family.facts.get("causal")}
+    if kind not in encoders:
+        raise UnsupportedArchitecture(architecture=kind, supported=", ".join(encoders))
+    family = encoders[kind]
     needed = [theirs for theirs in family.config.values() if theirs not in family.defaults]
     for field in needed:
         if not isinstance(config.get(field), (int, str)):

@@ -15,7 +15,6 @@ from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
 from hearth.model.families import read_spec
 from hearth.units import format_bytes
-from tools.testbed.calibrate import core_seconds
 from tools.testbed.cluster import Testbed, check_possible, check_rights, remove_orphans
 from tools.testbed.foreground import run_in_foreground
 from tools.testbed.registry import Running, locked, running_testbeds
@@ -67,16 +66,14 @@ def up(
     if model is not None:
         read_spec(model)  # a missing or broken model is told before anything is started
     check_possible(chosen)
-    seconds = None
-    if chosen.scale_links:
-        seconds = core_seconds(chosen.instruction_set, chosen.devices[0].core)
     if others := running_testbeds():
         names = ", ".join(other.scenario.name for other in others)
         err.print(f"[yellow]warning:[/] {names} is up as well: they share this machine's cores", soft_wrap=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
-    testbed = Testbed(chosen, folder, owned=False, core_seconds=seconds)
+    testbed = Testbed(chosen, folder, owned=False)
     try:
         testbed.up()
+        testbed.calibrate()
         testbed.start_agents()
         testbed.wait_for_agents()
         if model is not None:
@@ -86,9 +83,10 @@ def up(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     out.print(_table(testbed))
-    if seconds is not None:
+    if chosen.scale_links:
+        seconds = NOMINAL_CORE_SECONDS / testbed.link_scale
         out.print(
-            f"links x {testbed.link_scale:.2f}: a layer takes {seconds:.3f} s of a core here, "
+            f"links x {testbed.link_scale:.2f}: a layer takes {seconds:.3f} s of a core on these devices, "
             f"{NOMINAL_CORE_SECONDS} s where the scenario was set",
             soft_wrap=True,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -18,10 +19,11 @@ from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.security import new_home_key, save_credential
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
-from tools.testbed.registry import Running, claim, locked, release, running_testbeds
+from tools.testbed.registry import Running, claim, locked, record_scale, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
 
 _STOP_SECONDS = 5.0
+_CALIBRATION_SECONDS = 60.0  # on a whole core, torch's import included
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
 _HOST_RESERVE_BYTES = 512 << 20
@@ -36,13 +38,13 @@ class Testbed:
     __test__ = False  # not a test case, whatever pytest thinks
     network: Network  # from `up` on
 
-    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, core_seconds: float | None = None) -> None:
-        """`owned`: it ends with this process, else with `down`. `core_seconds`: of `calibrate`; None: rates as written."""
+    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True) -> None:
+        """`owned`: it ends with this process, else with `down`."""
         check_possible(scenario)
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
-        self.link_scale = NOMINAL_CORE_SECONDS / core_seconds if core_seconds and scenario.scale_links else 1.0
+        self.link_scale = 1.0  # real rate of a link over the scenario's; from `calibrate` on
         self._owned = owned
         self._processes: list[subprocess.Popen[bytes]] = []
         self._slot: int | None = None
@@ -68,7 +70,12 @@ class Testbed:
         self._cgroups = {name: DeviceCgroup(f"hearth-ht{slot}", name) for name in names}
 
     def __enter__(self) -> Testbed:
-        self.up()
+        try:
+            self.up()
+            self.calibrate()
+        except BaseException:
+            self.down()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,9 +86,9 @@ class Testbed:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
             remove_orphans()
-            self._attach(claim(self.scenario, self.folder, self.link_scale, self._owned).slot)
+            self._attach(claim(self.scenario, self.folder, self._owned).slot)
         try:
-            self.network.create({device.name: device.mbit * self.link_scale for device in self.scenario.devices})
+            self.network.create({device.name: device.mbit for device in self.scenario.devices})
             for device in self.scenario.devices:
                 self._cgroups[device.name].create(device)
             if not self.key.exists():
@@ -89,6 +96,36 @@ class Testbed:
         except BaseException:
             self.down()
             raise
+
+    def calibrate(self) -> None:
+        """Where the scenario scales its links: set them by the speed of the devices. Some ten seconds. Raises BadSetting."""
+        if not self.scenario.scale_links:
+            return
+        assert self._slot is not None
+        self.link_scale = NOMINAL_CORE_SECONDS / self._core_seconds()
+        record_scale(self._slot, self.link_scale)
+        for device in self.scenario.devices:
+            self.network.set_mbit(device.name, device.mbit * self.link_scale)
+
+    def _core_seconds(self) -> float:
+        """Of one layer on one whole core, as the devices get them when all compute. Raises BadSetting."""
+        running = {
+            device: self.popen(
+                device.name, sys.executable, "-m", "tools.testbed.calibrate", stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, memory_limited=False,
+            )
+            for device in self.scenario.devices
+        }  # fmt: skip
+        found = []
+        for device, process in running.items():
+            try:
+                output, said = process.communicate(timeout=_CALIBRATION_SECONDS / min(device.cpu_share, 1.0))
+                found.append(float(output) * device.cpu_share)
+            except (ValueError, subprocess.TimeoutExpired) as error:
+                late = isinstance(error, subprocess.TimeoutExpired)
+                why = "it took too long" if late else said.decode(errors="replace").strip()[-200:]
+                raise BadSetting(setting=f"the calibration of {device.name}", reason=why) from None
+        return statistics.median(found)
 
     def down(self) -> None:
         """End every process of it, and remove every trace but the folder."""

@@ -26,7 +26,7 @@ class Running(BaseModel):
     slot: int
     scenario: Scenario
     folder: str
-    link_scale: float  # real rate of a link over the scenario's
+    link_scale: float = 1.0  # real rate of a link over the scenario's
     owner_pid: int | None  # the process whose end is the testbed's end; none: until `down`
     owner_ticks: int | None  # when that process began, since pids come again
 
@@ -59,7 +59,7 @@ def running_testbeds() -> list[Running]:
     return found
 
 
-def claim(scenario: Scenario, folder: Path, link_scale: float, owned: bool) -> Running:
+def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
     """Take a free slot; call it `locked`. Raises BadSetting: all are taken, or this scenario is up until `down`."""
     others = running_testbeds()
     if not owned and any(other.detached and other.scenario.name == scenario.name for other in others):
@@ -75,12 +75,17 @@ def claim(scenario: Scenario, folder: Path, link_scale: float, owned: bool) -> R
         slot=free[0],
         scenario=scenario,
         folder=str(folder),
-        link_scale=link_scale,
         owner_pid=owner,
         owner_ticks=start_ticks(owner) if owner else None,
     )
     _path(running.slot).write_text(running.model_dump_json())
     return running
+
+
+def record_scale(slot: int, link_scale: float) -> None:
+    """Of a slot that this process has claimed."""
+    running = Running.model_validate_json(_path(slot).read_text())
+    _path(slot).write_text(running.model_copy(update={"link_scale": link_scale}).model_dump_json())
 
 
 def release(slot: int) -> None:

@@ -22,8 +22,9 @@ else:
     import tomli as tomllib
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set. With
-# `scale_links` they are multiplied by this over what `calibrate` measures here: the ratio of compute to traffic stays.
+# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set: 0.539 s on
+# a device of 0.45 core. With `scale_links` the rates are multiplied by this over what `calibrate` measures on the devices
+# here, so that the ratio of compute to traffic stays.
 NOMINAL_CORE_SECONDS = 0.243
 InstructionSet = Literal["native", "sse4.2"]
 _MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
@@ -61,7 +62,7 @@ class Scenario(BaseModel):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,40}$")
     description: str = ""
-    scale_links: bool = False  # true: rates follow the speed of this machine's cores (NOMINAL_CORE_SECONDS)
+    scale_links: bool = False  # true: rates follow the speed of the devices here (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     devices: tuple[Device, ...] = Field(min_length=1, max_length=64)
 
@@ -79,11 +80,6 @@ class Scenario(BaseModel):
     @property
     def coordinator_device(self) -> str:
         return self.coordinator or self.devices[0].name
-
-    @property
-    def instruction_set(self) -> InstructionSet:
-        """The cap under which this machine's cores are measured."""
-        return self.devices[0].instruction_set
 
     def with_mbit(self, mbit: float) -> Scenario:
         """The same with every link at this rate."""
