@@ -1,16 +1,19 @@
 """Requests and answers over ROUTER and DEALER, encrypted: control and client planes.
 
 On the wire a request or an answer is `[request id, message, payload frames...]`. An answer may be an error, which is
-raised at the caller as the same `HearthError`.
+raised at the caller as the same `HearthError`. A stream is any number of answers under one id; its caller ends it early
+with `Cancel`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -20,7 +23,6 @@ from hearth.errors import (
     BadMessage,
     ConnectionLost,
     DeadlineExceeded,
-    FrameTooLarge,
     HearthError,
     InternalError,
     PortInUse,
@@ -29,7 +31,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.messages import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION, Failed, Hello, Message, decode, encode
+from hearth.messages import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION, Cancel, Failed, Hello, Message, decode, encode
 from hearth.security import Access, KeyPair, secure_client, secure_server, user_id
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ MAX_REQUESTS_PER_CALLER = 256  # at once; one more is answered with QueueFull
 _ID_BYTES = 8
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
+# A caller that leaves a whole socket buffer unread for so long takes no more part in its stream.
+_STALLED_SECONDS = 30.0
+_STALLED_POLL_SECONDS = 0.05
 # The other end closed the handshake: our key is unknown there, or theirs is not the one we expect.
 _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -59,11 +64,17 @@ class Reply(NamedTuple):
     payload: Sequence[Any] = ()
 
 
-Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable["Message | Reply"]]
+Response: TypeAlias = Message | Reply | AsyncGenerator[Reply, None]  # the last: a stream
+Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
 
 
 class RpcServer:
-    """A ROUTER that runs each request as a task of its own. Unreadable messages are counted in `dropped`."""
+    """A ROUTER that runs each request as a task of its own. Unreadable messages are counted in `dropped`.
+
+    A handler that returns an async generator answers with a stream. The generator is closed when its caller cancels,
+    is gone (noticed at the next answer: the socket's heartbeats end a connection that fell silent after some 8 s), or
+    has stopped to read. What it does in `finally` runs in each case.
+    """
 
     def __init__(
         self,
@@ -79,9 +90,11 @@ class RpcServer:
         self.dropped = 0
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
+        self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # by connection and request id
         self._running: Counter[str] = Counter()
         self._socket = context.socket(zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or an answer to nobody would pass for sent
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -114,44 +127,75 @@ class RpcServer:
                 message = self._read(caller, frames)
             except HearthError as error:
                 self.dropped += 1
-                await self._answer(identity, request_id, Reply(Failed.of(error)))
+                await self._send(identity, request_id, Reply(Failed.of(error)))
+                continue
+            if isinstance(message, Cancel):
+                if (task := self._requests.get((identity, message.request))) is not None:
+                    task.cancel()
                 continue
             self._running[caller.public_key] += 1
             task = asyncio.create_task(self._run(caller, identity, request_id, message, frames[3:]))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._requests[identity, request_id] = task
+            task.add_done_callback(functools.partial(self._ended, caller, (identity, request_id)))
 
     def _read(self, caller: Caller, frames: list[zmq.Frame]) -> Message:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
             raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
-        if self._running[caller.public_key] >= MAX_REQUESTS_PER_CALLER:
+        message = decode(frames[2].buffer)
+        if self._running[caller.public_key] >= MAX_REQUESTS_PER_CALLER and not isinstance(message, Cancel):
             raise QueueFull(limit=MAX_REQUESTS_PER_CALLER)
-        return decode(frames[2].buffer)
+        return message
+
+    def _ended(self, caller: Caller, key: tuple[bytes, bytes], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._requests.get(key) is task:  # not a later request that took the same id
+            del self._requests[key]
+        self._running[caller.public_key] -= 1
+        if not self._running[caller.public_key]:
+            del self._running[caller.public_key]
 
     async def _run(
         self, caller: Caller, identity: bytes, request_id: bytes, message: Message, payload: list[zmq.Frame]
     ) -> None:
         try:
-            answer = await self._handler(caller, message, [frame.buffer for frame in payload])
-            reply = answer if isinstance(answer, Reply) else Reply(answer)
+            response = await self._handler(caller, message, [frame.buffer for frame in payload])
+            if isinstance(response, AsyncGenerator):
+                async with aclosing(response) as replies:
+                    async for reply in replies:
+                        if not await self._send(identity, request_id, reply, _STALLED_SECONDS):
+                            log.info("the caller of a stream (%s) is gone", type(message).__name__)
+                            return
+            else:
+                await self._send(identity, request_id, response if isinstance(response, Reply) else Reply(response))
         except HearthError as error:
-            reply = Reply(Failed.of(error))
+            await self._send(identity, request_id, Reply(Failed.of(error)))
         except Exception as error:
             log.exception("%s failed", type(message).__name__)
-            reply = Reply(Failed.of(InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")))
-        finally:
-            self._running[caller.public_key] -= 1
-            if not self._running[caller.public_key]:
-                del self._running[caller.public_key]
-        await self._answer(identity, request_id, reply)
+            failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
+            await self._send(identity, request_id, Reply(Failed.of(failure)))
 
-    async def _answer(self, identity: bytes, request_id: bytes, reply: Reply) -> None:
-        try:
-            body = encode(reply.message)
-        except FrameTooLarge as error:
-            body = encode(Failed.of(error))
-        # A ROUTER drops what is for a caller that has gone.
-        await self._socket.send_multipart([identity, request_id, body, *reply.payload], copy=False)
+    async def _send(self, identity: bytes, request_id: bytes, reply: Reply, patience_seconds: float = 0.0) -> bool:
+        """Whether it was sent: not to a caller that is gone, nor to one whose buffer stays full for so long.
+
+        Raises FrameTooLarge.
+        """
+        frames = [identity, request_id, encode(reply.message), *reply.payload]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_seconds
+        while True:
+            try:
+                # Never waits inside the socket: one full buffer would hold up the answers to all others.
+                await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+                return True
+            except zmq.Again:
+                if loop.time() >= deadline:
+                    return False
+                await asyncio.sleep(_STALLED_POLL_SECONDS)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return False
 
 
 class RpcClient:
@@ -178,7 +222,9 @@ class RpcClient:
         )
         self._connected = asyncio.Event()
         self._refused = asyncio.Event()
-        self._pending: dict[bytes, asyncio.Future[Reply]] = {}
+        # What came for each request and was not yet taken. A stream that nobody reads grows here; what a server streams
+        # is small and ends (the tokens of one answer), so that nothing more bounds it.
+        self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
         self._last_id = 0
         self._socket.connect(endpoint)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive_loop())]
@@ -190,8 +236,7 @@ class RpcClient:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
-        for answer in self._pending.values():
-            answer.cancel()
+        self._fail_pending(ConnectionLost(endpoint=self.endpoint))
 
     async def hello(self, expected: type[_T], timeout_seconds: float) -> _T:
         """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
@@ -206,28 +251,64 @@ class RpcClient:
     async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
         """Ask and wait. Raises what the server raised; Unreachable (nothing was sent), WrongKey,
         ConnectionLost, DeadlineExceeded."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        request_id, replies = await self._send(message, payload, timeout_seconds)
+        try:
+            remaining = max(deadline - loop.time(), 0.001)
+            reply = await asyncio.wait_for(replies.get(), remaining)
+        except asyncio.TimeoutError:
+            raise self._too_late(message, timeout_seconds) from None
+        finally:
+            del self._pending[request_id]
+        return _raised(reply)
+
+    async def stream(
+        self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float, last: type[Any]
+    ) -> AsyncGenerator[Reply, None]:
+        """Ask, and give every answer as it comes, up to the first that is a `last`.
+
+        `timeout_seconds` bounds the wait for the connection and for each next answer. Closed before its end, it tells
+        the server to cancel; wrap it in `contextlib.aclosing` to have that done at once. Raises as `call` does.
+        """
+        request_id, replies = await self._send(message, payload, timeout_seconds)
+        ended = False
+        try:
+            while not ended:
+                try:
+                    reply = await asyncio.wait_for(replies.get(), timeout_seconds)
+                except asyncio.TimeoutError:
+                    raise self._too_late(message, timeout_seconds) from None
+                ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
+                yield _raised(reply)
+        finally:
+            del self._pending[request_id]
+            if not ended:
+                self._last_id += 1
+                frames = [self._last_id.to_bytes(_ID_BYTES, "little"), encode(Cancel(request=request_id))]
+                with suppress(zmq.ZMQError):  # no connection: the server has noticed, or will
+                    await self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    async def _send(
+        self, message: Message, payload: Sequence[Any], timeout_seconds: float
+    ) -> tuple[bytes, asyncio.Queue[Reply | HearthError]]:
+        """Send once there is a connection; the id is pending from now on."""
         body = encode(message)
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
         await self._wait_connected(timeout_seconds)
         self._last_id += 1
         request_id = self._last_id.to_bytes(_ID_BYTES, "little")
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = answer
+        self._pending[request_id] = asyncio.Queue()
         try:
             await self._socket.send_multipart([request_id, body, *payload], zmq.NOBLOCK, copy=False)
-            remaining = max(deadline - asyncio.get_running_loop().time(), 0.001)
-            reply = await asyncio.wait_for(answer, remaining)
-        except zmq.Again:
-            raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                action=f"{type(message).__name__} at {self.endpoint}", seconds=timeout_seconds
-            ) from None
-        finally:
-            self._pending.pop(request_id, None)
-        if isinstance(reply.message, Failed):
-            raise reply.message.error()
-        return reply
+        except BaseException as error:
+            del self._pending[request_id]
+            if isinstance(error, zmq.Again):
+                raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
+            raise
+        return request_id, self._pending[request_id]
+
+    def _too_late(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(action=f"{type(message).__name__} at {self.endpoint}", seconds=timeout_seconds)
 
     async def _wait_connected(self, timeout_seconds: float) -> None:
         if self._connected.is_set():
@@ -257,17 +338,25 @@ class RpcClient:
                     self._refused.set()
 
     def _fail_pending(self, error: HearthError) -> None:
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for replies in self._pending.values():
+            replies.put_nowait(error)
 
     async def _receive_loop(self) -> None:
         while True:
             frames = await self._socket.recv_multipart(copy=False)
-            answer = self._pending.get(frames[0].bytes) if len(frames) >= 2 else None
-            if answer is None or answer.done():
+            replies = self._pending.get(frames[0].bytes) if len(frames) >= 2 else None
+            if replies is None:
                 continue  # its caller has given up
             try:
-                answer.set_result(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
+                replies.put_nowait(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
             except HearthError as error:
-                answer.set_exception(error)
+                replies.put_nowait(error)
+
+
+def _raised(reply: Reply | HearthError) -> Reply:
+    """The reply, unless it is an error, which is raised."""
+    if isinstance(reply, HearthError):
+        raise reply
+    if isinstance(reply.message, Failed):
+        raise reply.message.error()
+    return reply

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 import zmq.asyncio
 
+from hearth import rpc
 from hearth.errors import (
     BadMessage,
     ConnectionLost,
@@ -23,22 +25,51 @@ from hearth.errors import (
 from hearth.messages import (
     MAX_PAYLOAD_FRAMES,
     AgentWelcome,
+    Cancel,
     CoordinatorWelcome,
     Done,
+    Generate,
     GetReadiness,
     GetStatus,
     Hello,
     ListApps,
     ListDevices,
     Message,
+    TextEnded,
+    TextGenerated,
+    encode,
 )
-from hearth.rpc import Caller, Reply, RpcClient, RpcServer
+from hearth.rpc import Caller, Reply, Response, RpcClient, RpcServer
 from hearth.security import Access, asyncio_gatekeeper, new_keypair, secure_client
 
 SERVER, CLIENT = new_keypair(), new_keypair()
 
 
-async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
+closed: list[str] = []  # the prompts of streams whose end was reached, one way or another
+END = TextEnded(
+    text="", reason="length", num_prompt_tokens=1, num_tokens=1, queued_seconds=0, first_token_seconds=0,
+    decode_seconds=0,
+)  # fmt: skip
+
+
+async def count(request: Generate) -> AsyncGenerator[Reply, None]:
+    """So many answers as `max_tokens` says. Prompts: `broken` fails after half of them, `large` has a large payload."""
+    assert request.max_tokens is not None
+    try:
+        for index in range(request.max_tokens):
+            if request.prompt == "broken" and index == request.max_tokens // 2:
+                raise TextTooLong(index=index, num_tokens=9, max_tokens=8)
+            await asyncio.sleep(0.001)
+            payload = [bytes(100_000)] if request.prompt == "large" else []
+            yield Reply(TextGenerated(token_ids=(index,), text=request.prompt or ""), payload)
+        yield Reply(END)
+    finally:
+        closed.append(request.prompt or "")
+
+
+async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    if isinstance(message, Generate):
+        return count(message)
     if isinstance(message, Hello):
         return CoordinatorWelcome(version="9", name="far", protocol=2 if message.name == "other version" else 1)
     if isinstance(message, GetReadiness):
@@ -179,3 +210,185 @@ def test_a_port_that_is_taken_names_the_way_out() -> None:
         context.destroy(linger=0)
 
     run(scenario)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+ENDLESS = 1_000_000
+
+
+async def until(what: str, happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 15
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        await asyncio.sleep(0.005)
+
+
+def stream(client: RpcClient, prompt: str, max_tokens: int, timeout_seconds: float = 5) -> AsyncGenerator[Reply, None]:
+    closed.clear()
+    request = Generate(prompt=prompt, max_tokens=max_tokens)
+    return client.stream(request, timeout_seconds=timeout_seconds, last=TextEnded)
+
+
+def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        messages = [reply.message async for reply in stream(client, "all", 200)]
+        assert messages[-1] == END
+        assert [message.token_ids for message in messages[:-1]] == [(index,) for index in range(200)]  # type: ignore[union-attr]
+        assert closed == ["all"]
+        await until("the request's end", lambda: not server._running and not server._requests)
+
+    run(scenario)
+
+
+def test_an_error_in_the_midst_of_a_stream_ends_it_as_what_it_is() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        came = []
+
+        async def read() -> None:
+            async for reply in stream(client, "broken", 20):
+                came.append(reply)
+
+        with pytest.raises(TextTooLong) as error:
+            await read()
+        assert (len(came), error.value.index) == (10, 10)
+        assert await client.call(Done(), timeout_seconds=5)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("way", ["aclose", "cancel"])
+def test_a_stream_that_is_left_early_is_closed_at_the_server(way: str) -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        began = asyncio.Event()
+
+        async def read() -> None:
+            async with aclosing(stream(client, way, ENDLESS)) as replies:
+                async for _ in replies:
+                    began.set()
+                    if way == "aclose":
+                        break
+
+        reading = asyncio.create_task(read())
+        await began.wait()
+        if way == "cancel":
+            reading.cancel()
+        await asyncio.wait({reading})
+        await until("the generator's end", lambda: closed == [way])
+        await until("the end of all requests", lambda: not server._running)
+        assert not client._pending
+
+    run(scenario)
+
+
+def test_a_stream_whose_next_answer_is_late_is_cancelled() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        late = client.stream(ListDevices(), timeout_seconds=0.2, last=Done)
+        with pytest.raises(DeadlineExceeded):
+            await anext(late)
+        await until("the end of all requests", lambda: not server._running)
+        assert not client._pending
+
+    run(scenario)
+
+
+def test_streams_and_calls_run_side_by_side() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        async def read(index: int) -> list[str]:
+            replies = [reply.message async for reply in stream(client, f"stream {index}", 50)]
+            return [message.text for message in replies[:-1] if isinstance(message, TextGenerated)]
+
+        async with aclosing(stream(client, "endless", ENDLESS)) as endless:
+            await anext(endless)
+            found = await asyncio.gather(*(read(index) for index in range(8)), client.call(Done(), timeout_seconds=5))
+            assert found[:8] == [[f"stream {index}"] * 50 for index in range(8)]
+            assert found[8].message == Done()
+            await anext(endless)
+
+    run(scenario)
+
+
+def test_only_the_connection_that_asked_can_cancel() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        async with aclosing(stream(client, "mine", ENDLESS)) as mine:
+            await anext(mine)
+            (request_id,) = client._pending
+            other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
+            await other.call(Done(), timeout_seconds=5)
+            for cancelled in (request_id, bytes(8)):
+                await other._socket.send_multipart([b"12345678", encode(Cancel(request=cancelled))])
+            await other.call(Done(), timeout_seconds=5)
+            for _ in range(20):
+                await anext(mine)
+            assert not closed
+            await other.close()
+        await until("the generator's end", lambda: closed == ["mine"])
+
+    run(scenario)
+
+
+def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = context.socket(zmq.DEALER)
+        secure_client(raw, CLIENT, SERVER.public)
+        raw.connect(client.endpoint)
+        for index in range(50):
+            request_id = index.to_bytes(8, "big")
+            await raw.send_multipart([request_id, encode(Generate(prompt="early", max_tokens=ENDLESS))])
+            await raw.send_multipart([b"a cancel", encode(Cancel(request=request_id))])
+        await raw.send_multipart([b"the last", encode(Done())])
+        while (await asyncio.wait_for(raw.recv_multipart(), 5))[0] != b"the last":
+            pass
+        await until("the end of all requests", lambda: not server._running and not server._requests)
+        raw.close()
+
+    run(scenario)
+
+
+def test_a_caller_that_vanishes_is_noticed_at_the_next_answer() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
+        reading = stream(other, "gone", ENDLESS)
+        await anext(reading)
+        other._socket.close()  # as when its process is killed: no Cancel
+        await until("the generator's end", lambda: closed == ["gone"])
+        assert await client.call(Done(), timeout_seconds=5)
+        await reading.aclose()
+        for task in other._tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_STALLED_SECONDS", 1.0)
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        server._socket.sndhwm = 10
+        raw = context.socket(zmq.DEALER)
+        raw.rcvhwm = 10
+        secure_client(raw, CLIENT, SERVER.public)
+        raw.connect(client.endpoint)
+        closed.clear()
+        await raw.send_multipart([bytes(8), encode(Generate(prompt="large", max_tokens=ENDLESS))])
+        while not closed:
+            await client.call(Done(), timeout_seconds=0.9)  # answered while the other's buffer is full
+            await asyncio.sleep(0.01)
+        raw.close()
+
+    run(scenario)
+
+
+def test_a_lost_server_ends_a_stream() -> None:
+    async def main() -> None:
+        async with pair() as (server, client, _):
+            reading = stream(client, "lost", ENDLESS, timeout_seconds=30)
+            await anext(reading)
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                async for _reply in reading:
+                    pass
+            with pytest.raises(Unreachable):
+                await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
+
+    asyncio.run(main())
