@@ -154,11 +154,14 @@ class Codec:
         """Send the tiles that follow in this format; None: in the plan's."""
         self._values = _FORMATS[values or self._wire.values]
 
-    def encode(self, kind: str, array: Array) -> Encoded:
-        """Encode a float array. `kind` names tensors that compress alike; zero-copy where nothing is converted."""
+    def encode(self, kind: str, array: Array, verbatim: bool = False) -> Encoded:
+        """Encode an array. `kind` names tensors that compress alike; zero-copy where nothing is converted.
+
+        `verbatim`: neither converted nor compressed.
+        """
         array = np.ascontiguousarray(array)
-        values, planes = _to_wire(array, self._values, self._casts)
-        compress = array.nbytes > 0 and self._wants_lz4((values, kind), planes)
+        values, planes = _to_wire(array, ValueFormat.EXACT if verbatim else self._values, self._casts)
+        compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
             smaller = [_compress(plane) for plane in planes]

@@ -55,6 +55,10 @@ class Phase(IntEnum):
     CANDIDATES = 15  # for the next token, to rank 0
 
 
+# No format may change these: they are no activations.
+_VERBATIM = frozenset({Phase.ORDER, Phase.CANDIDATES})
+
+
 class TileKey(NamedTuple):
     """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it.
 
@@ -76,7 +80,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
     Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
     """
     array, dtype_code = _for_wire(array, _TILE_DTYPES)
-    encoded = link.encode(key.phase.name, array)
+    encoded = link.encode(key.phase.name, array, verbatim=key.phase in _VERBATIM)
     header = _HEADER.pack(
         _VERSION,
         dtype_code,

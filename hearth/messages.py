@@ -395,6 +395,7 @@ class NewSequence(_Message):
     """What every rank must know of a sequence before its first rows."""
 
     capacity: Annotated[int, Field(ge=1, le=1 << 24)]  # tokens that its KV cache will hold at most
+    num_prompt_tokens: Annotated[int, Field(ge=1)]
     sampling: Sampling
     first_index: Annotated[int, Field(ge=0)] = 0
 

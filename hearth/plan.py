@@ -171,6 +171,9 @@ class Generation(BaseModel):
     kv_tokens: int = Field(ge=1)  # of all sequences together: what the KV cache of every rank has room for
     max_sequences: int = Field(ge=1, le=4096)  # decoded in one step
     prefill_rows: int = Field(ge=1)  # of one prefill step at most; a longer prompt comes in chunks
+    context: int | None = Field(default=None, ge=1)  # of one sequence at most, prompt and answer; none: kv_tokens
+    prompt_tokens: int = Field(default=0, ge=0)  # of the request that planners compare plans by; 0: prefill_rows
+    new_tokens: int = Field(default=0, ge=0)  # of its answer
     decode_seconds: float = Field(default=0.0, ge=0)  # predicted: one token of one sequence
 
 
@@ -229,9 +232,19 @@ class Plan(BaseModel):
             raise ValueError(f"exact_links {body.exact_links} name ranks that there are not")
         if body.strategy == "local" and self.num_ranks != 1:
             raise ValueError("the strategy local takes exactly one device")
+        if self.generation is not None:
+            self._check_decoding()
         if len({device.device_id for device in self.devices}) != self.num_ranks:
             raise ValueError("a device stands in the plan twice")
         return self
+
+    def _check_decoding(self) -> None:
+        """Ranks decode with their own heads and columns: replicated or not, they must hold them."""
+        for rank, (heads, columns) in enumerate(zip(spans(self.body.heads), spans(self.body.columns), strict=True)):
+            for layer in range(self.model.num_layers):
+                held = self.body.holding(rank, layer)
+                if heads.size > min(held.qkv.size, held.out.size) or columns.size > held.columns.size:
+                    raise ValueError(f"rank {rank} has heads or columns to decode with, and no rows of its own")
 
 
 def plan_from_json(text: str | bytes) -> Plan:

@@ -1,80 +1,266 @@
 """The arithmetic of one layer on one device, without communication.
 
-T rows in all, s some of them, H hidden, a heads of this rank, d head_dim, w = a*d, c MLP columns of this rank.
+T rows in all, s some of them, H hidden, a heads of this rank, d head_dim, w = a*d, k = KV width of this rank, q = w + 2k,
+c MLP columns of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
+from agent.worker.kv_cache import SequenceCache
 from agent.worker.shard import EmbeddingShard, LayerShard, Norm
 from hearth.geometry import Span
+from hearth.model.rotary import Frequencies, RotarySpec, frequencies
+from hearth.model.spec import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "silu": F.silu,
 }
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The sequences of a step, packed without padding: sequence n has the rows `sequences[n]`."""
+    """The sequences of a step, packed without padding: sequence n has the rows `sequences[n]`.
+
+    Its first row stands at the position `starts[n]`, and what came before it is in `caches[n]` (None: there was nothing,
+    and nothing is kept). `turns` are the cosines and sines of the rotary embedding [T, rotary_dim / 2].
+    """
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 in each sequence
+    positions: Tensor  # [T] int64
     sequences: tuple[Span, ...]
+    starts: tuple[int, ...]
+    caches: tuple[SequenceCache | None, ...]
+    turns: tuple[Tensor, Tensor] | None
+    masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return int(self.token_ids.shape[0])
 
 
-def pack(token_ids: Sequence[int] | Tensor, cumulative_lengths: Sequence[int], device: torch.device) -> PackedRows:
-    """`cumulative_lengths` is [0, len0, len0+len1, ...]."""
-    ids = torch.as_tensor(token_ids, dtype=torch.int64)
-    sequences = tuple(Span(a, b) for a, b in zip(cumulative_lengths[:-1], cumulative_lengths[1:], strict=True))
-    positions = torch.cat([torch.arange(span.size) for span in sequences])
-    return PackedRows(ids.to(device), positions.to(device), sequences)
+def pack(
+    spec: ModelSpec,
+    token_ids: Tensor,
+    sequences: Sequence[Span],
+    caches: Sequence[SequenceCache | None],
+    device: torch.device,
+) -> PackedRows:
+    """The rows of a step: token ids [T] int64 of all sequences, one after the other."""
+    starts = tuple(cache.length if cache is not None else 0 for cache in caches)
+    positions = torch.cat(
+        [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
+    )
+    turns = None
+    if spec.rotary is not None:
+        found = [
+            _turns(spec, spec.rotary, positions[slice(*span)], start + span.size)
+            for start, span in zip(starts, sequences, strict=True)
+        ]
+        cosines, sines = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
+        turns = cosines, sines
+    return PackedRows(
+        token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), turns
+    )  # fmt: skip
 
 
-def project_qkv(layer: LayerShard, x_sH: Tensor, out: Tensor) -> None:
-    """Q, K and V of our heads for some rows: out [s,3w]."""
-    torch.addmm(layer.qkv_bias, x_sH, layer.qkv_weight.t(), out=out)
+def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    found = _frequencies(rotary, spec.head_dim, spec.max_positions, length)
+    angles = positions[:, None].float() * torch.tensor(found.inverse, dtype=torch.float32)
+    return angles.cos() * found.scale, angles.sin() * found.scale
 
 
-def attention(q_sw: Tensor, k_Tw: Tensor, v_Tw: Tensor, head_dim: int, sequences: Sequence[Span], rows: Span) -> Tensor:
-    """Bidirectional attention of the query rows `rows` of the step over all rows of their own sequence: [s,w]."""
+def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> Frequencies:
+    by_length = rotary.kind in ("dynamic", "longrope")
+    return _known_frequencies(rotary, head_dim, max_positions, length if by_length else 0)
+
+
+_known_frequencies = lru_cache(maxsize=1024)(frequencies)
+
+
+# ---- norms and residuals ---------------------------------------------------------------------------------------------
+
+
+def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
+    """LayerNorm, or RMS norm where there is no bias; over the last dimension."""
+    if norm.bias is None:
+        return F.rms_norm(x_sH, (x_sH.shape[-1],), norm.weight, eps)
+    return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
+
+
+def enter(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
+    """What attention or MLP sees: with pre-norm the normalised rows, else the rows themselves."""
+    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "pre" else x_sH
+
+
+def leave(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """The connective: the row-parallel bias (added here, once), the residual, and with post-norm the norm."""
+    x_sH = x_sH + (y_sH if bias is None else y_sH + bias)
+    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "post" else x_sH
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------------
+
+
+def project_qkv(
+    spec: ModelSpec, layer: LayerShard, block: int, x_sH: Tensor, rows: PackedRows, span: Span, out: Tensor
+) -> None:
+    """Q, K and V of the heads of a block, for the rows `span` of the step: out [s,q], with their positions in them."""
+    heads = layer.qkv_blocks[block].size
+    start = spec.qkv_width(sum(before.size for before in layer.qkv_blocks[:block]))
+    part = slice(start, start + spec.qkv_width(heads))
+    linear(x_sH, layer.qkv_weight[part], None if layer.qkv_bias is None else layer.qkv_bias[part], out)
+    q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
+            by_head = part.unflatten(-1, (-1, spec.head_dim))
+            by_head.copy_(normalise(by_head, norm, spec.norm_eps))
+    if rows.turns is not None:
+        cosines, sines = (table[slice(*span)][:, None] for table in rows.turns)
+        turn(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines, sines)
+
+
+def turn(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Rotary embedding, in place: dimension i turns with dimension i + half."""
+    half = cosines.shape[-1]
+    first, second = x_sad[..., :half], x_sad[..., half : 2 * half]
+    turned = first * cosines - second * sines
+    second.mul_(cosines).addcmul_(first, sines)
+    first.copy_(turned)
+
+
+def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of Q [s,w], K and V [s,k]."""
+    q, k, v = qkv.split([spec.q_width(heads), spec.kv_width(heads), spec.kv_width(heads)], dim=1)
+    return q, k, v
+
+
+def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
+    """Put the keys and values of all rows of the step into their sequences' caches."""
+    k, v = (x.unflatten(-1, (-1, spec.head_dim)) for x in (k_Tk, v_Tk))
+    for span, cache in zip(rows.sequences, rows.caches, strict=True):
+        if cache is not None:
+            cache.store(layer, k[slice(*span)], v[slice(*span)])
+
+
+def attention(
+    spec: ModelSpec,
+    index: int,
+    q_sw: Tensor,
+    k_Tk: Tensor,
+    v_Tk: Tensor,
+    rows: PackedRows,
+    span: Span,
+    cached: bool = True,
+) -> Tensor:
+    """Attention of the query rows `span` of the step over their own sequences: [s,w].
+
+    An encoder's rows see all rows of their sequence; a decoder's see those before them and themselves, those in the
+    cache included (`cached`; it holds this rank's heads only), or of these the last `window`.
+    """
     context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     if q_sw.shape[1] == 0:
         return context_sw
-    for span in sequences:
-        start, stop = max(span.start, rows.start), min(span.stop, rows.stop)
+    for n, sequence in enumerate(rows.sequences):
+        start, stop = max(sequence.start, span.start), min(sequence.stop, span.stop)
         if start >= stop:
             continue
-        local = slice(start - rows.start, stop - rows.start)
-        q, k, v = (
-            x.unflatten(-1, (-1, head_dim)).transpose(0, 1)[None]
-            for x in (q_sw[local], k_Tw[slice(*span)], v_Tw[slice(*span)])
-        )
-        context_sw[local] = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+        local = slice(start - span.start, stop - span.start)
+        k, v = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, cached)
+        q = q_sw[local].unflatten(-1, (k.shape[0], spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
+        if spec.causal:
+            first = rows.starts[n] + start - sequence.start
+            attended = _causal(q, k, v, first, spec.window(index), rows.masks)
+        else:
+            attended = _attend(q, k, v)
+        context_sw[local] = attended.permute(2, 0, 1, 3).flatten(1)
     return context_sw
 
 
-def connective(x_sH: Tensor, y_sH: Tensor, bias: Tensor, norm: Norm, eps: float) -> Tensor:
-    """Post-LN: the row-parallel bias (added here, once), the residual and LayerNorm, on rows of our own."""
-    return F.layer_norm(x_sH + (y_sH + bias), (x_sH.shape[-1],), norm.weight, norm.bias, eps)
+def _keys_and_values(
+    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, cached: bool
+) -> tuple[Tensor, Tensor]:
+    """Of sequence n [kv heads, length, d]."""
+    cache, sequence = rows.caches[n], slice(*rows.sequences[n])
+    if cached and cache is not None:
+        return cache.keys_and_values(index, rows.starts[n] + rows.sequences[n].size)
+    k, v = (x[sequence].unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in (k_Tk, v_Tk))
+    return k, v
 
 
-def finish_embedding(embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor, eps: float) -> Tensor:
-    """Add position and type embeddings to the word rows and normalise."""
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    window: int | None,
+    masks: dict[tuple[int, int, int, int | None], Tensor],
+) -> Tensor:
+    """Queries [kv heads, group, s, d] at the positions from `first` on."""
+    num = q.shape[2]
+    length = first + num
+    oldest = 0 if window is None else max(first - window + 1, 0)
+    k, v = k[:, oldest:length], v[:, oldest:length]
+    if num == 1:
+        return _attend(q, k, v)
+    if first == 0 and (window is None or window >= num):
+        return _attend(q, k, v, causal=True)
+    key = (first, num, oldest, window)
+    if key not in masks:
+        query = torch.arange(first, length, device=q.device)[:, None]
+        seen = torch.arange(oldest, length, device=q.device)[None]
+        visible = seen <= query
+        if window is not None:
+            visible &= seen > query - window
+        masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
+    return _attend(q, k, v, mask=masks[key])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """A KV head serves its group of query heads without being copied."""
+    group = q.shape[1]
+    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+# ---- MLP and embedding -------------------------------------------------------------------------------------------------
+
+
+def linear(x_sH: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """x times the weight [n,H], into out [s,n]."""
+    if bias is None:
+        torch.mm(x_sH, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x_sH, weight.t(), out=out)
+
+
+def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The MLP between its GEMMs: [s,c]."""
+    act = ACTIVATIONS[spec.activation]
+    up_sc = x_sH.new_empty(x_sH.shape[0], layer.up_weight.shape[0])
+    linear(x_sH, layer.up_weight, layer.up_bias, up_sc)
+    if layer.gate_weight is None:
+        return up_sc.copy_(act(up_sc))
+    gate_sc = torch.empty_like(up_sc)
+    linear(x_sH, layer.gate_weight, layer.gate_bias, gate_sc)
+    return act(gate_sc).mul_(up_sc)
+
+
+def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:
+    """Add position and type embeddings to the word rows; an encoder normalises them."""
     x_sH = word_sH
     if embedding.token_type is not None:
         x_sH = x_sH + embedding.token_type[0]
-    x_sH = x_sH + embedding.position[positions_s]
-    return F.layer_norm(x_sH, (x_sH.shape[-1],), embedding.norm.weight, embedding.norm.bias, eps)
+    if embedding.position is not None:
+        x_sH = x_sH + embedding.position[positions_s + spec.position_offset]
+    return x_sH if spec.causal else normalise(x_sH, embedding.norm, spec.norm_eps)

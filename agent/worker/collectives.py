@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from agent.worker.communicator import Communicator
@@ -105,17 +106,41 @@ class Collectives:
             if rows is not None:
                 self._send(target, layer, phase, target, rows)
 
+    def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
+        """Send the same rows to every peer, in one hop."""
+        self.scatter_rows(layer, phase, lambda target: rows)
+
+    def sum_everywhere(
+        self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
+    ) -> Tensor:
+        """The sum over the ranks `sources`, on every rank, in one hop: for few rows latency is all (ALGORITHMS.md
+        section 6). Partial sums are added in rank order, so that all ranks have the same.
+
+        `own_BH` is None where this rank is no source; the result is shaped as `like_BH`.
+        """
+        if own_BH is not None:
+            self.broadcast(layer, phase, own_BH)
+        total_BH = torch.empty_like(like_BH)
+        for first, source in zip([True] + [False] * len(sources), sources, strict=False):
+            if source != self.rank:
+                self.collect_rows(layer, phase, source, total_BH, add=not first)
+            elif own_BH is not None:
+                total_BH = own_BH.clone() if first else total_BH.add_(own_BH)
+        return total_BH
+
     @property
     def peers(self) -> list[int]:
         """The other ranks in the order in which `scatter_rows` serves us: the one that sends to us first comes first."""
         return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
 
-    def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor) -> None:
-        """The other half: wait for the rows that `source` sent us, and write them to `into`."""
+    def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor, add: bool = False) -> None:
+        """The other half: wait for the rows that `source` sent us, and write them to `into` (or add them)."""
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
         for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
-            self._copy(tile, into[slice(*chunk)])
+            part = into[slice(*chunk)]
+            self._check(tile, part)
+            (self._staging.add_from_wire if add else self._staging.from_wire)(tile, part)
 
     def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(rows)):

@@ -9,6 +9,7 @@ end their way here.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -34,6 +35,8 @@ Array = np.ndarray[Any, Any]
 # A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended.
 STEPS_AHEAD = 2
 _RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
+_INLINE_SLICE_SECONDS = 0.1  # how soon a wait of the compute thread notices that the step was aborted
+_HAND_OVER_SECONDS = 0.005
 _CASTS = TorchCasts()
 
 GATHERS = frozenset(
@@ -48,7 +51,18 @@ GATHERS = frozenset(
 )
 REDUCES = frozenset({Phase.REDUCE_ATTENTION, Phase.REDUCE_MLP})
 # Straight from the rank that has it to the one that needs it, in one hop.
-DIRECT = frozenset({Phase.EMBED, Phase.EXCHANGE_QKV, Phase.EXCHANGE_HEADS})
+DIRECT = frozenset(
+    {
+        Phase.EMBED,
+        Phase.EXCHANGE_QKV,
+        Phase.EXCHANGE_HEADS,
+        Phase.ORDER,
+        Phase.SUM_ATTENTION,
+        Phase.SUM_MLP,
+        Phase.HEAD_ROWS,
+        Phase.CANDIDATES,
+    }
+)
 
 
 def link_codecs(plan: Plan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
@@ -87,6 +101,10 @@ class Communicator:
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._closing = False
+        self._inline = False
+        self._resume = threading.Event()  # unset: the communication thread pauses
+        self._resume.set()
+        self._receiving = threading.Lock()  # held by the thread that is in `receive`
         self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._receive_loop, name="communication", daemon=True),
@@ -99,6 +117,7 @@ class Communicator:
 
     def close(self) -> None:
         self._closing = True
+        self._resume.set()
         self.abort(StepFailed(device="this device", reason="the plan was unloaded"))
         self._outgoing.put(None)
         self._transport.close()
@@ -109,11 +128,17 @@ class Communicator:
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
     def begin_step(
-        self, step: int, timeout_seconds: float, recorder: Recorder, values: Mapping[int, str] | None = None
+        self,
+        step: int,
+        timeout_seconds: float,
+        recorder: Recorder,
+        values: Mapping[int, str] | None = None,
+        after_failure: bool = True,
     ) -> None:
         """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
 
-        `values` is the format of this step's tiles to each peer; None: the plan's.
+        `values` is the format of this step's tiles to each peer; None: the plan's. Not `after_failure`: what failed
+        stays failed.
         """
         for peer, codec in self._codecs.items():
             codec.use(values[peer] if values is not None else None)
@@ -122,7 +147,8 @@ class Communicator:
             self._step = step
             self._timeout_seconds = timeout_seconds
             self._recorder = recorder
-            self._failure = None
+            if after_failure:
+                self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= step}
             self._partials = {}
 
@@ -167,16 +193,35 @@ class Communicator:
         else:
             then(ready)
 
+    def receive_inline(self, on: bool) -> None:
+        """Whether the compute thread receives for itself while it waits.
+
+        For few and small tiles, as in decoding, handing over between threads costs more than it hides. Nothing is
+        forwarded then while this rank computes, so rings should not turn.
+        """
+        self._inline = on
+        if on:
+            self._resume.clear()
+        else:
+            self._resume.set()
+
     def take(self, keys: Sequence[TileKey]) -> list[Array]:
         """All of `keys`, in their order."""
         return self.take_first([keys])[1]
 
     def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
         """The first group of keys to be complete, by its index; of several that are, the first in the order given."""
-        deadline = time.monotonic() + self._timeout_seconds
+        return self._take_first(groups, time.monotonic() + self._timeout_seconds)
+
+    def await_order(self, key: TileKey) -> Array:
+        """A tile that may be long in coming: nobody is late while there is nothing to do."""
+        return self._take_first([[key]], math.inf)[1][0]
+
+    def _take_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
         with self._changed:
             self._awaited = [{key for key in group if key not in self._arrived} for group in groups]
-            while True:
+        while True:
+            with self._changed:
                 if self._failure is not None:
                     raise self._failure
                 for index, missing in enumerate(self._awaited):
@@ -184,27 +229,50 @@ class Communicator:
                         self._awaited = ()
                         return index, [self._arrived.pop(key) for key in groups[index]]
                 now = time.monotonic()
-                remaining = deadline - now
-                if remaining <= 0:
-                    waiting = min(self._awaited[0])
-                    raise StepFailed(
-                        device=f"rank {self.rank}",
-                        reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {waiting.phase.name}"
-                        f" tile {waiting.tile} of layer {waiting.layer} from rank {waiting.source}",
-                    )
-                self._changed.wait(remaining)
-                self.waited_seconds += time.monotonic() - now
+                if deadline <= now:
+                    raise self._too_late(min(self._awaited[0]))
+                if not self._inline:
+                    self._changed.wait(min(deadline - now, _RECEIVE_SLICE_SECONDS))
+            if self._inline:
+                self._receive_here(min(deadline - now, _INLINE_SLICE_SECONDS))
+            self.waited_seconds += time.monotonic() - now
+
+    def _too_late(self, key: TileKey) -> StepFailed:
+        return StepFailed(
+            device=f"rank {self.rank}",
+            reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {key.phase.name} tile {key.tile} of "
+            f"layer {key.layer} from rank {key.source}",
+        )
+
+    def _receive_here(self, timeout_seconds: float) -> None:
+        """One message, in the compute thread; unless the communication thread is still waiting for its last one."""
+        if self._receiving.acquire(blocking=False):
+            try:
+                received = self._transport.receive(timeout_seconds)
+            finally:
+                self._receiving.release()
+            self._accept_or_drop(received)
+            return
+        with self._changed:
+            if all(self._awaited):
+                self._changed.wait(_HAND_OVER_SECONDS)
 
     # ---- the two threads ------------------------------------------------------------------------------------------
 
     def _receive_loop(self) -> None:
         while not self._closing:
-            received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
-            if received is not None:
-                try:
-                    self._accept(received)
-                except (BadMessage, FrameTooLarge) as error:
-                    self._drop(str(error))
+            self._resume.wait()
+            with self._receiving:
+                received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
+            self._accept_or_drop(received)
+
+    def _accept_or_drop(self, received: Received | None) -> None:
+        if received is None:
+            return
+        try:
+            self._accept(received)
+        except (BadMessage, FrameTooLarge) as error:
+            self._drop(str(error))
 
     def _accept(self, received: Received) -> None:
         header = read_header(self._token, received.frames)

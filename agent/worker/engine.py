@@ -85,9 +85,9 @@ class Engine:
             raise BadRequest(reason=f"{lengths.max()} tokens; the model takes at most {spec.max_positions}")
         if token_ids.min() < 0 or token_ids.max() >= spec.vocab_size:
             raise BadRequest(reason=f"token ids must lie between 0 and {spec.vocab_size - 1}")
-        return blocks.pack(
-            torch.from_numpy(token_ids.astype(np.int64)), cumulative_lengths.tolist(), self._staging.device
-        )
+        sequences = spans(lengths.tolist())
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        return blocks.pack(spec, ids, sequences, [None] * len(sequences), self._staging.device)
 
 
 def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], first_row: int) -> Tensor:

@@ -23,15 +23,19 @@ import zmq
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
+from agent.worker.generation import LEADER, Generation
+from agent.worker.leader import Leader
 from agent.worker.shard import load_shard
 from agent.worker.staging import make_staging
 from hearth.errors import BadRequest, HearthError, InternalError, StepFailed
 from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
     AbortStep,
+    Cancel,
     ConnectPeers,
     Done,
     Failed,
+    GenerateTokens,
     Message,
     RunStep,
     StartWorker,
@@ -69,6 +73,8 @@ class Worker:
         )
         self._communicator: Communicator | None = None
         self._engine: Engine | None = None
+        self.leader: Leader | None = None
+        self.follower: Generation | None = None
         self.bound = WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
@@ -82,6 +88,17 @@ class Worker:
         self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)
         self._communicator.start()
         self._engine = Engine(load.plan, load.rank, self._shard, self._communicator, self._staging)
+        if self.generates:
+            generation = Generation(load.plan, load.rank, self._shard, self._communicator, self._staging)
+            if load.rank == LEADER:
+                self.leader = Leader(load.plan, generation)
+            else:
+                self.follower = generation
+
+    @property
+    def generates(self) -> bool:
+        """Whether this plan is for a decoder: then rank 0 leads and the others follow."""
+        return self._load.plan.generation is not None
 
     def run(self, request: RunStep, payload: list[bytes]) -> tuple[Message, list[Any]]:
         if self._engine is None:
@@ -149,6 +166,8 @@ def _handle(control: _Control, message: Message, payload: list[bytes]) -> tuple[
         control.worker.connect(message)
         return Done(), []
     if isinstance(message, RunStep):
+        if control.worker.generates:
+            raise BadRequest(reason="the plan is for a model that generates: it takes GenerateTokens")
         return control.worker.run(message, payload)
     raise BadRequest(reason=f"a worker does not take {type(message).__name__}")
 
@@ -163,6 +182,35 @@ def _answer(control: _Control, message: Message, payload: list[bytes]) -> tuple[
     except Exception as error:
         log.exception("%s failed", type(message).__name__)
         return Failed.of(InternalError(where="the worker", reason=f"{type(error).__name__}: {error}")), []
+
+
+def _lead(control: _Control, leader: Leader) -> None:
+    """Serve requests for ever: those that came are taken in between two steps."""
+    while True:
+        try:
+            request_id, message, payload = control.requests.get(block=leader.idle)
+        except queue.Empty:
+            for answered, answer in leader.step():
+                control.answer(answered, answer, [])
+            continue
+        try:
+            if isinstance(message, GenerateTokens):
+                leader.submit(request_id, message, payload)
+            elif isinstance(message, Cancel):
+                leader.cancel(message.request)
+            else:
+                control.answer(request_id, *_answer(control, message, payload))
+        except HearthError as error:
+            control.answer(request_id, Failed.of(error), [])
+
+
+def _follow(generation: Generation) -> None:
+    """Execute orders until one fails: rank 0 learns of it when nothing comes, or was told already what failed first."""
+    try:
+        while True:
+            generation.follow()
+    except HearthError as error:
+        log.warning("following rank %d has ended: %s", LEADER, error)
 
 
 def _die_with_the_daemon() -> None:
@@ -187,6 +235,12 @@ def main() -> None:
     while True:
         request_id, message, payload = control.requests.get()
         control.answer(request_id, *_answer(control, message, payload))
+        worker = control.worker
+        if worker is not None and worker.leader is not None:
+            _lead(control, worker.leader)
+        if worker is not None and worker.follower is not None:
+            following, worker.follower = worker.follower, None
+            _follow(following)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The weights of one rank, put together from the chunks in the store.
 
-H hidden, d head_dim, w = heads * d of this rank, c MLP columns of this rank, V vocabulary rows of this rank, P positions.
+H hidden, d head_dim, a heads of this rank (whole KV groups), w = a * d, q = qkv_width(a), c MLP columns of this rank,
+V vocabulary rows of this rank, P positions.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from hearth.messages import ChunkRef
 from hearth.model.spec import ModelSpec
 from hearth.plan import Holding, Plan
 
+_Stored = Callable[[str], Tensor]
+
 
 @dataclass
 class Norm:
-    weight: Tensor  # [H]
-    bias: Tensor  # [H]
+    weight: Tensor  # [H], or [d] for one head
+    bias: Tensor | None  # none: RMS norm
 
 
 @dataclass
@@ -31,28 +34,36 @@ class LayerShard:
     """One layer: `held` says which heads and columns. Row-parallel biases belong to the connective: they are added once.
 
     `qkv_blocks` are the heads of each block of `qkv_weight`: a block is Q, K and V of some heads, one after the other.
-    Sharded, there is one block; replicated, one for each rank, so that what a rank is sent is one GEMM.
+    Sharded, there is one block; replicated, one for each rank, so that what a rank is sent is one GEMM. What the model
+    does not have is None.
     """
 
     held: Holding
     qkv_blocks: tuple[Span, ...]
-    qkv_weight: Tensor  # [sum of 3w, H]
-    qkv_bias: Tensor  # [sum of 3w]
+    qkv_weight: Tensor  # [sum of q, H]
+    qkv_bias: Tensor | None  # [sum of q]
+    q_norm: Norm | None
+    k_norm: Norm | None
     out_weight: Tensor  # [H, w]
-    out_bias: Tensor  # [H]
+    out_bias: Tensor | None  # [H]
     norm1: Norm
+    gate_weight: Tensor | None  # [c, H]
+    gate_bias: Tensor | None  # [c]
     up_weight: Tensor  # [c, H]
-    up_bias: Tensor  # [c]
+    up_bias: Tensor | None  # [c]
     down_weight: Tensor  # [H, c]
-    down_bias: Tensor  # [H]
+    down_bias: Tensor | None  # [H]
     norm2: Norm
 
 
 @dataclass
 class EmbeddingShard:
+    """`norm` is the embedding's own (BERT) or the one after the last layer (decoders)."""
+
     vocabulary: Span  # the token ids whose rows are here
     word: Tensor  # [V, H]
-    position: Tensor  # [P, H]
+    head: Tensor | None  # [V, H]; a decoder's output head, the word rows themselves where they are tied
+    position: Tensor | None  # [P, H]; none: rotary
     token_type: Tensor | None  # [types, H]
     norm: Norm
 
@@ -64,35 +75,64 @@ class Shard:
     layers: list[LayerShard]
 
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in _tensors(self))
+        """Tied weights count once."""
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(self) if tensor.nbytes}.values())
+
+
+class _Empty:
+    """Memory for weights, uninitialised: what is not in the rank's chunks is never read."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+
+    def tensor(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def where(self, there: bool, *shape: int) -> Tensor | None:
+        return self.tensor(*shape) if there else None
+
+    def norm(self, size: int) -> Norm:
+        return Norm(self.tensor(size), self.where(self._spec.norm == "layer", size))
 
 
 def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], device: torch.device) -> LayerShard:
-    """Memory for a layer, uninitialised: what is not in the rank's chunks is never read."""
-
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    H, d = spec.hidden_size, spec.head_dim
-    width = 3 * d * sum(block.size for block in qkv_blocks)
+    """Memory for a layer."""
+    new = _Empty(spec, device)
+    H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
+    width = sum(spec.qkv_width(block.size) for block in qkv_blocks)
     return LayerShard(
-        held=held, qkv_blocks=qkv_blocks,
-        qkv_weight=new(width, H), qkv_bias=new(width), out_weight=new(H, held.out.size * d), out_bias=new(H),
-        norm1=Norm(new(H), new(H)), up_weight=new(held.columns.size, H), up_bias=new(held.columns.size),
-        down_weight=new(H, held.columns.size), down_bias=new(H), norm2=Norm(new(H), new(H)),
-    )  # fmt: skip
+        held=held,
+        qkv_blocks=qkv_blocks,
+        qkv_weight=new.tensor(width, H),
+        qkv_bias=new.where(spec.qkv_bias, width),
+        q_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
+        k_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
+        out_weight=new.tensor(H, held.out.size * d),
+        out_bias=new.where(spec.out_bias, H),
+        norm1=new.norm(H),
+        gate_weight=new.where(spec.gated, c, H),
+        gate_bias=new.where(spec.gated and spec.mlp_bias, c),
+        up_weight=new.tensor(c, H),
+        up_bias=new.where(spec.mlp_bias, c),
+        down_weight=new.tensor(H, c),
+        down_bias=new.where(spec.mlp_bias, H),
+        norm2=new.norm(H),
+    )
 
 
 def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> EmbeddingShard:
-    def new(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
+    new = _Empty(spec, device)
+    H = spec.hidden_size
+    word = new.tensor(vocabulary.size, H)
+    head = new.where(spec.has_separate_head, vocabulary.size, H)
     return EmbeddingShard(
         vocabulary=vocabulary,
-        word=new(vocabulary.size, spec.hidden_size),
-        position=new(spec.max_positions, spec.hidden_size),
-        token_type=new(spec.type_vocab_size, spec.hidden_size) if spec.type_vocab_size else None,
-        norm=Norm(new(spec.hidden_size), new(spec.hidden_size)),
+        word=word,
+        head=word if spec.causal and head is None else head,
+        position=new.where(spec.rotary is None, spec.max_positions + spec.position_offset, H),
+        token_type=new.where(spec.type_vocab_size > 0, spec.type_vocab_size, H),
+        norm=new.norm(H),
     )
 
 
@@ -102,7 +142,7 @@ def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
     layers = []
     for index in range(spec.num_layers):
         held, mode = body.holding(rank, index), body.mode(index)
-        by_rank = mode.qkv == "replicated" and mode.attention == "heads" and held.qkv.size
+        by_rank = mode.qkv == "replicated" and held.qkv.size
         layers.append(empty_layer(spec, held, spans(body.heads) if by_rank else (held.qkv,), device))
     return Shard(spec, empty_embedding(spec, spans(body.vocabulary)[rank], device), layers)
 
@@ -122,18 +162,18 @@ def load_shard(
     return shard
 
 
-def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: Callable[[str], Tensor]) -> None:
-    spec = shard.spec
-    if chunk.kind == "vocabulary":
+def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
+    spec, embedding = shard.spec, shard.embedding
+    if chunk.kind in ("vocabulary", "head"):
         rows = grain_span(chunk.grain, spec.vocab_size, VOCABULARY_GRAIN)
-        start = rows.start - shard.embedding.vocabulary.start
-        shard.embedding.word[start : start + rows.size].copy_(stored("word.weight"))
+        start = rows.start - embedding.vocabulary.start
+        name, into = ("word.weight", embedding.word) if chunk.kind == "vocabulary" else ("head.weight", embedding.head)
+        _copy(None if into is None else into[start : start + rows.size], stored, name)
         return
     if chunk.kind == "embedding":
-        shard.embedding.position.copy_(stored("position.weight"))
-        if shard.embedding.token_type is not None:
-            shard.embedding.token_type.copy_(stored("type.weight"))
-        _copy_norm(shard.embedding.norm, stored, "norm")
+        _copy(embedding.position, stored, "position.weight")
+        _copy(embedding.token_type, stored, "type.weight")
+        _copy_norm(embedding.norm, stored, "final" if spec.causal else "norm")
         return
     layer = shard.layers[chunk.layer]
     if chunk.kind == "qkv":
@@ -143,43 +183,62 @@ def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: Callable[[str], Tensor]) 
         start = (heads.start - layer.held.out.start) * spec.head_dim
         layer.out_weight[:, start : start + heads.size * spec.head_dim].copy_(stored("o.weight"))
     elif chunk.kind == "mlp":
-        columns = grain_span(chunk.grain, spec.ffn_size, COLUMN_GRAIN)
-        start = columns.start - layer.held.columns.start
-        part = slice(start, start + columns.size)
-        layer.up_weight[part].copy_(stored("up.weight"))
-        layer.up_bias[part].copy_(stored("up.bias"))
-        layer.down_weight[:, part].copy_(stored("down.weight"))
+        _copy_mlp(spec, layer, chunk.grain, stored)
     else:
-        layer.out_bias.copy_(stored("o.bias"))
-        layer.down_bias.copy_(stored("down.bias"))
+        _copy(layer.out_bias, stored, "o.bias")
+        _copy(layer.down_bias, stored, "down.bias")
         _copy_norm(layer.norm1, stored, "norm1")
         _copy_norm(layer.norm2, stored, "norm2")
+        for norm, name in ((layer.q_norm, "q_norm"), (layer.k_norm, "k_norm")):
+            if norm is not None:
+                _copy_norm(norm, stored, name)
 
 
-def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: Callable[[str], Tensor]) -> None:
-    heads, d = _grain_heads(spec, grain), spec.head_dim
+def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -> None:
+    heads = _grain_heads(spec, grain)
     before = 0
     for block in layer.qkv_blocks:
         if block.start <= heads.start < block.stop:
-            for i, name in enumerate(("q", "k", "v")):
-                start = before + (i * block.size + heads.start - block.start) * d
-                part = slice(start, start + heads.size * d)
+            skipped = heads.start - block.start
+            start = before
+            for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
+                part = slice(start + width(skipped), start + width(skipped + heads.size))
                 layer.qkv_weight[part].copy_(stored(f"{name}.weight"))
-                layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
+                if layer.qkv_bias is not None:
+                    layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
+                start += width(block.size)
             return
-        before += 3 * block.size * d
+        before += spec.qkv_width(block.size)
     raise RuntimeError(f"heads {heads} are not of this rank")
+
+
+def _copy_mlp(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -> None:
+    columns = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
+    start = columns.start - layer.held.columns.start
+    part = slice(start, start + columns.size)
+    for into, name in (
+        (layer.gate_weight, "gate.weight"),
+        (layer.gate_bias, "gate.bias"),
+        (layer.up_weight, "up.weight"),
+        (layer.up_bias, "up.bias"),
+    ):
+        _copy(None if into is None else into[part], stored, name)
+    layer.down_weight[:, part].copy_(stored("down.weight"))
 
 
 def _grain_heads(spec: ModelSpec, grain: int) -> Span:
     """The heads of one KV group."""
-    group = spec.num_heads // spec.num_kv_heads
-    return Span(grain * group, (grain + 1) * group)
+    return Span(grain * spec.group_size, (grain + 1) * spec.group_size)
 
 
-def _copy_norm(norm: Norm, stored: Callable[[str], Tensor], name: str) -> None:
+def _copy(into: Tensor | None, stored: _Stored, name: str) -> None:
+    if into is not None:
+        into.copy_(stored(name))
+
+
+def _copy_norm(norm: Norm, stored: _Stored, name: str) -> None:
     norm.weight.copy_(stored(f"{name}.weight"))
-    norm.bias.copy_(stored(f"{name}.bias"))
+    _copy(norm.bias, stored, f"{name}.bias")
 
 
 def _tensors(part: object) -> Iterator[Tensor]:

@@ -1,6 +1,7 @@
 """One forward pass on one rank, by each strategy, over the same blocks and the same collectives.
 
-T rows of the step, s rows of this rank, H hidden, w = heads * head_dim and c MLP columns of this rank, F all columns.
+T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the QKV width and c MLP columns of this rank,
+F all columns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from agent.worker.shard import LayerShard, Shard
 from agent.worker.tracing import Recorder
 from hearth.framing import Phase
 from hearth.geometry import Span, spans
+from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
 
 
@@ -36,11 +38,23 @@ class Step:
     def own(self) -> Span:
         return self.collectives.own
 
+    @property
+    def spec(self) -> ModelSpec:
+        return self.shard.spec
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this rank, where attention is split by head."""
+        return self.plan.body.heads[self.rank]
+
 
 def run(step: Step) -> Tensor:
-    """The last hidden states of this rank's rows [s,H]."""
+    """The last hidden states of this rank's rows [s,H], after a decoder's last norm."""
     with torch.inference_mode():
-        return _STRATEGIES[step.plan.body.strategy](step)
+        x_sH = _STRATEGIES[step.plan.body.strategy](step)
+        if step.spec.causal:
+            x_sH = blocks.normalise(x_sH, step.shard.embedding.norm, step.spec.norm_eps)
+        return x_sH
 
 
 # ---- hybrid model parallelism, with its cases `local` (one device) and `sp` (all weights everywhere) ------------------
@@ -51,56 +65,66 @@ def _hybrid(step: Step) -> Tensor:
 
     What a layer's mode says is replicated is computed on own rows instead (ALGORITHMS.md section 5).
     """
-    x_sH = _embed_rows(step, step.own)
+    x_sH = embed_rows(step, step.own)
     for index, layer in enumerate(step.shard.layers):
         mode = step.plan.body.mode(index)
+        entered_sH = enter_attention(step, index, layer, x_sH)
         if mode.attention == "rows":
-            y_sH = _attention_by_rows(step, index, layer, x_sH)
+            y_sH = _attention_by_rows(step, index, layer, entered_sH)
         else:
             exchanged = mode.qkv == "replicated"
-            qkv = (_exchanged_qkv if exchanged else _gathered_qkv)(step, index, layer, x_sH)
+            qkv = (_exchanged_qkv if exchanged else _gathered_qkv)(step, index, layer, entered_sH)
+            _keep(step, index, qkv)
             y_sH = (_exchanged_out if mode.out == "replicated" else _reduced_out)(step, index, layer, qkv)
-        x_sH = _connect_attention(step, index, layer, x_sH, y_sH)
-        y_sH = (_own_mlp if mode.mlp == "replicated" else _sharded_mlp)(step, index, layer, x_sH)
-        x_sH = _connect_mlp(step, index, layer, x_sH, y_sH)
+        x_sH = leave_attention(step, index, layer, x_sH, y_sH)
+        entered_sH = enter_mlp(step, index, layer, x_sH)
+        y_sH = (_own_mlp if mode.mlp == "replicated" else _sharded_mlp)(step, index, layer, entered_sH)
+        x_sH = leave_mlp(step, index, layer, x_sH, y_sH)
     return x_sH
 
 
 def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV sharded: all rows are gathered, and projected tile by tile for our heads. [T,3w]"""
-    qkv = x_sH.new_empty(step.rows.num_rows, layer.qkv_weight.shape[0])
+    """QKV sharded: all rows are gathered, and projected tile by tile for our heads. [T,q]"""
+    qkv = x_sH.new_empty(step.rows.num_rows, step.spec.qkv_width(step.heads))
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
-        if layer.qkv_weight.shape[0]:
+        if step.heads:
+            span = step.collectives.tiles[tile]
             with step.recorder.bar(f"layer {index} qkv tile {tile}"):
-                blocks.project_qkv(layer, rows_xH, qkv[slice(*step.collectives.tiles[tile])])
+                blocks.project_qkv(step.spec, layer, 0, rows_xH, step.rows, span, qkv[slice(*span)])
     return qkv
 
 
 def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV replicated: own rows are projected for each rank's heads in turn and sent while the next are. [T,3w]"""
-    heads, d = spans(step.plan.body.heads), step.shard.spec.head_dim
+    """QKV replicated: own rows are projected for each rank's heads in turn and sent while the next are. [T,q]"""
+    heads, spec = step.plan.body.heads, step.spec
     tiles, own = step.collectives.tiles, step.own
 
     def project(rank: int, out: Tensor) -> Tensor:
-        part = slice(3 * d * heads[rank].start, 3 * d * heads[rank].stop)
         with step.recorder.bar(f"layer {index} qkv for {rank}"):
-            torch.addmm(layer.qkv_bias[part], x_sH, layer.qkv_weight[part].t(), out=out)
+            blocks.project_qkv(spec, layer, rank, x_sH, step.rows, own, out)
         return out
 
     def for_target(rank: int) -> Tensor | None:
-        if not own.size or not heads[rank].size:
+        if not own.size or not heads[rank]:
             return None
-        return project(rank, x_sH.new_empty(own.size, 3 * d * heads[rank].size))
+        return project(rank, x_sH.new_empty(own.size, spec.qkv_width(heads[rank])))
 
     step.collectives.scatter_rows(index, Phase.EXCHANGE_QKV, for_target)
-    qkv = x_sH.new_empty(step.rows.num_rows, 3 * d * heads[step.rank].size)
-    if heads[step.rank].size:
+    qkv = x_sH.new_empty(step.rows.num_rows, spec.qkv_width(step.heads))
+    if step.heads:
         if own.size:
             project(step.rank, qkv[slice(*own)])
         for source in step.collectives.peers:
             if tiles[source].size:
                 step.collectives.collect_rows(index, Phase.EXCHANGE_QKV, source, qkv[slice(*tiles[source])])
     return qkv
+
+
+def _keep(step: Step, index: int, qkv: Tensor) -> None:
+    """Into the KV cache, where the step's sequences go on later."""
+    if step.heads:
+        _, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
+        blocks.keep(step.spec, step.rows, index, k_Tk, v_Tk)
 
 
 def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
@@ -115,7 +139,7 @@ def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tens
 def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
     """Output projection replicated: our heads' outputs go to the owners of their rows while the next are computed; own
     rows are projected part by part as the other heads' outputs come. [s,H]"""
-    spec, heads = step.shard.spec, spans(step.plan.body.heads)
+    spec, heads = step.spec, spans(step.plan.body.heads)
     tiles, own = step.collectives.tiles, step.own
 
     def attend(rank: int) -> Tensor | None:
@@ -143,20 +167,35 @@ def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Te
 
 def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The paper's SP: K and V of all rows are gathered, attention and projections run on own rows. [s,H]"""
-    w = step.shard.spec.num_heads * step.shard.spec.head_dim
-    qkv = x_sH.new_empty(x_sH.shape[0], 3 * w)
+    spec = step.spec
+    q_sw, k_sk, v_sk = (x_sH.new_empty(x_sH.shape[0], width(spec.num_heads)) for width in
+                        (spec.q_width, spec.kv_width, spec.kv_width))  # fmt: skip
     if x_sH.shape[0]:
         with step.recorder.bar(f"layer {index} qkv"):
-            blocks.project_qkv(layer, x_sH, qkv)
-    q_sw, k_sw, v_sw = (part.contiguous() for part in qkv.chunk(3, dim=1))
-    k_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sw)
-    v_Tw = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sw)
+            for block, heads in enumerate(layer.qkv_blocks):
+                qkv = x_sH.new_empty(x_sH.shape[0], spec.qkv_width(heads.size))
+                blocks.project_qkv(spec, layer, block, x_sH, step.rows, step.own, qkv)
+                q, k, v = blocks.split_qkv(spec, heads.size, qkv)
+                q_sw[:, spec.q_width(heads.start) : spec.q_width(heads.stop)] = q
+                k_sk[:, spec.kv_width(heads.start) : spec.kv_width(heads.stop)] = k
+                v_sk[:, spec.kv_width(heads.start) : spec.kv_width(heads.stop)] = v
+    k_Tk = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sk)
+    v_Tk = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sk)
+    _keep_own_heads(step, index, k_Tk, v_Tk)
     if not x_sH.shape[0]:
         return x_sH
     with step.recorder.bar(f"layer {index} attention"):
-        context_sw = blocks.attention(q_sw, k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, step.own)
+        context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, step.rows, step.own, cached=False)
     with step.recorder.bar(f"layer {index} out"):
         return context_sw @ layer.out_weight.t()
+
+
+def _keep_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
+    """Of gathered keys and values of all heads those that this rank decodes with."""
+    spec, heads = step.spec, spans(step.plan.body.heads)[step.rank]
+    if heads.size:
+        own = slice(spec.kv_width(heads.start), spec.kv_width(heads.stop))
+        blocks.keep(spec, step.rows, index, k_Tk[:, own], v_Tk[:, own])
 
 
 def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
@@ -167,10 +206,8 @@ def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
     def hidden(tile: int) -> Tensor:
         while tile not in expanded:
             arrived, rows_xH = next(arriving)
-            expanded[arrived] = x_sH.new_empty(rows_xH.shape[0], layer.up_weight.shape[0])
-            if layer.up_weight.shape[0]:
-                with step.recorder.bar(f"layer {index} up tile {arrived}"):
-                    _mlp_up(step, layer, rows_xH, expanded[arrived])
+            with step.recorder.bar(f"layer {index} up tile {arrived}"):
+                expanded[arrived] = blocks.mlp_up(step.spec, layer, rows_xH)
         return expanded.pop(tile)
 
     return _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden, layer.down_weight)
@@ -180,9 +217,8 @@ def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """MLP replicated: own rows only, and nothing travels."""
     if not x_sH.shape[0]:
         return x_sH
-    hidden_sF = x_sH.new_empty(x_sH.shape[0], layer.up_weight.shape[0])
     with step.recorder.bar(f"layer {index} up"):
-        _mlp_up(step, layer, x_sH, hidden_sF)
+        hidden_sF = blocks.mlp_up(step.spec, layer, x_sH)
     with step.recorder.bar(f"layer {index} down"):
         return hidden_sF @ layer.down_weight.t()
 
@@ -208,33 +244,37 @@ def _reduce_rows(
 
 def _megatron(step: Step) -> Tensor:
     """Megatron-LM's split with a ring AllReduce (ReduceScatter, then AllGather) after attention and after the MLP."""
-    x_TH = _embed_rows(step, Span(0, step.rows.num_rows))
+    everything = Span(0, step.rows.num_rows)
+    x_TH = embed_rows(step, everything, everywhere=True)
     for index, layer in enumerate(step.shard.layers):
-        qkv = x_TH.new_empty(x_TH.shape[0], layer.qkv_weight.shape[0])
-        with step.recorder.bar(f"layer {index} qkv"):
-            blocks.project_qkv(layer, x_TH, qkv)
+        entered_TH = enter_attention(step, index, layer, x_TH)
+        qkv = x_TH.new_empty(x_TH.shape[0], step.spec.qkv_width(step.heads))
+        if step.heads:
+            with step.recorder.bar(f"layer {index} qkv"):
+                blocks.project_qkv(step.spec, layer, 0, entered_TH, step.rows, everything, qkv)
+        _keep(step, index, qkv)
         y_sH = _reduced_out(step, index, layer, qkv)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_ATTENTION, y_sH)
-        x_TH = _connect_attention(step, index, layer, x_TH, y_TH)
-        hidden_Tc = x_TH.new_empty(x_TH.shape[0], layer.up_weight.shape[0])
+        x_TH = leave_attention(step, index, layer, x_TH, y_TH)
+        entered_TH = enter_mlp(step, index, layer, x_TH)
         with step.recorder.bar(f"layer {index} up"):
-            _mlp_up(step, layer, x_TH, hidden_Tc)
+            hidden_Tc = blocks.mlp_up(step.spec, layer, entered_TH)
         parts = [hidden_Tc[slice(*rows)] for rows in step.collectives.tiles]
         y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, "down", parts.__getitem__, layer.down_weight)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_MLP, y_sH)
-        x_TH = _connect_mlp(step, index, layer, x_TH, y_TH)
+        x_TH = leave_mlp(step, index, layer, x_TH, y_TH)
     return x_TH[slice(*step.own)]
 
 
 # ---- shared pieces -------------------------------------------------------------------------------------------------
 
 
-def _embed_rows(step: Step, wanted: Span) -> Tensor:
+def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
     """Vocabulary-parallel embedding of the rows `wanted`: each owner sends the word rows it holds straight to the
-    rank that needs them; position and type embeddings and the norm come after, once."""
-    spec, embedding = step.shard.spec, step.shard.embedding
+    rank that needs them; position and type embeddings and the norm come after, once. `everywhere`: every rank wants
+    the same rows."""
+    spec, embedding = step.spec, step.shard.embedding
     owners = spans(step.plan.body.vocabulary)
-    everywhere = step.plan.body.strategy == "megatron-tp"
     rows = step.rows
 
     def held_by(owner: int, span: Span) -> Tensor:
@@ -260,30 +300,35 @@ def _embed_rows(step: Step, wanted: Span) -> Tensor:
             received = word_sH.new_empty(len(indexes), spec.hidden_size)
             step.collectives.collect_rows(0, Phase.EMBED, source, received)
             word_sH[indexes - wanted.start] = received
-    return blocks.finish_embedding(embedding, word_sH, rows.positions[slice(*wanted)], spec.norm_eps)
+    return blocks.finish_embedding(spec, embedding, word_sH, rows.positions[slice(*wanted)])
 
 
 def _attend(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
     """Attention of our heads for the rows of a tile: the first partial sums leave before the last rows are attended."""
     rows = step.collectives.tiles[tile]
     with step.recorder.bar(f"layer {index} attention tile {tile}"):
-        q_Tw, k_Tw, v_Tw = qkv.chunk(3, dim=1)
-        return blocks.attention(q_Tw[slice(*rows)], k_Tw, v_Tw, step.shard.spec.head_dim, step.rows.sequences, rows)
+        q_Tw, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
+        return blocks.attention(step.spec, index, q_Tw[slice(*rows)], k_Tk, v_Tk, step.rows, rows)
 
 
-def _mlp_up(step: Step, layer: LayerShard, x_sH: Tensor, out: Tensor) -> None:
-    torch.addmm(layer.up_bias, x_sH, layer.up_weight.t(), out=out)
-    out.copy_(blocks.ACTIVATIONS[step.shard.spec.activation](out))
+def enter_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    with step.recorder.bar(f"layer {index} enter attention"):
+        return blocks.enter(step.spec, x_sH, layer.norm1)
 
 
-def _connect_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
+def leave_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
     with step.recorder.bar(f"layer {index} connective 1"):
-        return blocks.connective(x_sH, y_sH, layer.out_bias, layer.norm1, step.shard.spec.norm_eps)
+        return blocks.leave(step.spec, x_sH, y_sH, layer.out_bias, layer.norm1)
 
 
-def _connect_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
+def enter_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    with step.recorder.bar(f"layer {index} enter MLP"):
+        return blocks.enter(step.spec, x_sH, layer.norm2)
+
+
+def leave_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
     with step.recorder.bar(f"layer {index} connective 2"):
-        return blocks.connective(x_sH, y_sH, layer.down_bias, layer.norm2, step.shard.spec.norm_eps)
+        return blocks.leave(step.spec, x_sH, y_sH, layer.down_bias, layer.norm2)
 
 
 _STRATEGIES: Mapping[str, Callable[[Step], Tensor]] = {

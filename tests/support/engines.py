@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,22 @@ import numpy as np
 from agent.store import ShardStore
 from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
+from agent.worker.generation import Generation
+from agent.worker.leader import Leader
 from agent.worker.shard import load_shard
 from agent.worker.staging import make_staging
-from hearth.messages import DeviceTrace, RunStep, StepDone
+from hearth.errors import HearthError
+from hearth.framing import pack_array
+from hearth.messages import (
+    DeviceTrace,
+    Failed,
+    GenerateTokens,
+    GenerationEnded,
+    RunStep,
+    Sampling,
+    StepDone,
+    TokensGenerated,
+)
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
 from hearth.plan import Plan
@@ -38,6 +52,7 @@ class EngineCluster:
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
         self.communicators: list[Communicator] = []
         self.engines: list[Engine] = []
+        self.generations: list[Generation] = []
         self._step = 0
         with Checkpoint(model_dir) as checkpoint:
             refs = manifest(checkpoint, plan.model)
@@ -54,6 +69,8 @@ class EngineCluster:
                 communicator.start()
                 self.communicators.append(communicator)
                 self.engines.append(Engine(plan, rank, shard, communicator, staging))
+                if plan.generation is not None:
+                    self.generations.append(Generation(plan, rank, shard, communicator, staging))
 
     def __enter__(self) -> EngineCluster:
         return self
@@ -86,3 +103,49 @@ class EngineCluster:
     def traces(self, answers: Sequence[StepDone]) -> list[DeviceTrace]:
         """One clock for all: they share this process."""
         return [DeviceTrace(device=f"device{rank}", events=done.trace) for rank, done in enumerate(answers)]
+
+
+class Home:
+    """Generation on all ranks of a cluster: rank 0 leads in the caller's thread, each other rank follows in its own."""
+
+    def __init__(self, cluster: EngineCluster) -> None:
+        self.leader = Leader(cluster.plan, cluster.generations[0])
+        self.answers: dict[bytes, list[int]] = {}
+        self.ended: dict[bytes, GenerationEnded] = {}
+        self._followers = [
+            threading.Thread(target=self._follow, args=(generation,), daemon=True)
+            for generation in cluster.generations[1:]
+        ]
+        for thread in self._followers:
+            thread.start()
+
+    def submit(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling | None = None, **fields: Any) -> bytes:
+        request = GenerateTokens(
+            holder="test", epoch=1, max_tokens=max_tokens, sampling=sampling or Sampling(), **fields
+        )  # fmt: skip
+        request_id = len(self.answers).to_bytes(8, "little")
+        self.answers[request_id] = []
+        payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, dtype=np.int32))]
+        self.leader.submit(request_id, request, payload)
+        return request_id
+
+    def step(self) -> None:
+        for request_id, message in self.leader.step():
+            if isinstance(message, TokensGenerated):
+                self.answers[request_id] += message.token_ids
+            elif isinstance(message, GenerationEnded):
+                self.ended[request_id] = message
+            elif isinstance(message, Failed):
+                raise message.error()
+
+    def run(self) -> None:
+        while not self.leader.idle:
+            self.step()
+
+    @staticmethod
+    def _follow(generation: Generation) -> None:
+        try:
+            while True:
+                generation.follow()
+        except HearthError:
+            return

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 
-def save_random_model(directory: Path, config: Any, seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """Build, randomise and save a model as safetensors."""
+def save_random_model(
+    directory: Path, config: Any, seed: int = 0, max_shard_size: str = "5GB", generates: bool = False
+) -> Path:
+    """Build, randomise and save a model as safetensors; one that `generates` with its output head."""
     import torch
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModel.from_config(config)
+    model = (AutoModelForCausalLM if generates else AutoModel).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -43,6 +45,29 @@ def small_distilbert() -> Any:
     from transformers import DistilBertConfig
 
     return DistilBertConfig(dim=96, n_heads=6, n_layers=2, hidden_dim=300, vocab_size=3000, max_position_embeddings=64)
+
+
+def small_decoder(family: str, **changes: Any) -> Any:
+    """Six heads in three KV groups where the family has groups; odd sizes; three layers."""
+    from transformers import AutoConfig
+
+    common = {"vocab_size": 3000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    llama = {
+        **common, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3,
+        "intermediate_size": 300, "max_position_embeddings": 640,
+    }  # fmt: skip
+    shapes: dict[str, dict[str, Any]] = {
+        "gpt2": {**common, "n_embd": 96, "n_head": 6, "n_layer": 3, "n_positions": 640},
+        "opt": {
+            **common, "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 3, "ffn_dim": 300,
+            "max_position_embeddings": 640, "word_embed_proj_dim": 96,
+        },
+        "llama": llama,
+        "qwen2": llama,
+        "qwen3": {**llama, "head_dim": 32},
+        "mistral": {**llama, "sliding_window": 48, "head_dim": 16},
+    }  # fmt: skip
+    return AutoConfig.for_model(family, **{**shapes[family], **changes})
 
 
 def minilm() -> Path:

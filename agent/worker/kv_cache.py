@@ -1,0 +1,51 @@
+"""The keys and values of running sequences, for the KV heads of this rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hearth.errors import StepFailed
+from hearth.messages import NewSequence
+from hearth.model.spec import ModelSpec
+
+
+class SequenceCache:
+    """One sequence: what was computed of it, and the tokens it consists of. `length` rows of `capacity` are there.
+
+    Memory is taken once, for all layers [layers, 2, kv heads, capacity, head_dim], so that it is given back at once.
+    """
+
+    def __init__(self, spec: ModelSpec, heads: int, new: NewSequence, device: torch.device) -> None:
+        """`heads` are the query heads of this rank."""
+        shape = (spec.num_layers, 2, heads // spec.group_size, new.capacity, spec.head_dim)
+        self._store = torch.empty(shape, dtype=torch.float32, device=device)
+        self.capacity = new.capacity
+        self.sampling = new.sampling
+        self.first_index = new.first_index
+        self.length = 0
+        self.tokens: list[int] = []
+        self.num_prompt_tokens = new.num_prompt_tokens
+
+    def extend(self, token_ids: tuple[int, ...]) -> None:
+        """These rows come next. Raises StepFailed: there is no room, which the scheduler should have known."""
+        if len(self.tokens) + len(token_ids) > self.capacity:
+            raise StepFailed(
+                device="this device",
+                reason=f"{len(self.tokens) + len(token_ids)} tokens in a KV cache for {self.capacity}",
+            )
+        self.tokens.extend(token_ids)
+
+    def store(self, layer: int, k_skd: Tensor, v_skd: Tensor) -> None:
+        """Keys and values [s, kv heads, d] of the rows that `extend` announced."""
+        rows = slice(self.length, self.length + k_skd.shape[0])
+        self._store[layer, 0, :, rows] = k_skd.transpose(0, 1)
+        self._store[layer, 1, :, rows] = v_skd.transpose(0, 1)
+
+    def keys_and_values(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """Of the first `length` rows: [kv heads, length, d] each."""
+        return self._store[layer, 0, :, :length], self._store[layer, 1, :, :length]
+
+    def advance(self) -> None:
+        """The step has ended: its rows count."""
+        self.length = len(self.tokens)

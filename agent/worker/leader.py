@@ -1,0 +1,124 @@
+"""Rank 0 of a plan for a decoder: takes requests, decides steps, and answers token by token."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from agent.worker.generation import Generation
+from agent.worker.scheduler import Scheduler, Sequence
+from hearth.errors import BadRequest, HearthError
+from hearth.framing import unpack_array
+from hearth.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
+from hearth.plan import Plan
+
+Answers = list[tuple[bytes, Message]]  # by request
+
+
+@dataclass
+class _Times:
+    """Seconds of the monotonic clock."""
+
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+
+
+class Leader:
+    """Answers go to the request that asked; `step` gives those that a step brought forth."""
+
+    def __init__(self, plan: Plan, generation: Generation) -> None:
+        assert plan.generation is not None
+        self._spec = plan.model
+        self._promise = plan.generation
+        self._generation = generation
+        self._scheduler = Scheduler(plan.generation)
+        self._numbers: dict[bytes, int] = {}
+        self._requests: dict[int, bytes] = {}
+        self._times: dict[int, _Times] = {}
+        self._last_number = 0
+        self._failure: HearthError | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle
+
+    def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
+        """Queue a request. Raises BadRequest, or what broke this plan."""
+        if self._failure is not None:
+            raise self._failure
+        token_ids = unpack_array(payload)
+        if token_ids.ndim != 1 or token_ids.dtype != np.int32 or not len(token_ids):
+            raise BadRequest(reason="a prompt is a non-empty list of 32-bit token ids")
+        if token_ids.min() < 0 or token_ids.max() >= self._spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {self._spec.vocab_size - 1}")
+        self._last_number += 1
+        prompt = token_ids.tolist()
+        sequence = Sequence(self._last_number, request, prompt, len(prompt))
+        if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
+            room = min(self._spec.max_positions, self._promise.kv_tokens)
+            raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
+        self._numbers[request_id] = sequence.number
+        self._requests[sequence.number] = request_id
+        self._times[sequence.number] = _Times(time.monotonic())
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Forget a request; one that has ended is none."""
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._forget(number)
+
+    def step(self) -> Answers:
+        """Run one step on all ranks. When it fails, so do all requests, and those that follow."""
+        order = self._scheduler.next_order()
+        began = time.monotonic()
+        for rows in order.rows:
+            if rows.new is not None:
+                self._times[rows.sequence].started = began
+        try:
+            chosen = self._generation.lead(order)
+        except HearthError as error:
+            return self._fail(error)
+        answers: Answers = []
+        for number, token in chosen.items():
+            answers += self._take(number, token)
+        return answers
+
+    def _take(self, number: int, token: int) -> Answers:
+        sequence, times, request_id = self._scheduler.running[number], self._times[number], self._requests[number]
+        self._scheduler.take(number, token)
+        if times.first_token is None:
+            times.first_token = time.monotonic()
+        answers: Answers = [(request_id, TokensGenerated(token_ids=(token,)))]
+        if sequence.ended:
+            answers.append((request_id, self._end(sequence, times)))
+            self._forget(number)
+        return answers
+
+    def _end(self, sequence: Sequence, times: _Times) -> GenerationEnded:
+        now = time.monotonic()
+        started, first = times.started or now, times.first_token or now
+        return GenerationEnded(
+            reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=len(sequence.generated),
+            queued_seconds=started - times.submitted,
+            prefill_seconds=first - started,
+            decode_seconds=now - first,
+        )
+
+    def _fail(self, error: HearthError) -> Answers:
+        self._failure = error
+        requests = list(self._requests.values())
+        for number in list(self._requests):
+            self._forget(number)
+        self._scheduler = Scheduler(self._promise)
+        return [(request_id, Failed.of(error)) for request_id in requests]
+
+    def _forget(self, number: int) -> None:
+        self._scheduler.remove(number)
+        self._times.pop(number)
+        del self._numbers[self._requests.pop(number)]

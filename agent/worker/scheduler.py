@@ -1,0 +1,128 @@
+"""What rank 0 does next: continuous batching under the KV cache's budget. Pure: neither torch nor clock nor sockets.
+
+A sequence is admitted, in the order of arrival, when the whole of its context has room. Then its prompt is prefilled, in
+chunks where it is long; a step of decoding comes between two of prefilling, so that running answers go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hearth.messages import GenerateTokens, NewSequence, SequenceRows, StepOrder
+from hearth.plan import Generation
+
+
+@dataclass
+class Sequence:
+    """One request. `pending` are tokens that are in no KV cache yet: the prompt's, later the newest one."""
+
+    number: int
+    request: GenerateTokens
+    pending: list[int]
+    num_prompt_tokens: int
+    generated: list[int] = field(default_factory=list)
+    started: bool = False
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its KV cache holds at the end: the last token that is generated is never fed."""
+        return self.num_prompt_tokens + self.request.max_tokens - 1
+
+    @property
+    def prefilled(self) -> bool:
+        return bool(self.generated)
+
+    @property
+    def ended(self) -> bool:
+        if not self.generated:
+            return False
+        return self.generated[-1] in self.request.stop_ids or len(self.generated) >= self.request.max_tokens
+
+
+class Scheduler:
+    """`promise` is the plan's. Sequences are numbered by the caller, and never twice."""
+
+    def __init__(self, promise: Generation) -> None:
+        self._promise = promise
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        self._freed: list[int] = []
+        self._prefilled_last = False
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to compute and nothing to free."""
+        return not (self._waiting or self._running or self._freed)
+
+    @property
+    def running(self) -> dict[int, Sequence]:
+        return self._running
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether it can ever be admitted."""
+        return sequence.capacity <= self._promise.kv_tokens
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, number: int) -> None:
+        """Cancelled or ended: its memory is freed with the next step. An unknown number is none of ours any more."""
+        sequence = self._running.pop(number, None)
+        if sequence is not None and sequence.started:
+            self._freed.append(number)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
+
+    def next_order(self) -> StepOrder:
+        """The next step; it is taken to be executed."""
+        self._admit()
+        freed, self._freed = tuple(self._freed), []
+        new = [sequence for sequence in self._running.values() if not sequence.prefilled]
+        old = [sequence for sequence in self._running.values() if sequence.prefilled]
+        if new and not (old and self._prefilled_last):
+            self._prefilled_last = True
+            return StepOrder(kind="prefill", rows=self._chunks(new), freed=freed)
+        self._prefilled_last = False
+        rows = tuple(self._rows(sequence, 1) for sequence in old)
+        return StepOrder(kind="decode", rows=rows, freed=freed)
+
+    def take(self, number: int, token: int) -> None:
+        """The token that a step chose."""
+        sequence = self._running[number]
+        sequence.generated.append(token)
+        sequence.pending.append(token)
+
+    def _admit(self) -> None:
+        used = sum(sequence.capacity for sequence in self._running.values())
+        while self._waiting and len(self._running) < self._promise.max_sequences:
+            first = self._waiting[0]
+            if used + first.capacity > self._promise.kv_tokens:
+                return  # whoever came later waits as well, or a long context would wait for ever
+            used += first.capacity
+            self._running[first.number] = self._waiting.popleft()
+
+    def _chunks(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
+        room = self._promise.prefill_rows
+        found = []
+        for sequence in sequences:
+            if room == 0:
+                break
+            rows = self._rows(sequence, room)
+            room -= len(rows.token_ids)
+            found.append(rows)
+        return tuple(found)
+
+    def _rows(self, sequence: Sequence, count: int) -> SequenceRows:
+        tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
+        new = None
+        if not sequence.started:
+            sequence.started = True
+            new = NewSequence(
+                capacity=max(sequence.capacity, 1),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.request.sampling,
+                first_index=sequence.request.first_index,
+            )
+        return SequenceRows(
+            sequence=sequence.number, token_ids=tuple(tokens), sample=not sequence.pending, new=new
+        )  # fmt: skip
