@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hearth.errors import UnsupportedArchitecture
 
 Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -13,12 +16,12 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 class RotarySpec(BaseModel):
     """`rope_parameters` (or `rope_theta` and `rope_scaling`) of a Hugging Face config, under our names."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     kind: Kind = "default"
     theta: float = Field(default=10_000.0, gt=0)
     rotated: float = Field(default=1.0, gt=0, le=1)  # share of a head's dimensions that turn (partial_rotary_factor)
-    factor: float = Field(default=1.0, gt=0)
+    factor: float = Field(default=1.0, gt=0)  # by how much the context was stretched
     original_positions: int = Field(default=0, ge=0)  # that the model was first trained for; 0: max_positions
     low_frequency_factor: float = Field(default=1.0, gt=0)  # llama3
     high_frequency_factor: float = Field(default=4.0, gt=0)
@@ -37,6 +40,90 @@ class Frequencies(NamedTuple):
 
     inverse: tuple[float, ...]
     scale: float
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_FIELDS = {
+    "theta": "rope_theta",
+    "rotated": "partial_rotary_factor",
+    "factor": "factor",
+    "original_positions": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
+_NEEDED: Mapping[Kind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RotarySpec:
+    """What a config says of rotary positions, in transformers' 4 or 5 spelling.
+
+    Raises ValueError, and UnsupportedArchitecture for a type that is not ours.
+    """
+    settings = _settings(config)
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in get_args(Kind):
+        raise UnsupportedArchitecture(
+            architecture=f"{config.get('model_type')} with rope_type={kind}", supported=", ".join(get_args(Kind))
+        )
+    missing = [field for field in _NEEDED[kind] if field not in settings]
+    if missing:
+        raise ValueError(f"rope_type {kind}: the field {missing[0]} is missing")
+    values = {ours: settings[theirs] for ours, theirs in _FIELDS.items() if theirs in settings}
+    try:
+        spec = RotarySpec(kind=kind, **values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{_FIELDS[str(first['loc'][0])]}: {first['msg']}") from None
+    if "factor" not in values and spec.original_positions:
+        spec = spec.model_copy(update={"factor": max_positions / spec.original_positions})
+    if rotary_dim(spec, head_dim) % 2:
+        raise ValueError(f"{rotary_dim(spec, head_dim)} dimensions of a head cannot turn in pairs")
+    if kind == "longrope" and not len(spec.short_factors) == len(spec.long_factors) == rotary_dim(spec, head_dim) // 2:
+        raise ValueError(f"short_factor and long_factor need {rotary_dim(spec, head_dim) // 2} entries each")
+    try:
+        for length in (1, max_positions + 1):
+            frequencies(spec, head_dim, max_positions, length)
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(f"rope_type {kind}: its frequencies cannot be computed ({error})") from None
+    return spec
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters`, or `rope_scaling` with what older configs keep beside it; null counts as absent."""
+    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"rope_parameters: {found} is no JSON object")
+    nested = [name for name, value in found.items() if isinstance(value, dict)]
+    if nested:
+        raise UnsupportedArchitecture(
+            architecture=f"{config.get('model_type')} with rope_parameters for {', '.join(nested)} apart",
+            supported="the same rotary positions in every layer",
+        )
+    beside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    above = {name: config.get(name) for name in ("original_max_position_embeddings",)}
+    merged: dict[str, Any] = {}
+    for settings in (beside, found, above):
+        merged.update({name: value for name, value in settings.items() if value is not None})
+    return merged
+
+
+# ---- computing -------------------------------------------------------------------------------------------------------
 
 
 def rotary_dim(spec: RotarySpec, head_dim: int) -> int:
@@ -61,13 +148,12 @@ def frequencies(spec: RotarySpec, head_dim: int, max_positions: int, length: int
     if spec.kind == "llama3":
         return Frequencies(tuple(_llama3(spec, f, original) for f in plain), 1.0)
     if spec.kind == "yarn":
-        return _yarn(spec, plain, dim, original, max_positions)
+        return _yarn(spec, plain, dim, original)
     if spec.kind == "longrope":
         factors = spec.long_factors if length > original else spec.short_factors
-        stretch = max_positions / original if spec.original_positions else spec.factor
         scale = spec.attention_factor
         if scale is None:
-            scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            scale = 1.0 if spec.factor <= 1 else math.sqrt(1 + math.log(spec.factor) / math.log(original))
         return Frequencies(tuple(f / factor for f, factor in zip(plain, factors, strict=True)), scale)
     return Frequencies(plain, 1.0)
 
@@ -88,8 +174,8 @@ def _llama3(spec: RotarySpec, frequency: float, original: int) -> float:
     return (1 - smooth) * frequency / spec.factor + smooth * frequency
 
 
-def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int, max_positions: int) -> Frequencies:
-    factor = max_positions / original if spec.original_positions and spec.factor == 1.0 else spec.factor
+def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int) -> Frequencies:
+    """Dimensions that turn often are kept, those that turn seldom are interpolated, with a ramp between."""
 
     def turning_dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -103,16 +189,16 @@ def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int, m
     mixed = []
     for i, frequency in enumerate(plain):
         kept = 1 - min(max((i - low) / (high - low), 0.0), 1.0)  # 1: extrapolated as it is, 0: interpolated
-        mixed.append(frequency / factor * (1 - kept) + frequency * kept)
-    return Frequencies(tuple(mixed), _yarn_scale(spec, factor))
+        mixed.append(frequency / spec.factor * (1 - kept) + frequency * kept)
+    return Frequencies(tuple(mixed), _yarn_scale(spec))
 
 
-def _yarn_scale(spec: RotarySpec, factor: float) -> float:
+def _yarn_scale(spec: RotarySpec) -> float:
     if spec.attention_factor is not None:
         return spec.attention_factor
 
     def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+        return 1.0 if spec.factor <= 1 else 0.1 * weight * math.log(spec.factor) + 1.0
 
     if spec.mscale and spec.mscale_all_dim:
         return mscale(spec.mscale) / mscale(spec.mscale_all_dim)

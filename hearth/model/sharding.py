@@ -1,9 +1,8 @@
 """Cuts a checkpoint into chunks on plan-independent grains, and says which chunks a rank needs.
 
 A chunk is a safetensors blob named by its SHA-256: one KV group's QKV or output projection, 64 MLP columns, one layer's
-replicated vectors, 1024 vocabulary rows, or the rest of the embedding. A re-plan moves chunks and renames none.
-
-H hidden, g = query heads per group * head_dim (the rows of one attention grain), c columns of one MLP grain.
+replicated vectors, 1024 vocabulary rows of the word embedding or of the head, or the rest of the embedding. A re-plan
+moves chunks and renames none.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from hearth.errors import BadCheckpoint
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, grains_of, num_grains, spans
 from hearth.messages import ChunkRef
 from hearth.model.checkpoint import SAFETENSORS_DTYPES, Checkpoint
-from hearth.model.families import FAMILIES, TensorNames
+from hearth.model.families import FAMILIES, Source, TensorNames
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
 
 if TYPE_CHECKING:
     import numpy as np
 
-ChunkKind = Literal["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
+ChunkKind = Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
+_OF_LAYER: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
 _FORMAT_VERSION = 2  # of a chunk's content; raised when it changes, so that cached manifests are made anew
 _MANIFEST: TypeAdapter[tuple[ChunkRef, ...]] = TypeAdapter(tuple[ChunkRef, ...])
 
@@ -42,44 +42,55 @@ class _Slice(NamedTuple):
 
 def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
     """The rows of Q (and columns of the output projection) of one KV group."""
-    width = spec.num_heads // spec.num_kv_heads * spec.head_dim
+    width = spec.q_width(spec.group_size)
     return Span(grain * width, (grain + 1) * width)
 
 
 def _slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[_Slice]:
     """What a chunk holds, under our tensor names (DESIGN.md "Shards": row-parallel weights along their input)."""
     if kind == "qkv":
-        part = attention_grain_span(spec, grain)
-        return [_Slice(f"{name}.{what}", rows=part) for name in "qkv" for what in ("weight", "bias")]
+        q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)
+        rows = {"q": q, "k": kv, "v": kv}
+        return [_Slice(f"{name}.{what}", rows=rows[name]) for name in rows for what in _suffixes(spec.qkv_bias)]
     if kind == "out":
         return [_Slice("o.weight", columns=attention_grain_span(spec, grain))]
     if kind == "mlp":
         part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
-        return [
-            _Slice("up.weight", rows=part),
-            _Slice("up.bias", rows=part),
-            _Slice("down.weight", columns=part),
-        ]
+        by_column = ("gate", "up") if spec.gated else ("up",)
+        up = [_Slice(f"{name}.{what}", rows=part) for name in by_column for what in _suffixes(spec.mlp_bias)]
+        return [*up, _Slice("down.weight", columns=part)]
     if kind == "connective":
-        norms = [f"{norm}.{what}" for norm in ("norm1", "norm2") for what in ("weight", "bias")]
-        return [_Slice(name) for name in ("o.bias", "down.bias", *norms)]
-    if kind == "vocabulary":
-        return [_Slice("word.weight", rows=grain_span(grain, spec.vocab_size, VOCABULARY_GRAIN))]
-    types = [_Slice("type.weight")] if spec.type_vocab_size else []
-    return [_Slice("position.weight"), *types, _Slice("norm.weight"), _Slice("norm.bias")]
+        biases = [name for name, there in (("o.bias", spec.out_bias), ("down.bias", spec.mlp_bias)) if there]
+        of_heads = ["q_norm.weight", "k_norm.weight"] if spec.qk_norm else []
+        return [_Slice(name) for name in (*biases, *_norm(spec, "norm1"), *_norm(spec, "norm2"), *of_heads)]
+    if kind in ("vocabulary", "head"):
+        name = "word.weight" if kind == "vocabulary" else "head.weight"
+        return [_Slice(name, rows=grain_span(grain, spec.vocab_size, VOCABULARY_GRAIN))]
+    positions = ["position.weight"] if spec.rotary is None else []
+    types = ["type.weight"] if spec.type_vocab_size else []
+    return [_Slice(name) for name in (*positions, *types, *_norm(spec, "final" if spec.causal else "norm"))]
+
+
+def _norm(spec: ModelSpec, name: str) -> list[str]:
+    return [f"{name}.{what}" for what in _suffixes(spec.norm == "layer")]
+
+
+def _suffixes(bias: bool) -> tuple[str, ...]:
+    return ("weight", "bias") if bias else ("weight",)
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape that each of our tensors must have in the checkpoint."""
-    H, q, F = spec.hidden_size, spec.num_heads * spec.head_dim, spec.ffn_size
+    """The shape that each of our tensors has, outputs first."""
+    H, F, V, d = spec.hidden_size, spec.ffn_size, spec.vocab_size, spec.head_dim
+    q, kv = spec.q_width(spec.num_heads), spec.kv_width(spec.num_heads)
     shapes: dict[str, tuple[int, ...]] = {
-        "o.weight": (H, q), "o.bias": (H,), "up.weight": (F, H), "up.bias": (F,), "down.weight": (H, F),
-        "down.bias": (H,), "word.weight": (spec.vocab_size, H), "position.weight": (spec.max_positions, H),
-        "type.weight": (spec.type_vocab_size, H),
+        "q.weight": (q, H), "q.bias": (q,), "k.weight": (kv, H), "k.bias": (kv,), "v.weight": (kv, H), "v.bias": (kv,),
+        "q_norm.weight": (d,), "k_norm.weight": (d,), "o.weight": (H, q), "o.bias": (H,), "gate.weight": (F, H),
+        "gate.bias": (F,), "up.weight": (F, H), "up.bias": (F,), "down.weight": (H, F), "down.bias": (H,),
+        "word.weight": (V, H), "head.weight": (V, H), "type.weight": (spec.type_vocab_size, H),
+        "position.weight": (spec.max_positions + spec.position_offset, H),
     }  # fmt: skip
-    for name in "qkv":
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (q, H), (q,)
-    for norm in ("norm1", "norm2", "norm"):
+    for norm in ("norm1", "norm2", "norm", "final"):
         shapes[f"{norm}.weight"] = shapes[f"{norm}.bias"] = (H,)
     return shapes
 
@@ -89,9 +100,8 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     names = TensorNames(FAMILIES[spec.family], checkpoint)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for part in _slices(spec, kind, grain):
-        in_layer = kind in ("qkv", "out", "mlp", "connective")
-        name = names.layer(layer, part.tensor) if in_layer else names.embedding(part.tensor)
-        array = _checked(checkpoint, spec, name, part.tensor)
+        source = names.layer(layer, part.tensor) if kind in _OF_LAYER else names.embedding(part.tensor)
+        array = _checked(checkpoint, spec, source, part.tensor)
         if part.rows is not None:
             array = array[slice(*part.rows)]
         if part.columns is not None:
@@ -116,8 +126,10 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
     return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in tensors.values())])
 
 
-def _checked(checkpoint: Checkpoint, spec: ModelSpec, name: str, tensor: str) -> np.ndarray[Any, Any]:
-    expected, found = _shapes(spec)[tensor], checkpoint.shape(name)
+def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: str) -> np.ndarray[Any, Any]:
+    """Our tensor as a view of the mapped file."""
+    name = source.name
+    expected, found = source.stored_shape(_shapes(spec)[tensor]), checkpoint.shape(name)
     if found != expected:
         raise BadCheckpoint(
             path=str(checkpoint.path),
@@ -128,13 +140,17 @@ def _checked(checkpoint: Checkpoint, spec: ModelSpec, name: str, tensor: str) ->
             path=str(checkpoint.path),
             reason=f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}",
         )
-    return checkpoint.array(name)
+    view: np.ndarray[Any, Any] = source.view(checkpoint.array(name))
+    return view
 
 
 def all_chunks(spec: ModelSpec) -> Iterator[tuple[ChunkKind, int, int]]:
     """Every chunk of a model as `(kind, layer, grain)`, in a fixed order."""
     for grain in range(num_grains(spec.vocab_size, VOCABULARY_GRAIN)):
         yield "vocabulary", 0, grain
+    if spec.has_separate_head:
+        for grain in range(num_grains(spec.vocab_size, VOCABULARY_GRAIN)):
+            yield "head", 0, grain
     yield "embedding", 0, 0
     for layer in range(spec.num_layers):
         for grain in range(spec.num_kv_heads):
@@ -178,24 +194,23 @@ def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) ->
 def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: Plan, rank: int) -> tuple[ChunkRef, ...]:
     """Exactly the chunks that this rank needs: not one byte more travels."""
     spec, body = plan.model, plan.body
-    group = spec.num_heads // spec.num_kv_heads
-    has_rows = body.has_rows(rank)
-    of_model: dict[ChunkKind, range] = {
-        "vocabulary": grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN),
-        "embedding": range(1 if has_rows else 0),
-    }
-
-    def of_layer(layer: int) -> dict[ChunkKind, range]:
-        held = body.holding(rank, layer)
-        return {
-            "qkv": grains_of(held.qkv, spec.num_heads, group),
-            "out": grains_of(held.out, spec.num_heads, group),
-            "mlp": grains_of(held.columns, spec.ffn_size, COLUMN_GRAIN),
-            "connective": range(1 if held.connective else 0),
+    vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
+    held = [body.holding(rank, layer) for layer in range(spec.num_layers)]
+    # When a token is decoded, every rank that has any share repeats the norms: the row cannot be split.
+    repeats = spec.causal and max(body.heads[rank], body.columns[rank], body.vocabulary[rank]) > 0
+    needed: list[dict[ChunkKind, range]] = [
+        {
+            "qkv": grains_of(each.qkv, spec.num_heads, spec.group_size),
+            "out": grains_of(each.out, spec.num_heads, spec.group_size),
+            "mlp": grains_of(each.columns, spec.ffn_size, COLUMN_GRAIN),
+            "connective": range(1 if each.connective or repeats else 0),
+            "vocabulary": vocabulary,
+            "head": vocabulary,
+            "embedding": range(1 if body.has_rows(rank) or repeats else 0),
         }
-
-    per_layer = [of_layer(layer) for layer in range(spec.num_layers)]
-    return tuple(ref for ref in refs if ref.grain in {**of_model, **per_layer[ref.layer]}[ref.kind])
+        for each in held
+    ]
+    return tuple(ref for ref in refs if ref.grain in needed[ref.layer][ref.kind])
 
 
 def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.checkpoints import CONFIGS, tensors_of, write_model
+from support.checkpoints import CONFIGS, HEADS, tensors_of, write_model
 
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 from hearth.model.checkpoint import Checkpoint
@@ -26,17 +27,17 @@ def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert.")]
-)
+    ("family", "prefix"),
+    [
+        ("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert."), ("gpt2", ""),
+        ("gpt2", "transformer."), ("opt", ""), ("opt", "model."), ("llama", ""), ("llama", "model."),
+        ("mistral", "model."), ("qwen2", "model."), ("qwen3", "model."),
+    ],
+)  # fmt: skip
 def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path / "my-model", family, prefix))
-    assert (spec.name, spec.family, spec.num_layers, spec.num_heads, spec.head_dim) == (
-        "my-model",
-        family,
-        2,
-        3,
-        8,
-    )
+    assert (spec.name, spec.family, spec.num_layers) == ("my-model", family, 2)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == HEADS[family]
     assert (spec.ffn_size, spec.vocab_size, spec.dtype) == (130, 2500, "float32")
     assert spec.type_vocab_size == (2 if family == "bert" else 0)
 
@@ -61,10 +62,10 @@ def change_config(**changes: object) -> Callable[[Path], None]:
         (lambda d: (d / "config.json").write_text("[]"), BadCheckpoint, "JSON object"),
         (change_config(hidden_size=...), BadCheckpoint, "hidden_size is missing"),
         (change_config(num_attention_heads=5), BadCheckpoint, "cannot be split among 5 heads"),
-        (change_config(num_attention_heads="x"), BadCheckpoint, "cannot be split"),
+        (change_config(num_attention_heads="x"), BadCheckpoint, "num_attention_heads: x is no whole number"),
         (change_config(vocab_size=-1), BadCheckpoint, "vocab_size"),
         (change_config(model_type="resnet"), UnsupportedArchitecture, "'resnet'.*Supported: bert, distilbert"),
-        (change_config(hidden_act="swish"), UnsupportedArchitecture, "swish"),
+        (change_config(hidden_act="tanh"), UnsupportedArchitecture, "tanh"),
         (change_config(position_embedding_type="relative_key"), UnsupportedArchitecture, "relative_key"),
         (change_config(is_decoder=True), UnsupportedArchitecture, "is_decoder"),
         (lambda d: (d / "model.safetensors").unlink(), BadCheckpoint, "no model.safetensors"),
@@ -140,6 +141,47 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     save_file(integers, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match="not floats"):
         manifest(checkpoint, read_spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [
+        ("gpt2", "h.1.attn.c_attn.weight", [24, 72]),
+        ("gpt2", "h.0.attn.c_attn.bias", [72]),
+        ("gpt2", "h.1.mlp.c_proj.weight", [130, 24]),
+        ("opt", "decoder.embed_positions.weight", [18, 24]),
+        ("llama", "lm_head.weight", [2500, 24]),
+        ("llama", "layers.1.self_attn.k_proj.weight", [12, 24]),
+        ("qwen2", "layers.0.self_attn.v_proj.bias", [12]),
+        ("qwen3", "layers.1.self_attn.o_proj.weight", [24, 40]),
+        ("qwen3", "layers.1.self_attn.q_norm.weight", [10]),
+        ("mistral", "norm.weight", [24]),
+    ],
+)
+def test_a_decoders_missing_or_misshapen_tensor_is_named_as_it_is_stored(
+    family: str, name: str, shape: list[int], tmp_path: Path
+) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = tensors_of(family)
+    assert list(tensors[name].shape) == shape
+    spec = read_spec(write_model(tmp_path, family))
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{re.escape(name)} is missing"):
+        manifest(checkpoint, spec)
+    save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    expected = re.escape(f"{name} has the shape [3, 4]; config.json implies {shape}")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=expected):
+        manifest(checkpoint, spec)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_decoders_truncated_file_is_named(num_files: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "llama", "model.", num_files=num_files)
+    path = max(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint, match=rf"{re.escape(path.name)}.*cut short"):
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize(
