@@ -30,7 +30,7 @@ def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Seque
         return np.empty((0, 2), np.float32)
     ids = np.arange(first_id, first_id + len(logits))
     if sampling.temperature == 0:
-        chosen = logits.argmax()[None]
+        chosen = np.array([logits.argmax()])
     elif sampling.top_k:
         count = min(sampling.top_k, len(logits))
         chosen = np.argpartition(-logits, count - 1)[:count]
@@ -38,7 +38,7 @@ def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Seque
         chosen = np.arange(len(logits))
     else:
         noisy = logits.astype(np.float64) / sampling.temperature + gumbel(sampling.seed, index, ids)
-        chosen = noisy.argmax()[None]
+        chosen = np.array([noisy.argmax()])
     return np.stack([ids[chosen], logits[chosen]], axis=1).astype(np.float32)
 
 
@@ -48,7 +48,7 @@ def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[i
         return logits_V
     seen = np.unique(np.asarray(tokens, dtype=np.int64)) - first_id
     seen = seen[(seen >= 0) & (seen < len(logits_V))]
-    logits = logits_V.copy()
+    logits: Array = logits_V.copy()
     logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
     return logits
 
@@ -93,4 +93,5 @@ def _mix(x: Any) -> Any:
 
 def _softmax(logits: Array) -> Array:
     chances: Array = np.exp(logits - logits.max())
-    return chances / chances.sum()
+    chances /= chances.sum()
+    return chances

@@ -21,6 +21,7 @@ _EVENT = m.TraceEvent(name="qkv", lane="compute", start_seconds=1.0, end_seconds
 _WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
 _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
 _LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
+_SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
 
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(name="client"),
@@ -58,11 +59,35 @@ EXAMPLES: tuple[m.Message, ...] = (
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",
     ),
+    m.GenerateTokens(holder="c", epoch=3, sampling=_SAMPLING, max_tokens=64, stop_ids=(2,), first_index=5),
+    m.TokensGenerated(token_ids=(17, 4)),
+    m.GenerationEnded(
+        reason="stop", num_prompt_tokens=9, num_tokens=31, queued_seconds=0.0, prefill_seconds=0.5, decode_seconds=1.5
+    ),
+    m.Cancel(request=bytes(range(8))),
+    m.StepOrder(
+        kind="prefill", freed=(3,),
+        rows=(
+            m.SequenceRows(
+                sequence=4, token_ids=(5, 6), sample=True,
+                new=m.NewSequence(capacity=72, num_prompt_tokens=2, sampling=_SAMPLING),
+            ),
+        ),
+    ),
     m.CoordinatorWelcome(version="0.1.0", name="home"),
     m.GetReadiness(),
     m.Readiness(ready=False, state="planning", model="minilm"),
     m.Embed(texts=("Turn on the light.",)),
     m.GetHiddenStates(),
+    m.Generate(
+        messages=(m.ChatMessage(role="user", content="Is the light on?"),), max_tokens=64, stop=("END",),
+        sampling=m.SamplingChoice(temperature=0.5, seed=3),
+    ),
+    m.TextGenerated(token_ids=(17, 4), text=" Yes"),
+    m.TextEnded(
+        text=".", reason="length", num_prompt_tokens=9, num_tokens=64, queued_seconds=0.0, first_token_seconds=0.5,
+        decode_seconds=1.5,
+    ),
     m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
     m.ListDevices(),
     m.DeviceList(
