@@ -9,7 +9,7 @@ from coordinator.simulator import Task, Timeline, simulate
 from coordinator.step_graph import StepGraph
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
-from hearth.plan import Prediction, TransformerPlan, WireFormat
+from hearth.plan import Plan, Prediction, TransformerPlan, WireFormat
 from hearth.profile import ClusterProfile
 
 # Of equal layers this many are simulated; each further one takes as long as the last of them.
@@ -50,6 +50,23 @@ def predict(
         Prediction(total_seconds=total, compute_seconds=max(compute), transfer_seconds=max(links, default=0.0)),
         compute,
     )
+
+
+def seconds_of(plan: Plan) -> float:
+    """What plans are compared by: one step; of a decoder, the request that is expected of it, all its tokens.
+
+    A prompt of another length than a step counts as so many steps, or as such a part of one.
+    """
+    generation = plan.generation
+    if generation is None:
+        return plan.predicted.total_seconds
+    prompt_tokens = generation.prompt_tokens or plan.seq_len
+    return plan.predicted.total_seconds * prompt_tokens / plan.seq_len + decoding_seconds(plan)
+
+
+def decoding_seconds(plan: Plan) -> float:
+    """Of the tokens that a decoder is expected to add to a prompt; 0 for an encoder."""
+    return plan.generation.new_tokens * plan.generation.decode_seconds if plan.generation else 0.0
 
 
 def predicted_timeline(

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from coordinator.costs import decoding_seconds, seconds_of
 from coordinator.planners import PlanRequest, plan_strategy
 from coordinator.planners.replicated import replicate
+from coordinator.planners.shares import Work
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import STRATEGIES, Plan, Strategy
 from hearth.profile import ClusterProfile
@@ -16,12 +18,13 @@ from hearth.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Option:
-    """One strategy on some devices: its plan, or how many bytes are missing for it."""
+    """One strategy on some devices: its plan, or why there is none."""
 
     strategy: Strategy
     devices: tuple[str, ...]  # names, in ring order
     plan: Plan | None
     missing_bytes: int = 0
+    ruled_out: str = ""  # why it cannot be, where that is not for want of bytes
 
     @property
     def label(self) -> str:
@@ -29,21 +32,24 @@ class Option:
 
     @property
     def seconds(self) -> float:
-        return self.plan.predicted.total_seconds if self.plan else float("inf")
+        return seconds_of(self.plan) if self.plan else float("inf")
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What most of a step's time goes to."""
+    """What most of the time goes to: of a step, or of a decoder's expected request."""
 
     device: str  # the busiest one
     device_seconds: float
     link: str  # the slowest between neighbours of the ring; empty on one device
     link_seconds: float
     waiting_seconds: float  # what neither of both explains: round trips, and devices that wait for each other
+    decoding_seconds: float = 0.0  # of the request that a decoder is expected to serve; its prefill is a step
 
     @property
     def sentence(self) -> str:
+        if self.decoding_seconds > self.device_seconds + self.link_seconds + self.waiting_seconds:
+            return "decoding, token by token"
         if self.device_seconds >= max(self.link_seconds, self.waiting_seconds):
             return f"the compute of {self.device}"
         if self.link_seconds >= self.waiting_seconds:
@@ -87,10 +93,10 @@ def best_of_each_strategy(priced: Sequence[Option]) -> list[Plan]:
 
 
 def _candidates(request: PlanRequest) -> Iterator[tuple[Strategy, tuple[str, ...]]]:
-    devices, spec = request.cluster.devices, request.spec
+    devices, work = request.cluster.devices, Work(request)
     for device in devices:
         yield "local", (device.device_id,)
-    fastest = sorted(devices, key=lambda d: d.blocks.attention(spec.num_heads) + d.blocks.mlp(spec.ffn_size))
+    fastest = sorted(devices, key=lambda device: work.layer(device.blocks))
     for count in range(2, len(devices) + 1):
         chosen = {device.device_id for device in fastest[:count]}
         for strategy in STRATEGIES:
@@ -100,6 +106,8 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[Strategy, tuple[str, ...
 
 def _price(request: PlanRequest, strategy: Strategy) -> Option:
     names = tuple(device.name for device in request.cluster.devices)
+    if strategy == "sp" and not request.attention_by_rows:
+        return Option(strategy, names, None, ruled_out=request.why_not_by_rows)
     try:
         plan = plan_strategy(request, strategy)
     except ModelDoesNotFit as error:
@@ -120,6 +128,7 @@ def bottleneck(plan: Plan, cluster: ClusterProfile) -> Bottleneck:
         link=_slowest_link(plan, cluster),
         link_seconds=link_seconds,
         waiting_seconds=max(plan.predicted.total_seconds - compute - link_seconds, 0.0),
+        decoding_seconds=decoding_seconds(plan),
     )
 
 
@@ -132,13 +141,29 @@ def _slowest_link(plan: Plan, cluster: ClusterProfile) -> str:
     return f"{source.name} → {target.name}"
 
 
+def unit_of(plan: Plan) -> str:
+    """What `seconds_of` is the time of: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
+    generation = plan.generation
+    if generation is None:
+        return "a step"
+    return f"for {generation.prompt_tokens or plan.seq_len} tokens of prompt and {generation.new_tokens} of answer"
+
+
+def decoding_rate(plan: Plan) -> str:
+    """`12.3 tokens/s` of one sequence; empty where nothing is predicted."""
+    seconds = plan.generation.decode_seconds if plan.generation else 0.0
+    return f"{1 / seconds:.3g} tokens/s" if seconds else ""
+
+
 def why_lost(option: Option, chosen: Plan, cluster: ClusterProfile, asked_for: str) -> str:
     """`1.35x slower: compute of attic`. `asked_for` is the strategy that the user named, or auto."""
+    if option.plan is None and option.ruled_out:
+        return option.ruled_out
     if option.plan is None:
         return f"does not fit: {format_bytes(option.missing_bytes)} missing"
-    if not chosen.predicted.total_seconds:
+    if not seconds_of(chosen):
         return "no faster"
-    ratio = option.seconds / chosen.predicted.total_seconds
+    ratio = option.seconds / seconds_of(chosen)
     if ratio < 1:
         return f"{1 / ratio:.2f}x faster, but {asked_for} was asked for" if asked_for != "auto" else "as fast"
     bound = bottleneck(option.plan, cluster).sentence
@@ -156,6 +181,7 @@ def option_as_json(option: Option, chosen: Plan, cluster: ClusterProfile, asked_
         "busiest_device_seconds": bound.device_seconds if bound else None,
         "busiest_link": (bound.link or None) if bound else None,
         "busiest_link_seconds": bound.link_seconds if bound else None,
+        "decoding_seconds": bound.decoding_seconds if bound else None,
         "missing_bytes": option.missing_bytes,
         "why_not": None if option.plan is chosen else why_lost(option, chosen, cluster, asked_for),
     }
@@ -166,12 +192,12 @@ def why_won(priced: Sequence[Option], cluster: ClusterProfile, asked_for: str) -
     chosen, others = priced[0], [option for option in priced[1:] if option.plan is not None]
     assert chosen.plan is not None
     bound = f"It is bound by {bottleneck(chosen.plan, cluster).sentence}."
-    seconds = format_seconds(chosen.seconds)
+    takes = f"takes {format_seconds(chosen.seconds)} {unit_of(chosen.plan)}"
     if asked_for != "auto":
-        return f"{chosen.label} takes {seconds} a step. {asked_for} was asked for. {bound}"
+        return f"{chosen.label} {takes}. {asked_for} was asked for. {bound}"
     if not others:
-        return f"{chosen.label} takes {seconds} a step. Nothing else fits. {bound}"
-    text = f"{chosen.label} takes {seconds} a step, the least of the {len(others) + 1} plans that fit. {bound}"
+        return f"{chosen.label} {takes}. Nothing else fits. {bound}"
+    text = f"{chosen.label} {takes}, the least of the {len(others) + 1} plans that fit. {bound}"
     alone = min((option.seconds for option in others if option.strategy == "local"), default=None)
     if chosen.strategy != "local" and alone is not None:
         text += f" The fastest device alone would take {alone / chosen.seconds:.2f}x as long."

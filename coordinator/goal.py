@@ -9,9 +9,12 @@ from typing import TypeVar
 
 from coordinator.drift import with_held_memory
 from coordinator.limits import Named, capped, memory_caps
-from coordinator.planners import PlanRequest
+from coordinator.planners import GenerationRequest, PlanRequest
+from coordinator.planners.base import DEFAULT_SEQUENCES
+from coordinator.prompts import TextTokenizer
 from coordinator.sentences import SentenceTokenizer
 from coordinator.state import ServingGoal
+from hearth.errors import BadSetting
 from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
 from hearth.model.spec import ModelSpec
@@ -19,28 +22,50 @@ from hearth.plan import Plan, Values
 from hearth.profile import ClusterProfile
 
 DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
+DEFAULT_CONTEXT = 2048  # as much; what more is promised is held in memory on every device
 
 _D = TypeVar("_D", bound=Named)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is read once from the model's directory."""
+    """What is read once from the model's directory. Of a decoder, a longer text than a step comes in chunks."""
 
     directory: Path
     spec: ModelSpec
-    seq_len: int  # a step holds at most this many rows, and a text at most this many tokens
-    tokenizer: SentenceTokenizer | None  # without one, token ids still work
+    seq_len: int  # a step holds at most this many rows, and a text for an encoder at most this many tokens
+    tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; without one, token ids still work
+    generation: GenerationRequest | None = None  # for decoders
 
 
 def open_model(goal: ServingGoal) -> Model:
-    """Read config and tokenizer. Raises BadCheckpoint or UnsupportedArchitecture."""
+    """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
     spec = read_spec(directory)
-    read_pooling(directory)
-    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, spec.max_positions)
-    has_tokenizer = (directory / "tokenizer.json").exists()
-    return Model(directory, spec, seq_len, SentenceTokenizer(directory) if has_tokenizer else None)
+    generation = _generation(goal, spec)
+    longest = generation.context if generation else spec.max_positions
+    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, longest)
+    if not spec.causal:
+        read_pooling(directory)
+    return Model(directory, spec, seq_len, _tokenizer(directory, spec), generation)
+
+
+def _tokenizer(directory: Path, spec: ModelSpec) -> SentenceTokenizer | TextTokenizer | None:
+    if not (directory / "tokenizer.json").exists():
+        return None
+    return TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
+
+
+def _generation(goal: ServingGoal, spec: ModelSpec) -> GenerationRequest | None:
+    if not spec.causal:
+        for option, value in (("--context", goal.context), ("--sequences", goal.sequences)):
+            if value is not None:
+                raise BadSetting(setting=option, reason=f"{spec.name} generates no text")
+        return None
+    context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)
+    if context > spec.max_positions:
+        raise BadSetting(setting="--context", reason=f"{spec.name} takes at most {spec.max_positions} tokens")
+    return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
 
 
 def allowed(goal: ServingGoal, devices: Iterable[_D]) -> list[_D]:
@@ -65,5 +90,11 @@ def plan_request(
         cluster = with_held_memory(cluster, deployed)
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
     return PlanRequest(
-        model.spec, capped(cluster, caps), model.seq_len, wire, goal.strategy, spare_accuracy=values is not None
+        model.spec,
+        capped(cluster, caps),
+        model.seq_len,
+        wire,
+        goal.strategy,
+        spare_accuracy=values is not None,
+        generation=model.generation,
     )

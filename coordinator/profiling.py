@@ -203,7 +203,9 @@ def _digest(*parts: object) -> str:
 
 def _blocks_key(device: Device, spec: ModelSpec, seq_len: int) -> str:
     """What the latencies depend on: the shape (not the name or the depth), the device and how it computes."""
-    shape = spec.model_dump(exclude={"name", "num_layers", "vocab_size", "dtype"})
+    # Small decoders stay in the cache from one token to the next: there the depth counts.
+    depth = set() if spec.causal else {"num_layers"}
+    shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
     telemetry = device.telemetry
     settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
     return _digest(device.device_id, shape, seq_len, settings)

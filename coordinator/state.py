@@ -24,6 +24,9 @@ class ServingGoal(BaseModel):
     model_dir: str
     strategy: Strategy | Literal["auto"] = "auto"
     seq_len: int | None = None
+    # Of models that generate: tokens of one sequence, and how many such sequences have room at once.
+    context: int | None = Field(default=None, ge=1, le=1 << 24)
+    sequences: int | None = Field(default=None, ge=1, le=4096)
     wire: WireFormat = WireFormat()
     exclude: tuple[str, ...] = ()
     limits: tuple[MemoryLimit, ...] = ()

@@ -1,20 +1,31 @@
 """The task graph of one step of a plan, from a cluster's profile and the same ring schedules that the workers run. Pure.
 
-S rows, H hidden, D ranks, w = heads * head_dim of a rank. Ranks are the cluster's devices in order.
+S rows, H hidden, D ranks. Ranks are the cluster's devices in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from coordinator.memory import COMPUTE_BYTES
 from coordinator.simulator import Task
 from hearth import schedules
 from hearth.geometry import rows_for
 from hearth.model.spec import ModelSpec
 from hearth.plan import LayerMode, TransformerPlan, Values, WireFormat
-from hearth.profile import ClusterProfile
+from hearth.profile import ClusterProfile, WireCost
 
-_BYTES_PER_VALUE: Mapping[Values, int] = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
+BYTES_PER_VALUE: Mapping[Values, int] = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
+
+
+def wire_seconds(cost: WireCost, values: float, format_: Values, converted: float = 0.5) -> float:
+    """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
+    num_chunks = max(1, min(values * 4 // schedules.CHUNK_BYTES, schedules.MAX_CHUNKS))
+    return (
+        values * BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte
+        + values * converted * cost.convert_seconds_per_value.get(format_, 0.0)
+        + num_chunks * cost.seconds_per_message
+    )
 
 
 class StepGraph:
@@ -70,6 +81,8 @@ class StepGraph:
             else:
                 self._hybrid_layer(mode)
             self.layers.append((start, len(self.tasks)))
+        if self._spec.causal:
+            self._head()
 
     # ---- layers ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +136,7 @@ class StepGraph:
             "exchange_qkv",
             "qkv for",
             [[whole[r] * heads[target] / self._spec.num_heads for target in self._ranks] for r in self._ranks],
-            [[self._rows[r] * 3 * heads[target] * self._spec.head_dim for target in self._ranks] for r in self._ranks],
+            [[self._rows[r] * self._spec.qkv_width(heads[target]) for target in self._ranks] for r in self._ranks],
         )
 
     def _exchange_out(self) -> None:
@@ -134,7 +147,7 @@ class StepGraph:
             "exchange_heads",
             "attention tile",
             [[core[r] * self._rows[target] / S for target in self._ranks] for r in self._ranks],
-            [[self._rows[target] * heads[r] * self._spec.head_dim for target in self._ranks] for r in self._ranks],
+            [[self._rows[target] * self._spec.q_width(heads[r]) for target in self._ranks] for r in self._ranks],
         )
         for rank in self._ranks:
             whole = self._own_rows(rank, self._blocks[rank].out(self._spec.num_heads))
@@ -149,7 +162,7 @@ class StepGraph:
         self._compute("qkv", [self._own_rows(r, self._whole[r]) for r in self._ranks])
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
         for phase in ("gather_keys", "gather_values"):
-            self._gather("", phase, nothing, row_values=heads * self._spec.head_dim)
+            self._gather("", phase, nothing, row_values=self._spec.kv_width(heads))
         core = [self._blocks[r].core(heads) * self._scale[r] ** 2 * self._rows[r] / self._seq_len for r in self._ranks]
         self._compute("attention", core)
         self._compute("out", [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
@@ -182,6 +195,11 @@ class StepGraph:
         for rank in self._ranks:
             self._last[rank] = (*self._last[rank], *(task for after in arrived[rank].values() for task in after))
         self._compute("embedding", [self._blocks[r].embedding(rows[r]) for r in self._ranks])
+
+    def _head(self) -> None:
+        """The last row's logits, each rank's share of them; that it travels is next to nothing."""
+        share_bytes = [share * self._spec.hidden_size * COMPUTE_BYTES for share in self._body.vocabulary]
+        self._compute("head", [self._blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self._ranks])
 
     def _compute(self, name: str, seconds: Sequence[float]) -> None:
         for rank in self._ranks:
@@ -363,7 +381,7 @@ class StepGraph:
     ) -> int:
         """Without a format, the link's own."""
         link = self._links[source, target]
-        num_bytes = values * _BYTES_PER_VALUE[format_ or self._formats[source, target]]
+        num_bytes = values * BYTES_PER_VALUE[format_ or self._formats[source, target]]
         sides = (f"send:{source}", f"receive:{target}")
         named = f"layer {self._layer} {name} {source}->{target}"
         seconds = num_bytes / link.bytes_per_second
@@ -371,14 +389,7 @@ class StepGraph:
         return len(self.tasks) - 1
 
     def _wire_seconds(self, rank: int, values: float, format_: Values, converted: float = 0.5) -> float:
-        """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
-        cost = self._blocks[rank].wire
-        num_chunks = max(1, min(values * 4 // schedules.CHUNK_BYTES, schedules.MAX_CHUNKS))
-        return (
-            values * _BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte
-            + values * converted * cost.convert_seconds_per_value.get(format_, 0.0)
-            + num_chunks * cost.seconds_per_message
-        )
+        return wire_seconds(self._blocks[rank].wire, values, format_, converted)
 
     def _wire_task(self, rank: int, seconds: float, after: tuple[int, ...]) -> int:
         """What a phase's traffic takes from the device's compute: one task, somewhere in the phase."""

@@ -136,6 +136,9 @@ class BlockProfile(BaseModel):
     `qkv`, `core` (attention itself) and `out` are indexed by heads, `up` (with its activation) and `down` by columns, all
     over all `seq_len` rows; `connective` and `embedding` by rows, and so is `mlp_rows`, the whole MLP on some rows only:
     what it costs more than in proportion, small tiles cost too.
+
+    Decoding is bound by memory: one row costs `decode_seconds_per_byte` for the weights (and keys and values) that it
+    reads, and `decode_layer_seconds` for all else in a layer. Both are 0 where they were not measured: for encoders.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -150,6 +153,8 @@ class BlockProfile(BaseModel):
     embedding: LatencyCurve
     mlp_rows: LatencyCurve
     wire: WireCost = WireCost()
+    decode_seconds_per_byte: Seconds = 0.0
+    decode_layer_seconds: Seconds = 0.0
 
     def attention(self, heads: float) -> float:
         """L(MHA, a, d)."""
@@ -174,7 +179,10 @@ class BlockProfile(BaseModel):
     def scaled(self, factor: float) -> BlockProfile:
         """The same device, slower by `factor`."""
         curves = ("qkv", "core", "out", "up", "down", "connective", "embedding", "mlp_rows")
-        return self.model_copy(update={name: getattr(self, name).scaled(factor) for name in curves})
+        scaled: dict[str, LatencyCurve | float] = {name: getattr(self, name).scaled(factor) for name in curves}
+        for name in ("decode_seconds_per_byte", "decode_layer_seconds"):
+            scaled[name] = getattr(self, name) * factor
+        return self.model_copy(update=scaled)
 
 
 class DeviceProfile(BaseModel):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Literal
 
@@ -21,12 +22,13 @@ from torch import Tensor
 from agent.worker import blocks
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.casts import TorchCasts
-from agent.worker.shard import EmbeddingShard, LayerShard, empty_embedding, empty_layer
+from agent.worker.kv_cache import SequenceCache
+from agent.worker.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
 from agent.worker.staging import make_staging
 from hearth.codec import Codec
 from hearth.framing import Phase, TileKey, decode_tile, encode_tile
 from hearth.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
-from hearth.messages import Peer
+from hearth.messages import NewSequence, Peer, Sampling
 from hearth.model.spec import ModelSpec
 from hearth.plan import Holding, Values, WireFormat
 from hearth.profile import BlockProfile, LatencyCurve, WireCost, fit_curve, suspicious_point
@@ -43,6 +45,9 @@ _COPIES_BYTES = (
     160 << 20
 )  # weights are cycled through copies, as a model's layers are: they come from memory, not cache
 _MAX_COPIES = 4
+# Decoding reads weights only: over more than any cache holds, as far as the model has so much.
+_DECODED_BYTES = 256 << 20
+_LEAST_SHARE = 0.01  # of the products' time goes to reading, be the layer ever so small
 
 
 class ProfilerRequest(BaseModel):
@@ -69,68 +74,134 @@ def profile(request: ProfilerRequest) -> BlockProfile:
         return lambda: x @ next(turn)
 
     def qkv(heads: int) -> Callable[[], object]:
-        out = x_TH.new_empty(S, 3 * heads * d)
-        turn = cycle([(layer.qkv_bias[: out.shape[1]], layer.qkv_weight[: out.shape[1]].t()) for layer in layers])
-
-        def run() -> None:
-            bias, weight = next(turn)
-            torch.addmm(bias, x_TH, weight, out=out)
-
-        return run
+        out = x_TH.new_empty(S, spec.qkv_width(heads))
+        turn = cycle([replace(layer, qkv_blocks=(Span(0, heads),)) for layer in layers])
+        return lambda: blocks.project_qkv(spec, next(turn), 0, x_TH, rows, everything, out)
 
     def core(heads: int) -> Callable[[], object]:
-        q_Tw, k_Tw, v_Tw = torch.randn(S, 3 * heads * d, device=device).chunk(3, dim=1)
-        return lambda: blocks.attention(q_Tw, k_Tw, v_Tw, d, (everything,), everything)
+        q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, heads, torch.randn(S, spec.qkv_width(heads), device=device))
+        return lambda: blocks.attention(spec, 0, q_Tw, k_Tk, v_Tk, rows, everything)
 
     def out(heads: int) -> Callable[[], object]:
         context_Tw = torch.randn(S, heads * d, device=device)
         return gemm(lambda layer: layer.out_weight[:, : heads * d].contiguous(), context_Tw)
 
-    def up(columns: int, rows: int = S) -> Callable[[], object]:
-        hidden = x_TH.new_empty(rows, columns)
-        turn = cycle([(layer.up_bias[:columns], layer.up_weight[:columns].t()) for layer in layers])
+    def up(columns: int, num_rows: int = S) -> Callable[[], object]:
+        x_sH, turn = x_TH[:num_rows], cycle([_first_columns(layer, columns) for layer in layers])
+        return lambda: blocks.mlp_up(spec, next(turn), x_sH)
 
-        def run() -> None:
-            bias, weight = next(turn)
-            torch.addmm(bias, x_TH[:rows], weight, out=hidden)
-            hidden.copy_(blocks.ACTIVATIONS[spec.activation](hidden))
-
-        return run
-
-    def down(columns: int, rows: int = S) -> Callable[[], object]:
-        hidden = torch.randn(rows, columns, device=device)
+    def down(columns: int, num_rows: int = S) -> Callable[[], object]:
+        hidden = torch.randn(num_rows, columns, device=device)
         return gemm(lambda layer: layer.down_weight[:, :columns].contiguous(), hidden)
 
-    def mlp_rows(rows: int) -> Callable[[], object]:
-        parts = up(spec.ffn_size, rows), down(spec.ffn_size, rows)
+    def mlp_rows(num_rows: int) -> Callable[[], object]:
+        parts = up(spec.ffn_size, num_rows), down(spec.ffn_size, num_rows)
         return lambda: (parts[0](), parts[1]())
 
-    def connective(rows: int) -> Callable[[], object]:
-        layer, x_sH = layers[0], x_TH[:rows]
-        return lambda: blocks.connective(x_sH, x_sH, layer.out_bias, layer.norm1, spec.norm_eps)
+    def connective(num_rows: int) -> Callable[[], object]:
+        layer, x_sH = layers[0], x_TH[:num_rows]
+        return lambda: blocks.enter(spec, blocks.leave(spec, x_sH, x_sH, layer.out_bias, layer.norm2), layer.norm2)
 
-    def embed(rows: int) -> Callable[[], object]:
-        positions = torch.arange(rows, device=device) % spec.max_positions
-        return lambda: blocks.finish_embedding(embedding, x_TH[:rows], positions, spec.norm_eps)
+    def embed(num_rows: int) -> Callable[[], object]:
+        positions = torch.arange(num_rows, device=device) % spec.max_positions
+        return lambda: blocks.finish_embedding(spec, embedding, x_TH[:num_rows], positions)
 
-    group = spec.num_heads // spec.num_kv_heads
-    heads, columns, rows = (
-        _sizes(spec.num_heads, group),
+    heads, columns, some_rows = (
+        _sizes(spec.num_heads, spec.group_size),
         _sizes(spec.ffn_size, COLUMN_GRAIN),
         _sizes(S, ROW_GRAIN),
     )
     with torch.inference_mode():
+        rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [everything], [None], device)
         curves = {
             "qkv": measure.curve(heads, qkv),
             "core": measure.curve(heads, core),
             "out": measure.curve(heads, out),
             "up": measure.curve(columns, up),
             "down": measure.curve(columns, down),
-            "connective": measure.curve(rows, connective),
-            "embedding": measure.curve(rows, embed),
-            "mlp_rows": measure.curve(rows, mlp_rows),
+            "connective": measure.curve(some_rows, connective),
+            "embedding": measure.curve(some_rows, embed),
+            "mlp_rows": measure.curve(some_rows, mlp_rows),
         }
-    return BlockProfile(seq_len=S, wire=_wire_cost(measure.cpu_per_second), **curves)
+        per_byte, per_layer = _decoding(spec, layers, measure, device) if spec.causal else (0.0, 0.0)
+    wire = _wire_cost(measure.cpu_per_second)
+    return BlockProfile(
+        seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
+    )
+
+
+def _first_columns(layer: LayerShard, columns: int) -> LayerShard:
+    """A layer with its first MLP columns only, as far as `blocks.mlp_up` sees it."""
+
+    def part(weight: Tensor | None) -> Tensor | None:
+        return None if weight is None else weight[:columns]
+
+    return replace(
+        layer,
+        gate_weight=part(layer.gate_weight),
+        gate_bias=part(layer.gate_bias),
+        up_weight=layer.up_weight[:columns],
+        up_bias=part(layer.up_bias),
+    )
+
+
+def _decoding(
+    spec: ModelSpec, layers: Sequence[LayerShard], measure: _Meter, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of one row per byte of the weights that it reads, and of a layer beside that."""
+    # The same calls on a layer so narrow that its weights weigh next to nothing.
+    thin = spec.model_copy(
+        update={
+            "num_layers": 1, "num_heads": spec.group_size, "num_kv_heads": 1, "hidden_size": COLUMN_GRAIN,
+            "ffn_size": COLUMN_GRAIN,
+        }
+    )  # fmt: skip
+    thin_layer = random_layer(thin, device)
+    seconds, calls = measure.seconds(_products(layers, device)), measure.seconds(_products([thin_layer], device))
+    num_bytes = sum(weight.nbytes for weight in _matrices(layers[0]))
+    per_byte = max(seconds - calls, _LEAST_SHARE * seconds) / num_bytes
+    return per_byte, measure.seconds(_decoded_layer(thin, thin_layer, device))
+
+
+def _matrices(layer: LayerShard) -> list[Tensor]:
+    weights = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
+    return [weight for weight in weights if weight is not None]
+
+
+def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
+    """One row times each matrix of a layer; every time another copy's."""
+    turn = cycle([_matrices(layer) for layer in layers])
+    row = {weight.shape[1]: torch.randn(1, weight.shape[1], device=device) for weight in _matrices(layers[0])}
+
+    def run() -> None:
+        for weight in next(turn):
+            row[weight.shape[1]] @ weight.t()
+
+    return run
+
+
+def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
+    """One layer for one token of one sequence, on one device."""
+    cache = SequenceCache(
+        spec, spec.num_heads, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device
+    )
+    cache.extend((0,))
+    only = Span(0, 1)
+    rows = blocks.pack(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
+    x_1H = torch.randn(1, spec.hidden_size, device=device)
+    qkv = x_1H.new_empty(1, spec.qkv_width(spec.num_heads))
+
+    def run() -> None:
+        entered = blocks.enter(spec, x_1H, layer.norm1)
+        blocks.project_qkv(spec, layer, 0, entered, rows, only, qkv)
+        q, k, v = blocks.split_qkv(spec, spec.num_heads, qkv)
+        blocks.keep(spec, rows, 0, k, v)
+        y_1H = blocks.attention(spec, 0, q, k, v, rows, only) @ layer.out_weight.t()
+        attended = blocks.leave(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
+        y_1H = blocks.mlp_up(spec, layer, blocks.enter(spec, attended, layer.norm2)) @ layer.down_weight.t()
+        blocks.leave(spec, attended, y_1H, layer.down_bias, layer.norm2)
+
+    return run
 
 
 class _Meter:
@@ -253,29 +324,39 @@ def _convert_cost(values: Values) -> float:
 def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
     heads = Span(0, spec.num_heads)
     layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
-    for weight in (layer.qkv_weight, layer.out_weight, layer.up_weight, layer.down_weight):
+    for weight in _matrices(layer):
         weight.normal_(0, 0.02)
-    for norm in (layer.norm1, layer.norm2):
-        norm.weight.fill_(1.0)
-        norm.bias.zero_()
-    for bias in (layer.qkv_bias, layer.out_bias, layer.up_bias, layer.down_bias):
-        bias.zero_()
+    for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm):
+        _plain(norm)
+    for bias in (layer.qkv_bias, layer.out_bias, layer.gate_bias, layer.up_bias, layer.down_bias):
+        _zero(bias)
     return layer
 
 
 def _random_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
     embedding = empty_embedding(spec, Span(0, 0), device)
-    embedding.position.zero_()
-    if embedding.token_type is not None:
-        embedding.token_type.zero_()
-    embedding.norm.weight.fill_(1.0)
-    embedding.norm.bias.zero_()
+    _zero(embedding.position)
+    _zero(embedding.token_type)
+    _plain(embedding.norm)
     return embedding
 
 
+def _plain(norm: Norm | None) -> None:
+    if norm is not None:
+        norm.weight.fill_(1.0)
+        _zero(norm.bias)
+
+
+def _zero(tensor: Tensor | None) -> None:
+    if tensor is not None:
+        tensor.zero_()
+
+
 def _num_copies(spec: ModelSpec) -> int:
-    layer_bytes = 4 * spec.hidden_size * (4 * spec.num_heads * spec.head_dim + 2 * spec.ffn_size)
-    return max(1, min(_MAX_COPIES, _COPIES_BYTES // layer_bytes))
+    widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
+    layer_bytes = 4 * spec.hidden_size * widths
+    copies = max(1, min(_MAX_COPIES, _COPIES_BYTES // layer_bytes))
+    return max(copies, min(spec.num_layers, -(-_DECODED_BYTES // layer_bytes))) if spec.causal else copies
 
 
 def _sizes(total: int, grain: int) -> list[int]:

@@ -107,7 +107,8 @@ def save_cluster(path: Path, cluster: ClusterProfile, model: Model) -> None:
 
 
 def _shape(spec: ModelSpec) -> tuple[int, ...]:
-    return (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
+    layer = (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
+    return (*layer, spec.causal, spec.gated)
 
 
 def load_cluster(path: Path, goal: ServingGoal, model: Model) -> ClusterProfile:
@@ -132,6 +133,8 @@ def load_cluster(path: Path, goal: ServingGoal, model: Model) -> ClusterProfile:
         raise bad(f"lacks the link from {missing[0][0]} to {missing[0][1]}")
     if cluster.model is not None and _shape(cluster.model) != _shape(model.spec):
         raise bad(f"was measured for {cluster.model.name}, whose layers have another shape than {model.spec.name}'s")
+    if model.spec.causal and not all(device.blocks.decode_seconds_per_byte for device in cluster.devices):
+        raise bad("does not say how fast its devices decode; measure them anew")
     check_names(goal, list(cluster.devices))
     left = tuple(device.device_id for device in allowed(goal, cluster.devices))
     if not left:

@@ -14,7 +14,7 @@ from coordinator.cli.compare import compare as compare_plans
 from coordinator.cli.compare import print_comparison, run_interruptibly
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
-from coordinator.cli.tables import alternatives_table, options_list, plan_tables
+from coordinator.cli.tables import alternatives_table, generation_lines, options_list, plan_tables
 from coordinator.config import load_settings
 from coordinator.costs import predicted_timeline
 from coordinator.explanation import option_as_json, options, why_won
@@ -38,6 +38,17 @@ SeqLen = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(help="Tokens that one step must hold. Default: what the model takes, at most 512.", min=1),
 ]
+Context = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        help="Of a model that generates: tokens of a prompt and its answer. Default: what it takes, at most 2048.",
+        min=1,
+    ),
+]
+Sequences = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help="How many of such a context are to have room at once. Default: 4.", min=1, max=4096),
+]
 Wire = Annotated[str, typer.Option(help="Activations on the wire: exact, bf16, fp16 or int8.", metavar="FORMAT")]
 Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
 Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
@@ -51,7 +62,15 @@ Limit = Annotated[
 
 
 def goal_of(
-    model: Path, strategy: str, seq_len: int | None, wire: str, lz4: str, exclude: list[str], limit: list[str]
+    model: Path,
+    strategy: str,
+    seq_len: int | None,
+    wire: str,
+    lz4: str,
+    exclude: list[str],
+    limit: list[str],
+    context: int | None = None,
+    sequences: int | None = None,
 ) -> ServingGoal:
     """The user's wishes, checked. Raises BadSetting."""
     for option, value, allowed in (
@@ -66,6 +85,8 @@ def goal_of(
             "model_dir": str(model.resolve()),
             "strategy": strategy,
             "seq_len": seq_len,
+            "context": context,
+            "sequences": sequences,
             "wire": WireFormat.model_validate({"values": wire, "lz4": lz4}),
             "exclude": tuple(exclude),
             "limits": tuple(parse_limit(each) for each in limit),
@@ -78,6 +99,8 @@ def plan(
     model: Annotated[Path, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.json.")],
     strategy: StrategyOption = "auto",
     seq_len: SeqLen = None,
+    context: Context = None,
+    sequences: Sequences = None,
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
@@ -129,7 +152,7 @@ def plan(
         ):
             if given:
                 raise BadSetting(setting=option, reason="it does not go with --compare")
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit)
+    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences)
     opened = open_model(goal)
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if compare:
@@ -193,6 +216,8 @@ def _print(made: Plan, request: PlanRequest, explain: bool) -> None:
         f"(busiest device {format_seconds(predicted.compute_seconds)}, "
         f"busiest link {format_seconds(predicted.transfer_seconds)})"
     )
+    for line in generation_lines(made):
+        out.print(line)
     if made.body.exact_links:
         out.print(f"activations: {_formats(made)}")
     if explain:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
-from coordinator.cli.plan import Exclude, Limit, Lz4, SeqLen, StrategyOption, Wire, goal_of
+from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Wire, goal_of
 from coordinator.config import load_settings
 from coordinator.service import Service
 from hearth.errors import BadKey, BadPlan, BadSetting
@@ -30,6 +30,8 @@ def serve(
     plan: Annotated[Path | None, typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,
     strategy: StrategyOption = "auto",
     seq_len: SeqLen = None,
+    context: Context = None,
+    sequences: Sequences = None,
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     accuracy_budget: Annotated[
@@ -73,9 +75,18 @@ def serve(
         err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
     if accuracy_budget is not None:
         _check_budget(accuracy_budget, model, wire)
-    if model is None and (limit or exclude):
-        raise BadSetting(setting="--limit" if limit else "--exclude", reason="it needs the MODEL that it is for")
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit) if model else None
+    if model is None:
+        for option, given in (
+            ("--limit", limit),
+            ("--exclude", exclude),
+            ("--context", context),
+            ("--sequences", sequences),
+        ):
+            if given:
+                raise BadSetting(setting=option, reason="it needs the MODEL that it is for")
+    goal = (
+        goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences) if model is not None else None
+    )
     if goal is not None:
         goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
     saved = None

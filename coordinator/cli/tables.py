@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from coordinator.explanation import Option, bottleneck, why_lost
+from coordinator.costs import seconds_of
+from coordinator.explanation import Option, bottleneck, decoding_rate, unit_of, why_lost
 from hearth.geometry import rows_for
 from hearth.messages import DeviceInfo
 from hearth.plan import Plan
@@ -67,16 +68,21 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
         f"Plan: {plan.model.name} by {plan.body.title} on {devices}, "
         f"{plan.seq_len} rows a step, predicted {format_seconds(plan.predicted.total_seconds)}"
     )
+    if rate := decoding_rate(plan):
+        title += f", then {rate}"
     shares = Table(title=title, title_justify="left", show_edge=False)
     memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
     shares.add_column("device", overflow="fold")
     memory.add_column("device", overflow="fold")
     for heading in ("heads", "columns", "rows", "vocabulary", "busy"):
         shares.add_column(heading, justify="right")
-    for heading in ("weights", "embed-\ndings", "activa-\ntions", "work-\nspace", "total", "budget"):
+    # One more kind for a decoder, and one column less, so that it fits a terminal of 80 columns.
+    decodes = plan.generation is not None
+    last = ("KV\ncache", "total\n[dim]budget[/]") if decodes else ("total", "budget")
+    for heading in ("weights", "embed-\ndings", "activa-\ntions", "work-\nspace", *last):
         memory.add_column(heading, justify="right", no_wrap=True)
     rows = rows_for(plan.body.row_weights, plan.seq_len)
-    whole = plan.body.strategy == "sp"
+    whole = plan.body.strategy == "sp" and not decodes  # a decoder decodes with its share
     for rank, device in enumerate(plan.devices):
         shares.add_row(
             device.name,
@@ -87,17 +93,34 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
             format_seconds(device.compute_seconds),
         )
         use = device.memory
-        kinds = (use.weights, use.embeddings, use.activations, use.workspace, use.total, device.budget_bytes)
-        memory.add_row(device.name, *map(format_bytes, kinds))
+        kinds = [format_bytes(each) for each in (use.weights, use.embeddings, use.activations, use.workspace)]
+        total, budget = format_bytes(use.total), format_bytes(device.budget_bytes)
+        both = (format_bytes(use.kv_cache), f"{total}\n[dim]{budget}[/]") if decodes else (total, budget)
+        memory.add_row(device.name, *kinds, *both)
     return shares, memory
+
+
+def generation_lines(plan: Plan) -> list[str]:
+    """What a plan for a decoder promises and predicts; nothing for an encoder."""
+    generation = plan.generation
+    if generation is None:
+        return []
+    context = generation.context or generation.kv_tokens
+    room = (
+        f"KV cache: {generation.kv_tokens} tokens, for {generation.kv_tokens // context} sequences of {context} at once"
+    )
+    if rate := decoding_rate(plan):
+        return [f"decoding: {rate} for one sequence; {format_seconds(seconds_of(plan))} {unit_of(plan)}", room]
+    return [room]
 
 
 def alternatives_table(plan: Plan, most: int) -> Table:
     """The best `most` that were not taken."""
+    unit = f" ({unit_of(plan)})" if plan.generation else ""
     others = sorted(plan.alternatives, key=lambda other: (other.predicted_seconds is None, other.predicted_seconds))
     left = len(others) - most
     table = Table(
-        title="Not taken",
+        title=f"Not taken{unit}",
         title_justify="left",
         show_edge=False,
         caption=f"and {left} more; --explain shows all" if left > 0 else None,
@@ -130,5 +153,7 @@ def options_list(priced: Sequence[Option], cluster: ClusterProfile, asked_for: s
         if bound.link:
             parts += f", busiest link {format_seconds(bound.link_seconds)} ({bound.link})"
         why = "[green]chosen[/]" if option is priced[0] else why_lost(option, chosen, cluster, asked_for)
+        if rate := decoding_rate(option.plan):
+            parts += f", decodes {rate}"
         table.add_row(format_seconds(option.seconds), f"{text}{why}\n[dim]{parts}[/]")
     return table

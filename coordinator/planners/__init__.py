@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.costs import seconds_of
 from coordinator.planners.auto import AutoPlanner, plan_strategy
-from coordinator.planners.base import Planner, PlanRequest, on_subset
+from coordinator.planners.base import GenerationRequest, Planner, PlanRequest, on_subset
 from coordinator.planners.exact import ExactPlanner
 from coordinator.planners.galaxy import GalaxyPlanner, capacity
 from coordinator.planners.wire import exact_where_free
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import Alternative, Plan
 
-__all__ = ["AutoPlanner", "ExactPlanner", "GalaxyPlanner", "PlanRequest", "Planner", "make_plan", "plan_strategy"]
+__all__ = [
+    "AutoPlanner",
+    "ExactPlanner",
+    "GalaxyPlanner",
+    "GenerationRequest",
+    "PlanRequest",
+    "Planner",
+    "make_plan",
+    "plan_strategy",
+]
 
 
 def make_plan(request: PlanRequest) -> Plan:
@@ -29,7 +39,7 @@ def _made(request: PlanRequest) -> Plan:
         return AutoPlanner().plan(request)
     chosen = request
     if request.strategy == "local":
-        fastest = max(request.cluster.devices, key=lambda device: capacity(request.spec, device.blocks))
+        fastest = max(request.cluster.devices, key=lambda device: capacity(request, device.blocks))
         chosen = on_subset(request, (fastest.device_id,))
     plan = plan_strategy(chosen, request.strategy)
     try:
@@ -39,10 +49,10 @@ def _made(request: PlanRequest) -> Plan:
     others = [
         Alternative(
             strategy=f"{best.body.strategy} on {', '.join(device.name for device in best.devices)}",
-            predicted_seconds=best.predicted.total_seconds,
+            predicted_seconds=seconds_of(best),
             reason=f"'{request.strategy}' was asked for",
         ),
-        *(other for other in best.alternatives if other.predicted_seconds != plan.predicted.total_seconds),
+        *(other for other in best.alternatives if other.predicted_seconds != seconds_of(plan)),
     ]
-    same = best.predicted.total_seconds >= plan.predicted.total_seconds
+    same = seconds_of(best) >= seconds_of(plan)
     return plan.model_copy(update={"alternatives": tuple(others[1:] if same else others)})

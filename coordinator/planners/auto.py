@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from coordinator.costs import seconds_of
 from coordinator.planners.base import PlanRequest, missing_bytes, on_subset, price
 from coordinator.planners.exact import ExactPlanner
-from coordinator.planners.galaxy import capacity
+from coordinator.planners.galaxy import capacity, row_capacity
 from coordinator.planners.replicated import replicate
 from coordinator.planners.ring import best_ring
-from hearth.errors import BadPlan, ModelDoesNotFit
-from hearth.geometry import VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from coordinator.planners.shares import body_of
+from hearth.errors import BadPlan, BadSetting, ModelDoesNotFit
+from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan import Alternative, Plan, Strategy, TransformerPlan
 from hearth.units import format_bytes
 
@@ -44,10 +46,10 @@ class AutoPlanner:
         lost = [
             Alternative(
                 strategy=label,
-                predicted_seconds=plan.predicted.total_seconds,
-                reason=_slower(plan.predicted.total_seconds, best.predicted.total_seconds),
+                predicted_seconds=seconds_of(plan),
+                reason=_slower(seconds_of(plan), seconds_of(best)),
             )
-            for label, plan in sorted(plans, key=lambda plan: plan[1].predicted.total_seconds)
+            for label, plan in sorted(plans, key=lambda plan: seconds_of(plan[1]))
             if label != best_label
         ]
         lost += [
@@ -58,14 +60,14 @@ class AutoPlanner:
             )
             for label, error in failures
         ]
+        if len(request.cluster.devices) > 1 and not request.attention_by_rows:
+            lost.append(Alternative(strategy="sp", predicted_seconds=None, reason=request.why_not_by_rows))
         planner = f"{self.name}: {best.planner}"
         return best.model_copy(update={"planner": planner, "alternatives": tuple(lost)})
 
     def _replicating(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
         """The most promising `hmp` plans, with spare memory spent on less traffic."""
-        sharded = sorted(
-            (plan for _, plan in plans if plan.body.strategy == "hmp"), key=lambda plan: plan.predicted.total_seconds
-        )
+        sharded = sorted((plan for _, plan in plans if plan.body.strategy == "hmp"), key=seconds_of)
         found = []
         for plan in sharded[:_REPLICATE_FROM]:
             subset = on_subset(request, tuple(device.device_id for device in plan.devices))
@@ -77,9 +79,9 @@ class AutoPlanner:
 
 def _choose(plans: list[tuple[str, Plan]]) -> tuple[str, Plan]:
     """The fastest; of those that are as fast but for a hair, the one on the fewest devices."""
-    least = min(plan.predicted.total_seconds for _, plan in plans)
-    close = [found for found in plans if found[1].predicted.total_seconds <= _A_HAIR * least]
-    return min(close, key=lambda found: (found[1].num_ranks, found[1].predicted.total_seconds))
+    least = min(seconds_of(plan) for _, plan in plans)
+    close = [found for found in plans if seconds_of(found[1]) <= _A_HAIR * least]
+    return min(close, key=lambda found: (found[1].num_ranks, seconds_of(found[1])))
 
 
 def _counts(num_devices: int) -> list[int]:
@@ -95,13 +97,15 @@ def _counts(num_devices: int) -> list[int]:
 def plan_strategy(request: PlanRequest, strategy: Strategy) -> Plan:
     """The best plan of one strategy over all the request's devices (`local`: over its one device).
 
-    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit.
+    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for `sp` where a decoder rules it out.
     """
     request = replace(request, cluster=best_ring(request.cluster))
     if strategy in ("hmp", "megatron-tp"):
         return ExactPlanner(strategy).plan(request)
     if strategy == "local" and len(request.cluster.devices) > 1:
         raise BadPlan(reason="the strategy local takes exactly one device")
+    if strategy == "sp" and not request.attention_by_rows:
+        raise BadSetting(setting="--strategy", reason=f"sp {request.why_not_by_rows}")
     bodies = [_whole(request, strategy, rows) for rows in _splits(request)]
     missing = [missing_bytes(request, request.cluster, body) for body in bodies]
     if min(missing):
@@ -109,29 +113,35 @@ def plan_strategy(request: PlanRequest, strategy: Strategy) -> Plan:
     plans = [
         price(request, request.cluster, body, "rows") for body, lacks in zip(bodies, missing, strict=True) if not lacks
     ]
-    return min(plans, key=lambda plan: plan.predicted.total_seconds)
+    return min(plans, key=seconds_of)
 
 
 def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
     """Rows in equal parts, and by speed where devices differ."""
-    speeds = [capacity(request.spec, device.blocks) for device in request.cluster.devices]
+    speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)
     return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]
 
 
 def _whole(request: PlanRequest, strategy: Strategy, rows: tuple[float, ...]) -> TransformerPlan:
-    """All weights on one device, or (sp) everywhere; the vocabulary in equal parts."""
+    """All weights on one device, or (sp) everywhere; the vocabulary in equal parts.
+
+    A decoder decodes with a share of them on every device, and caches the keys and values of it: by how fast they read.
+    """
     spec, num_ranks = request.spec, len(request.cluster.devices)
-    vocabulary = largest_remainder([1.0] * num_ranks, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
-    nothing = (0,) * (num_ranks - 1)
-    return TransformerPlan(
-        strategy=strategy,
-        overlap=strategy != "sp",
-        heads=(spec.num_heads, *nothing),
-        columns=(spec.ffn_size, *nothing),
-        row_weights=rows,
-        vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
+    everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
+    if request.generation is not None:
+        rates = [device.blocks.decode_seconds_per_byte for device in request.cluster.devices]
+        everything = evenly = [1.0 / rate for rate in rates] if min(rates) > 0 else evenly
+    body = body_of(
+        request,
+        strategy,
+        largest_remainder(everything, spec.num_kv_heads),
+        largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN)),
+        largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
+        rows,
     )
+    return body.model_copy(update={"overlap": strategy != "sp"})
 
 
 def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], Plan]]]:
@@ -140,12 +150,14 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], Plan]]
     for device in devices:
         alone = on_subset(request, (device.device_id,))
         yield f"local on {device.name}", partial(plan_strategy, alone, "local")
-    fastest = sorted(devices, key=lambda device: -capacity(request.spec, device.blocks))
+    fastest = sorted(devices, key=lambda device: -capacity(request, device.blocks))
     for count in _counts(len(devices)):
         chosen = {device.device_id for device in fastest[:count]}
         subset = on_subset(request, tuple(d.device_id for d in devices if d.device_id in chosen))
         where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
         for strategy in _SHARING:
+            if strategy == "sp" and not request.attention_by_rows:
+                continue
             yield f"{strategy} {where}", partial(plan_strategy, subset, strategy)
     if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:  # the slow link may belong to a fast device
         for left_out in devices:

@@ -7,10 +7,36 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from coordinator.costs import predict
+from coordinator.decode_costs import decode_seconds
 from coordinator.memory import memory_use
 from hearth.model.spec import ModelSpec
-from hearth.plan import Alternative, Plan, PlannedDevice, Strategy, TransformerPlan, WireFormat
+from hearth.plan import Alternative, Generation, Plan, PlannedDevice, Strategy, TransformerPlan, WireFormat
 from hearth.profile import ClusterProfile
+
+DEFAULT_SEQUENCES = 4
+DEFAULT_NEW_TOKENS = 128
+# Room in a step for this many sequences at least: short ones may be many, and each takes only a row.
+_MIN_SEQUENCES_IN_STEP = 16
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a decoder's sequences are promised, and the request that its plans are weighed by."""
+
+    context: int  # tokens of one sequence: prompt and answer
+    sequences: int = DEFAULT_SEQUENCES  # so many of such a context have room at once
+    prompt_tokens: int | None = None  # expected; None: as many as one step takes
+    new_tokens: int = DEFAULT_NEW_TOKENS
+
+    def promise(self, seq_len: int) -> Generation:
+        return Generation(
+            kv_tokens=self.context * self.sequences,
+            max_sequences=max(self.sequences, _MIN_SEQUENCES_IN_STEP),
+            prefill_rows=seq_len,
+            context=self.context,
+            prompt_tokens=min(self.prompt_tokens or seq_len, self.context),
+            new_tokens=min(self.new_tokens, self.context),
+        )
 
 
 @dataclass(frozen=True)
@@ -18,6 +44,7 @@ class PlanRequest:
     """A model, the devices it may use (in ring order), and what the user fixed.
 
     `spare_accuracy`: the wire format was chosen for the user, and is to be kept to the links where it saves time.
+    `generation` is for decoders; without it, theirs is a plan for prefill alone.
     """
 
     spec: ModelSpec
@@ -26,6 +53,28 @@ class PlanRequest:
     wire: WireFormat = field(default_factory=WireFormat)
     strategy: Strategy | Literal["auto"] = "auto"
     spare_accuracy: bool = False
+    generation: GenerationRequest | None = None
+
+    @property
+    def promise(self) -> Generation | None:
+        return self.generation.promise(self.seq_len) if self.generation else None
+
+    @property
+    def num_cached_tokens(self) -> float:
+        """In the KV cache while the expected request decodes, on average."""
+        promise = self.promise
+        return promise.prompt_tokens + promise.new_tokens / 2 if promise else 0.0
+
+    @property
+    def attention_by_rows(self) -> bool:
+        """Whether attention may be split by rows: a rank caches keys and values of its own heads only, so that a later
+        chunk of a prompt could not see those of the other heads."""
+        return self.generation is None or self.generation.context <= self.seq_len
+
+    @property
+    def why_not_by_rows(self) -> str:
+        context = self.generation.context if self.generation else 0
+        return f"needs a context ({context} tokens) that is prefilled in one step (of {self.seq_len} rows)"
 
 
 class Planner(Protocol):
@@ -50,11 +99,15 @@ def price(
 ) -> Plan:
     """A finished plan: memory of every rank, and the simulator's prediction."""
     predicted, busy = predict(request.spec, body, cluster, request.seq_len, request.wire)
+    generation = request.promise
+    if generation is not None:
+        seconds = decode_seconds(request.spec, body, cluster, request.wire, request.num_cached_tokens)
+        generation = generation.model_copy(update={"decode_seconds": seconds})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,
             name=device.name,
-            memory=memory_use(request.spec, body, rank, request.seq_len),
+            memory=memory_use(request.spec, body, rank, request.seq_len, generation),
             budget_bytes=device.budget_bytes,
             compute_seconds=busy[rank],
         )
@@ -68,13 +121,17 @@ def price(
         body=body,
         wire=request.wire,
         predicted=predicted,
+        generation=generation,
         alternatives=tuple(alternatives),
     )
 
 
+def over_budget(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan, rank: int) -> int:
+    """By how many bytes a device is over its budget; below 0: what it has left."""
+    held = memory_use(request.spec, body, rank, request.seq_len, request.promise)
+    return held.total - cluster.devices[rank].budget_bytes
+
+
 def missing_bytes(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan) -> int:
     """How many bytes all devices together lack for this plan; 0 when it fits."""
-    return sum(
-        max(memory_use(request.spec, body, rank, request.seq_len).total - device.budget_bytes, 0)
-        for rank, device in enumerate(cluster.devices)
-    )
+    return sum(max(over_budget(request, cluster, body, rank), 0) for rank in range(len(cluster.devices)))

@@ -4,6 +4,8 @@
     over integer KV groups a_d, column grains b_d, vocabulary grains v_d, each kind summing to the model's whole,
     so that every byte that device d will hold (coordinator.memory) is within its budget.
 
+Of a decoder L is what the expected request takes: its prompt, and every token of the answer (shares.Work).
+
 The two maxima are thresholds out of finite sets: the times of whole numbers of groups and grains. Without memory each
 kind is dealt out by itself, grain by grain, and that is the optimum. Where memory binds, the thresholds are walked along
 the border of what is feasible (a larger one allows a smaller other), each step a small integer program for HiGHS.
@@ -18,9 +20,10 @@ from heapq import heapify, heapreplace
 
 import highspy
 
+from coordinator.costs import seconds_of
 from coordinator.planners.base import PlanRequest, missing_bytes, price
 from coordinator.planners.galaxy import GalaxyPlanner
-from coordinator.planners.shares import Budget, body_of
+from coordinator.planners.shares import Budget, Work, body_of
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan import Plan, Strategy
@@ -64,19 +67,21 @@ class ExactPlanner:
             plans.append(GalaxyPlanner(self._strategy).plan(request))
         except ModelDoesNotFit:  # its balancing can miss what the integer program finds
             pass
-        return min(plans, key=lambda plan: plan.predicted.total_seconds)
+        return min(plans, key=seconds_of)
 
 
 def best_shares(request: PlanRequest, strategy: Strategy) -> Shares:
     """Minimise objective (5); stops after a while with the best so far and its gap. Raises ModelDoesNotFit."""
     spec = request.spec
-    group = spec.num_heads // spec.num_kv_heads
     num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
     num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
-    blocks = [device.blocks for device in request.cluster.devices]
-    heads = [[b.attention(a * group) for a in range(spec.num_kv_heads + 1)] for b in blocks]
-    columns = [[b.mlp(min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
-    problem = _Problem(Budget(request, strategy), spec.num_kv_heads, num_columns, num_vocabulary, heads, columns)
+    blocks, work = [device.blocks for device in request.cluster.devices], Work(request)
+    heads = [[work.attention(b, a * spec.group_size) for a in range(spec.num_kv_heads + 1)] for b in blocks]
+    columns = [[work.mlp(b, min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
+    head_seconds = [b.decode_seconds_per_byte for b in blocks] if request.generation else []
+    problem = _Problem(
+        Budget(request, strategy), spec.num_kv_heads, num_columns, num_vocabulary, heads, columns, head_seconds
+    )
     return problem.solve(spec.name)
 
 
@@ -89,12 +94,15 @@ class _Problem:
         num_vocabulary: int,
         group_seconds: Sequence[Sequence[float]],
         column_seconds: Sequence[Sequence[float]],
+        head_seconds: Sequence[float] = (),
     ) -> None:
+        """`head_seconds` weigh the output head's rows on each device; without, the vocabulary takes no time."""
         self._budget = budget
         self._totals = (num_groups, num_columns, num_vocabulary)
         self._seconds = (_rising(group_seconds), _rising(column_seconds))
         self._thresholds = tuple(sorted({t for device in kind for t in device}) for kind in self._seconds)
         self._num = len(group_seconds)
+        self._head_seconds = [seconds / max(head_seconds) for seconds in head_seconds] if any(head_seconds) else []
 
     def solve(self, model: str) -> Shares:
         least = [self._least_threshold(kind) for kind in (0, 1)]
@@ -144,8 +152,28 @@ class _Problem:
         return tuple(shares)
 
     def _vocabulary(self) -> tuple[int, ...]:
-        """It costs bytes and hardly any time: in equal parts where there is room."""
-        return largest_remainder([1.0] * self._num, self._totals[2])
+        """It costs bytes and hardly any time: in equal parts where there is room; by the time of a decoder's head."""
+        weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num
+        return largest_remainder(weights, self._totals[2])
+
+    def _vocabulary_within(self, found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The vocabulary of feasible shares, where it takes time dealt anew: grain by grain to the device that is done
+        with it first, of those that have room beside their other shares."""
+        if not self._head_seconds:
+            return found[2]
+        sizes = (self._budget.head_grain, self._budget.column_grain)
+        room = [
+            (self._budget.total(d) - sum(size * kind[d] for size, kind in zip(sizes, found, strict=False)))
+            // self._budget.vocabulary_grain
+            for d in range(self._num)
+        ]
+        shares = [0] * self._num
+        for _ in range(self._totals[2]):
+            free = [d for d in range(self._num) if shares[d] < room[d]]
+            if not free:  # feasible but for the solver's tolerance
+                return found[2]
+            shares[min(free, key=lambda d: ((shares[d] + 1) * self._head_seconds[d], d))] += 1
+        return tuple(shares)
 
     def _fits(self, found: Sequence[tuple[int, ...]]) -> bool:
         sizes = (self._budget.head_grain, self._budget.column_grain, self._budget.vocabulary_grain)
@@ -200,7 +228,8 @@ class _Problem:
         solver.minimize(sum(weights[kind][d] * variables[kind][d] for kind in (0, 1) for d in range(self._num)))
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
-        return [tuple(round(solver.val(v)) for v in variables[kind]) for kind in range(3)]
+        found = [tuple(round(solver.val(v)) for v in variables[kind]) for kind in range(3)]
+        return [*found[:2], self._vocabulary_within(found)]
 
 
 def _rising(kind: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coordinator.memory import memory_use
-from coordinator.planners.base import PlanRequest, missing_bytes, price
-from coordinator.planners.shares import Budget, body_of
+from coordinator.planners.base import PlanRequest, missing_bytes, over_budget, price
+from coordinator.planners.shares import Budget, Work, body_of
 from hearth.errors import ModelDoesNotFit
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
-from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Strategy, TransformerPlan
 from hearth.profile import BlockProfile
 
 
-def capacity(spec: ModelSpec, blocks: BlockProfile) -> float:
+def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d: the inverse of the time for a whole MHA and a whole MLP block on device d."""
-    return 1.0 / max(blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size), 1e-9)
+    return 1.0 / max(Work(request).layer(blocks), 1e-9)
+
+
+def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+    """V_d for rows: decoding has none to split."""
+    return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
 
 
 def balanced_partition(workload: float, capacities: Sequence[float]) -> list[float]:
@@ -68,7 +71,7 @@ class GalaxyPlanner:
         spec, cluster = request.spec, request.cluster
         budget = Budget(request, self._strategy)
         ranks = range(len(cluster.devices))
-        capacities = [capacity(spec, device.blocks) for device in cluster.devices]
+        capacities = [capacity(request, device.blocks) for device in cluster.devices]
         # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
         a = balanced_partition(spec.num_kv_heads, capacities)
         b = balanced_partition(num_grains(spec.ffn_size, COLUMN_GRAIN), capacities)
@@ -95,31 +98,27 @@ class GalaxyPlanner:
 
 def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
     """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
-    spec, devices = request.spec, request.cluster.devices
-    group = spec.num_heads // spec.num_kv_heads
+    spec, ranks = request.spec, range(len(request.cluster.devices))
     kinds = (
         ("columns", COLUMN_GRAIN, spec.ffn_size),
         ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size),
-        ("heads", group, spec.num_heads),
+        ("heads", spec.group_size, spec.num_heads),
     )
-
-    def over(candidate: TransformerPlan, rank: int) -> int:
-        return memory_use(spec, candidate, rank, request.seq_len).total - devices[rank].budget_bytes
 
     progress = True
     while progress:
         progress = False
-        excess = [over(body, rank) for rank in range(len(devices))]
+        excess = [over_budget(request, request.cluster, body, rank) for rank in ranks]
         if max(excess) <= 0:
             return body
         source = excess.index(max(excess))
-        for target in sorted(range(len(devices)), key=lambda rank: excess[rank]):
+        for target in sorted(ranks, key=lambda rank: excess[rank]):
             for field, grain, total in kinds:
                 moved = _move_grain(getattr(body, field), source, target, grain, total)
                 if target == source or moved is None:
                     continue
                 candidate = body.model_copy(update={field: moved})
-                if over(candidate, target) <= 0:
+                if over_budget(request, request.cluster, candidate, target) <= 0:
                     body, progress = candidate, True
                     break
             if progress:

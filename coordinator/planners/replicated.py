@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from coordinator.memory import memory_use
-from coordinator.planners.base import PlanRequest, price
-from coordinator.planners.galaxy import capacity
+from coordinator.costs import seconds_of
+from coordinator.planners.base import PlanRequest, over_budget, price
+from coordinator.planners.galaxy import row_capacity
 from hearth.plan import SEQUENCE, LayerMode, Plan, TransformerPlan
 
 _WORTH = 0.995  # a replicated group must save at least this much: equal plans keep to the smaller memory
@@ -32,13 +32,13 @@ def replicate(request: PlanRequest, plan: Plan) -> Plan:
         candidates = [
             price(request, request.cluster, body, f"{plan.planner}, replicating") for body in _next(request, best.body)
         ]
-        faster = [c for c in candidates if c.predicted.total_seconds < _WORTH * best.predicted.total_seconds]
+        faster = [c for c in candidates if seconds_of(c) < _WORTH * seconds_of(best)]
         if not faster:
             return best
-        now, held = best.predicted.total_seconds, _weights(best)
-        best = max(faster, key=lambda c: (now - c.predicted.total_seconds) / max(_weights(c) - held, 1))
+        now, held = seconds_of(best), _weights(best)
+        best = max(faster, key=lambda c: (now - seconds_of(c)) / max(_weights(c) - held, 1))
         # What is fastest outright is taken where it fits as well: gain per byte matters only between those that do not.
-        quickest = min(faster, key=lambda c: c.predicted.total_seconds)
+        quickest = min(faster, key=seconds_of)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
 
@@ -50,6 +50,8 @@ def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPl
     for rows in _row_weights(request, body):
         split = body.model_copy(update={"row_weights": rows})
         for move in _MOVES:
+            if move.get("attention") == "rows" and not request.attention_by_rows:
+                continue
             moved = [LayerMode.model_validate({**mode.model_dump(), **move}) for mode in modes]
             if moved == modes:
                 continue
@@ -59,8 +61,10 @@ def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPl
 
 
 def _row_weights(request: PlanRequest, body: TransformerPlan) -> list[tuple[float, ...]]:
-    speeds = [capacity(request.spec, device.blocks) for device in request.cluster.devices]
-    by_speed = tuple(round(speed / sum(speeds), 4) for speed in speeds)
+    speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
+    # Who has no rows holds no replicated weights, and could not decode with its heads.
+    least = 1e-4 if request.spec.causal else 0.0
+    by_speed = tuple(max(round(speed / sum(speeds), 4), least) for speed in speeds)
     if max(speeds) <= 1.05 * min(speeds):
         return [body.row_weights]
     between = tuple(round((speed + 1 / len(speeds)) / 2, 4) for speed in by_speed)
@@ -75,8 +79,7 @@ def _most_layers(
     def fits(count: int) -> bool:
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})
         return all(
-            memory_use(request.spec, candidate, rank, request.seq_len).total <= device.budget_bytes
-            for rank, device in enumerate(request.cluster.devices)
+            over_budget(request, request.cluster, candidate, rank) <= 0 for rank in range(len(request.cluster.devices))
         )
 
     low, high = 0, len(modes)

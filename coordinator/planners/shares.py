@@ -1,14 +1,16 @@
-"""What planners count in: whole grains of heads, columns and vocabulary, and the bytes that devices have for them."""
+"""What planners count in: whole grains of heads, columns and vocabulary, and the bytes and seconds they take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.memory import COMPUTE_BYTES, memory_use
+from coordinator.decode_costs import attention_bytes, mlp_bytes
+from coordinator.memory import COMPUTE_BYTES, attention_values, kv_bytes, logit_values, memory_use, mlp_values
 from coordinator.planners.base import PlanRequest
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
 from hearth.model.sharding import chunk_weights
 from hearth.plan import Strategy, TransformerPlan
+from hearth.profile import BlockProfile
 
 
 def body_of(
@@ -21,21 +23,49 @@ def body_of(
 ) -> TransformerPlan:
     """A plan of shares in grains: KV groups, MLP column grains, vocabulary grains. Without row weights, equal rows."""
     spec = request.spec
-    group = spec.num_heads // spec.num_kv_heads
     return TransformerPlan(
         strategy=strategy,
-        heads=tuple(share * group for share in groups),
+        heads=tuple(share * spec.group_size for share in groups),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(row_weights or (1.0,) * len(groups)),
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
     )
 
 
+class Work:
+    """What a layer's shares take: of one step, or of a decoder's expected request, its prompt and then token by token."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._spec = spec = request.spec
+        promise = request.promise
+        self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
+        self._tokens = promise.new_tokens if promise else 0
+        self._bytes_per_head = attention_bytes(spec, spec.group_size, request.num_cached_tokens) / spec.group_size
+        self._bytes_per_column = mlp_bytes(spec, 1)
+
+    def attention(self, blocks: BlockProfile, heads: int) -> float:
+        """L(MHA, a, d)."""
+        return self._seconds(blocks, blocks.attention(heads), heads * self._bytes_per_head)
+
+    def mlp(self, blocks: BlockProfile, columns: int) -> float:
+        """L(MLP, b, d)."""
+        return self._seconds(blocks, blocks.mlp(columns), columns * self._bytes_per_column)
+
+    def layer(self, blocks: BlockProfile) -> float:
+        """A whole layer on one device."""
+        return self.attention(blocks, self._spec.num_heads) + self.mlp(blocks, self._spec.ffn_size)
+
+    def _seconds(self, blocks: BlockProfile, step_seconds: float, num_bytes: float) -> float:
+        if not self._tokens:
+            return step_seconds * self._steps
+        return step_seconds * self._steps + self._tokens * num_bytes * blocks.decode_seconds_per_byte
+
+
 class Budget:
     """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
 
     def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
-        spec, seq_len = request.spec, request.seq_len
+        spec, seq_len, promise = request.spec, request.seq_len, request.promise
         num_ranks = len(request.cluster.devices)
         empty = TransformerPlan(
             strategy=strategy,
@@ -45,16 +75,23 @@ class Budget:
             vocabulary=(0,) * num_ranks,
         )
         self._left = [
-            device.budget_bytes - memory_use(spec, empty, rank, seq_len).total
+            device.budget_bytes - memory_use(spec, empty, rank, seq_len, promise).total
             for rank, device in enumerate(request.cluster.devices)
         ]
-        group = spec.num_heads // spec.num_kv_heads
-        head_activations = group * (4 * seq_len * spec.head_dim + seq_len * seq_len)
+        group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
         head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
+        # What attention takes without a head is in `empty` already.
+        head_activations = attention_values(spec, group, seq_len, promise) - attention_values(spec, 0, seq_len, promise)
         self.head_grain = (spec.num_layers * head_weights + head_activations) * COMPUTE_BYTES
-        column_activations = 2 * seq_len * min(COLUMN_GRAIN, spec.ffn_size)
+        if promise is not None:
+            self.head_grain += kv_bytes(spec, group, promise)
+        column_activations = mlp_values(spec, columns, seq_len, promise)
         self.column_grain = (spec.num_layers * chunk_weights(spec, "mlp") + column_activations) * COMPUTE_BYTES
-        self.vocabulary_grain = chunk_weights(spec, "vocabulary") * COMPUTE_BYTES
+        vocabulary_weights = chunk_weights(spec, "vocabulary")
+        if spec.has_separate_head:
+            vocabulary_weights += chunk_weights(spec, "head")
+        logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), promise)
+        self.vocabulary_grain = (vocabulary_weights + logits) * COMPUTE_BYTES
 
     def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
         used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+from coordinator.costs import seconds_of
 from coordinator.planners.base import PlanRequest, price
 from hearth.plan import Plan
 
@@ -27,7 +28,7 @@ def exact_where_free(request: PlanRequest, plan: Plan) -> Plan:
         links = tuple(sorted(link for link, rate in rates.items() if rate >= least))
         body = plan.body.model_copy(update={"exact_links": links})
         trial = price(request, cluster, body, plan.planner, plan.alternatives)
-        if trial.predicted.total_seconds > _A_HAIR * plan.predicted.total_seconds:
+        if seconds_of(trial) > _A_HAIR * seconds_of(plan):
             break
         best = trial
     return best

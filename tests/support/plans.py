@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.model.rotary import RotarySpec
 from hearth.model.spec import ModelSpec
-from hearth.plan import LayerMode, MemoryUse, Plan, PlannedDevice, Prediction, Strategy, TransformerPlan, WireFormat
+from hearth.plan import (
+    Generation,
+    LayerMode,
+    MemoryUse,
+    Plan,
+    PlannedDevice,
+    Prediction,
+    Strategy,
+    TransformerPlan,
+    WireFormat,
+)
 from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 
 BERT_LARGE = ModelSpec(
     name="bert-large", family="bert", num_layers=24, num_heads=16, num_kv_heads=16, head_dim=64, hidden_size=1024,
     ffn_size=4096, vocab_size=30522, max_positions=512, type_vocab_size=2, norm_eps=1e-12, activation="gelu",
     dtype="float32",
+)  # fmt: skip
+
+# Grouped queries, a gated MLP, RMS norms, rotary positions and a head of its own.
+LLAMA_1B = ModelSpec(
+    name="llama-1b", family="llama", num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048,
+    ffn_size=8192, vocab_size=32000, max_positions=8192, type_vocab_size=0, norm_eps=1e-5, activation="silu",
+    dtype="bfloat16", causal=True, norm="rms", norm_place="pre", gated=True, qkv_bias=False, out_bias=False,
+    mlp_bias=False, rotary=RotarySpec(), tied_head=False,
 )  # fmt: skip
 
 
@@ -28,15 +47,21 @@ def make_plan(
     overlap: bool = True,
     epoch: int = 1,
     modes: Sequence[LayerMode] = (),
+    generation: Generation | None = None,
 ) -> Plan:
-    """A plan whose heads, columns and vocabulary follow `weights`, one per device; no planner involved."""
-    group = spec.num_heads // spec.num_kv_heads
+    """A plan whose heads, columns and vocabulary follow `weights`, one per device; no planner involved.
+
+    Without `generation`, one for a decoder has room for four sequences as long as the model takes.
+    """
+    if generation is None and spec.causal:
+        length = spec.max_positions
+        generation = Generation(kv_tokens=4 * length, max_sequences=8, prefill_rows=length, context=length)
     columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
     vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
     body = TransformerPlan(
         strategy=strategy,
         overlap=overlap,
-        heads=tuple(share * group for share in largest_remainder(weights, spec.num_kv_heads)),
+        heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(row_weights or weights),
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
@@ -50,14 +75,14 @@ def make_plan(
     predicted = Prediction(total_seconds=0.1, compute_seconds=0.1, transfer_seconds=0.0)
     return Plan(
         epoch=epoch, model=spec, planner="test", seq_len=spec.max_positions, devices=devices, body=body, wire=wire,
-        predicted=predicted,
+        predicted=predicted, generation=generation,
     )  # fmt: skip
 
 
 def device_profile(
     index: int, speed: float, spec: ModelSpec = BERT_LARGE, seq_len: int = 284, budget_bytes: int = 8 << 30
 ) -> DeviceProfile:
-    """A device whose every block takes time in proportion to its size, divided by `speed`."""
+    """A device whose every block takes time in proportion to its size, divided by `speed`; it decodes at 10 GB/s."""
 
     def curve(total: int, seconds: float) -> LatencyCurve:
         return LatencyCurve(sizes=(total,), seconds=(seconds / speed,))
@@ -76,6 +101,8 @@ def device_profile(
             connective=curve(seq_len, 0.002),
             embedding=curve(seq_len, 0.002),
             mlp_rows=curve(seq_len, 0.14),
+            decode_seconds_per_byte=1e-10 / speed if spec.causal else 0.0,
+            decode_layer_seconds=5e-5 / speed if spec.causal else 0.0,
         ),
     )
 
