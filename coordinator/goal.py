@@ -41,7 +41,7 @@ class Model:
 def open_model(goal: ServingGoal) -> Model:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
-    spec = read_spec(directory)
+    spec = read_spec(directory).model_copy(update={"weights": goal.weights})
     generation = _generation(goal, spec)
     longest = generation.context if generation else spec.max_positions
     seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, longest)

@@ -22,6 +22,16 @@ COMPUTE_BYTES = 4  # workers compute in float32, and keep keys and values in it
 _VALUES_PER_CANDIDATE = 12
 
 
+_BYTES_OF_KIND = {"connective": COMPUTE_BYTES, "embedding": COMPUTE_BYTES}
+
+
+def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> int:
+    """In a device's memory. Biases count as the matrices beside them."""
+    if kind == "vocabulary":
+        return spec.word_bytes
+    return _BYTES_OF_KIND.get(kind, spec.matrix_bytes)
+
+
 @lru_cache(maxsize=4096)
 def weights_of(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: int) -> int:
     """Bytes in memory of the chunks that make up `span`; only the last grain of a kind may be smaller."""
@@ -30,7 +40,7 @@ def weights_of(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: 
         return 0
     whole = chunk_weights(spec, kind, 0)
     last = chunk_weights(spec, kind, chunks[-1])
-    return (whole * (len(chunks) - 1) + last) * COMPUTE_BYTES
+    return (whole * (len(chunks) - 1) + last) * bytes_per_weight(spec, kind)
 
 
 @lru_cache(maxsize=4096)
@@ -123,8 +133,13 @@ def _runs_of_layers(spec: ModelSpec, body: TransformerPlan) -> list[tuple[int, i
 
 @lru_cache(maxsize=256)
 def largest_chunk_bytes(spec: ModelSpec) -> int:
-    """What lies beside the shard while it is loaded."""
+    """What lies beside the shard while it is loaded: a chunk, and a matrix that is quantised when all of it is there."""
     kinds: list[ChunkKind] = ["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
     if spec.has_separate_head:
         kinds.append("head")
-    return max(chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
+    chunk = max(chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
+    if spec.weights != "int8":
+        return chunk
+    matrix = max(spec.ffn_size, spec.qkv_width(spec.num_heads)) * spec.hidden_size
+    head = spec.vocab_size * spec.hidden_size if spec.has_separate_head else 0
+    return chunk + max(matrix, head) * COMPUTE_BYTES

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.limits import MemoryLimit
+from hearth.model.spec import WeightFormat
 from hearth.plan import Plan, Strategy, WireFormat
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class ServingGoal(BaseModel):
     # Of models that generate: tokens of one sequence, and how many such sequences have room at once.
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
+    weights: WeightFormat = "float32"  # of matrices in the devices' memory
     wire: WireFormat = WireFormat()
     exclude: tuple[str, ...] = ()
     limits: tuple[MemoryLimit, ...] = ()

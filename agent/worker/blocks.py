@@ -119,7 +119,8 @@ def project_qkv(
     heads = layer.qkv_blocks[block].size
     start = spec.qkv_width(sum(before.size for before in layer.qkv_blocks[:block]))
     part = slice(start, start + spec.qkv_width(heads))
-    linear(x_sH, layer.qkv_weight[part], None if layer.qkv_bias is None else layer.qkv_bias[part], out)
+    bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
+    layer.qkv_weight.rows(part).times(x_sH, bias, out)
     q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)
     if layer.q_norm is not None and layer.k_norm is not None:
         for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
@@ -236,24 +237,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal:
 # ---- MLP and embedding -------------------------------------------------------------------------------------------------
 
 
-def linear(x_sH: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """x times the weight [n,H], into out [s,n]."""
-    if bias is None:
-        torch.mm(x_sH, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x_sH, weight.t(), out=out)
-
-
 def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The MLP between its GEMMs: [s,c]."""
     act = ACTIVATIONS[spec.activation]
-    up_sc = x_sH.new_empty(x_sH.shape[0], layer.up_weight.shape[0])
-    linear(x_sH, layer.up_weight, layer.up_bias, up_sc)
+    up_sc = layer.up_weight.times(x_sH, layer.up_bias)
     if layer.gate_weight is None:
         return up_sc.copy_(act(up_sc))
-    gate_sc = torch.empty_like(up_sc)
-    linear(x_sH, layer.gate_weight, layer.gate_bias, gate_sc)
-    return act(gate_sc).mul_(up_sc)
+    return act(layer.gate_weight.times(x_sH, layer.gate_bias)).mul_(up_sc)
 
 
 def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:

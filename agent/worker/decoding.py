@@ -44,14 +44,14 @@ def _own_part(layer: LayerShard, heads: Span, columns: Span, plan: Plan, rank: i
     return replace(
         layer,
         qkv_blocks=(heads,),
-        qkv_weight=layer.qkv_weight[qkv],
+        qkv_weight=layer.qkv_weight.rows(qkv),
         qkv_bias=rows(layer.qkv_bias, qkv),
-        out_weight=layer.out_weight[:, out],
-        gate_weight=rows(layer.gate_weight, mlp),
+        out_weight=layer.out_weight.columns(out),
+        gate_weight=None if layer.gate_weight is None else layer.gate_weight.rows(mlp),
         gate_bias=rows(layer.gate_bias, mlp),
-        up_weight=layer.up_weight[mlp],
+        up_weight=layer.up_weight.rows(mlp),
         up_bias=rows(layer.up_bias, mlp),
-        down_weight=layer.down_weight[:, mlp],
+        down_weight=layer.down_weight.columns(mlp),
     )
 
 
@@ -81,14 +81,14 @@ def _decode(step: Step, layers: list[LayerShard]) -> Tensor:
                 blocks.project_qkv(spec, layer, 0, entered_BH, step.rows, everything, qkv)
                 q, k, v = blocks.split_qkv(spec, step.heads, qkv)
                 blocks.keep(spec, step.rows, index, k, v)
-                y_BH = blocks.attention(spec, index, q, k, v, step.rows, everything) @ layer.out_weight.t()
+                y_BH = layer.out_weight.times(blocks.attention(spec, index, q, k, v, step.rows, everything))
         y_BH = step.collectives.sum_everywhere(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
         x_BH = leave_attention(step, index, layer, x_BH, y_BH)
         entered_BH = enter_mlp(step, index, layer, x_BH)
         y_BH = None
         if layer.up_weight.shape[0]:
             with bar(f"layer {index} MLP"):
-                y_BH = blocks.mlp_up(spec, layer, entered_BH) @ layer.down_weight.t()
+                y_BH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_BH))
         y_BH = step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
         x_BH = leave_mlp(step, index, layer, x_BH, y_BH)
     return blocks.normalise(x_BH, step.shard.embedding.norm, spec.norm_eps)

@@ -137,7 +137,7 @@ class Generation:
         if not sampled:
             return {}
         if owners[self._rank].size:
-            logits_NV = (last_NH @ embedding.head.t()).float().cpu().numpy()
+            logits_NV = embedding.head.times(last_NH).cpu().numpy()
             for tile, (sequence, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
                 own = self._candidates(sequence, logits_V)
                 if self._rank == LEADER:

@@ -6,6 +6,7 @@ III-C), with the attention block in its three parts, and with what communication
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -23,13 +24,14 @@ from agent.worker import blocks
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.casts import TorchCasts
 from agent.worker.kv_cache import SequenceCache
+from agent.worker.matrices import Matrix, empty_matrix
 from agent.worker.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
 from agent.worker.staging import make_staging
 from hearth.codec import Codec
 from hearth.framing import Phase, TileKey, decode_tile, encode_tile
 from hearth.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.messages import NewSequence, Peer, Sampling
-from hearth.model.spec import ModelSpec
+from hearth.model.spec import ModelSpec, WeightFormat
 from hearth.plan import Holding, Values, WireFormat
 from hearth.profile import BlockProfile, LatencyCurve, WireCost, fit_curve, suspicious_point
 from hearth.security import new_keypair
@@ -69,9 +71,9 @@ def profile(request: ProfilerRequest) -> BlockProfile:
     everything = Span(0, S)
     measure = _Meter(device)
 
-    def gemm(weights: Callable[[LayerShard], Tensor], x: Tensor) -> Callable[[], object]:
-        turn = cycle([weights(layer).t() for layer in layers])
-        return lambda: x @ next(turn)
+    def gemm(x_sk: Tensor) -> Callable[[], object]:
+        turn = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
+        return lambda: next(turn).times(x_sk)
 
     def qkv(heads: int) -> Callable[[], object]:
         out = x_TH.new_empty(S, spec.qkv_width(heads))
@@ -83,16 +85,14 @@ def profile(request: ProfilerRequest) -> BlockProfile:
         return lambda: blocks.attention(spec, 0, q_Tw, k_Tk, v_Tk, rows, everything)
 
     def out(heads: int) -> Callable[[], object]:
-        context_Tw = torch.randn(S, heads * d, device=device)
-        return gemm(lambda layer: layer.out_weight[:, : heads * d].contiguous(), context_Tw)
+        return gemm(torch.randn(S, heads * d, device=device))
 
     def up(columns: int, num_rows: int = S) -> Callable[[], object]:
         x_sH, turn = x_TH[:num_rows], cycle([_first_columns(layer, columns) for layer in layers])
         return lambda: blocks.mlp_up(spec, next(turn), x_sH)
 
     def down(columns: int, num_rows: int = S) -> Callable[[], object]:
-        hidden = torch.randn(num_rows, columns, device=device)
-        return gemm(lambda layer: layer.down_weight[:, :columns].contiguous(), hidden)
+        return gemm(torch.randn(num_rows, columns, device=device))
 
     def mlp_rows(num_rows: int) -> Callable[[], object]:
         parts = up(spec.ffn_size, num_rows), down(spec.ffn_size, num_rows)
@@ -132,16 +132,13 @@ def profile(request: ProfilerRequest) -> BlockProfile:
 
 def _first_columns(layer: LayerShard, columns: int) -> LayerShard:
     """A layer with its first MLP columns only, as far as `blocks.mlp_up` sees it."""
-
-    def part(weight: Tensor | None) -> Tensor | None:
-        return None if weight is None else weight[:columns]
-
+    first = slice(columns)
     return replace(
         layer,
-        gate_weight=part(layer.gate_weight),
-        gate_bias=part(layer.gate_bias),
-        up_weight=layer.up_weight[:columns],
-        up_bias=part(layer.up_bias),
+        gate_weight=None if layer.gate_weight is None else layer.gate_weight.rows(first),
+        gate_bias=None if layer.gate_bias is None else layer.gate_bias[first],
+        up_weight=layer.up_weight.rows(first),
+        up_bias=None if layer.up_bias is None else layer.up_bias[first],
     )
 
 
@@ -158,24 +155,24 @@ def _decoding(
     )  # fmt: skip
     thin_layer = random_layer(thin, device)
     seconds, calls = measure.seconds(_products(layers, device)), measure.seconds(_products([thin_layer], device))
-    num_bytes = sum(weight.nbytes for weight in _matrices(layers[0]))
+    num_bytes = sum(math.prod(matrix.shape) for matrix in _matrices(layers[0])) * spec.matrix_bytes
     per_byte = max(seconds - calls, _LEAST_SHARE * seconds) / num_bytes
     return per_byte, measure.seconds(_decoded_layer(thin, thin_layer, device))
 
 
-def _matrices(layer: LayerShard) -> list[Tensor]:
-    weights = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
-    return [weight for weight in weights if weight is not None]
+def _matrices(layer: LayerShard) -> list[Matrix]:
+    matrices = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
+    return [matrix for matrix in matrices if matrix is not None]
 
 
 def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
     """One row times each matrix of a layer; every time another copy's."""
     turn = cycle([_matrices(layer) for layer in layers])
-    row = {weight.shape[1]: torch.randn(1, weight.shape[1], device=device) for weight in _matrices(layers[0])}
+    row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in _matrices(layers[0])}
 
     def run() -> None:
-        for weight in next(turn):
-            row[weight.shape[1]] @ weight.t()
+        for matrix in next(turn):
+            matrix.times(row[matrix.shape[1]])
 
     return run
 
@@ -196,9 +193,9 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
         blocks.project_qkv(spec, layer, 0, entered, rows, only, qkv)
         q, k, v = blocks.split_qkv(spec, spec.num_heads, qkv)
         blocks.keep(spec, rows, 0, k, v)
-        y_1H = blocks.attention(spec, 0, q, k, v, rows, only) @ layer.out_weight.t()
+        y_1H = layer.out_weight.times(blocks.attention(spec, 0, q, k, v, rows, only))
         attended = blocks.leave(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
-        y_1H = blocks.mlp_up(spec, layer, blocks.enter(spec, attended, layer.norm2)) @ layer.down_weight.t()
+        y_1H = layer.down_weight.times(blocks.mlp_up(spec, layer, blocks.enter(spec, attended, layer.norm2)))
         blocks.leave(spec, attended, y_1H, layer.down_bias, layer.norm2)
 
     return run
@@ -324,13 +321,25 @@ def _convert_cost(values: Values) -> float:
 def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
     heads = Span(0, spec.num_heads)
     layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
-    for weight in _matrices(layer):
-        weight.normal_(0, 0.02)
+    for matrix in _matrices(layer):
+        _randomise(matrix, device)
     for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm):
         _plain(norm)
     for bias in (layer.qkv_bias, layer.out_bias, layer.gate_bias, layer.up_bias, layer.down_bias):
         _zero(bias)
     return layer
+
+
+def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weights: WeightFormat) -> Matrix:
+    matrix = empty_matrix(num_outputs, num_inputs, weights, device)
+    _randomise(matrix, device)
+    return matrix
+
+
+def _randomise(matrix: Matrix, device: torch.device) -> None:
+    """Every output alike: that is quick, and its products take as long as any."""
+    everything = slice(None)
+    matrix.fill(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
 
 
 def _random_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from agent.worker.matrices import Floats, Int8, Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
 from hearth.messages import ChunkRef
@@ -21,6 +22,7 @@ from hearth.model.spec import ModelSpec
 from hearth.plan import Holding, Plan
 
 _Stored = Callable[[str], Tensor]
+_ALL = slice(None)
 
 
 @dataclass
@@ -40,18 +42,18 @@ class LayerShard:
 
     held: Holding
     qkv_blocks: tuple[Span, ...]
-    qkv_weight: Tensor  # [sum of q, H]
+    qkv_weight: Matrix  # [sum of q, H]
     qkv_bias: Tensor | None  # [sum of q]
     q_norm: Norm | None
     k_norm: Norm | None
-    out_weight: Tensor  # [H, w]
+    out_weight: Matrix  # [H, w]
     out_bias: Tensor | None  # [H]
     norm1: Norm
-    gate_weight: Tensor | None  # [c, H]
+    gate_weight: Matrix | None  # [c, H]
     gate_bias: Tensor | None  # [c]
-    up_weight: Tensor  # [c, H]
+    up_weight: Matrix  # [c, H]
     up_bias: Tensor | None  # [c]
-    down_weight: Tensor  # [H, c]
+    down_weight: Matrix  # [H, c]
     down_bias: Tensor | None  # [H]
     norm2: Norm
 
@@ -62,7 +64,7 @@ class EmbeddingShard:
 
     vocabulary: Span  # the token ids whose rows are here
     word: Tensor  # [V, H]
-    head: Tensor | None  # [V, H]; a decoder's output head, the word rows themselves where they are tied
+    head: Matrix | None  # [V, H]; a decoder's output head, the word rows themselves where they are tied
     position: Tensor | None  # [P, H]; none: rotary
     token_type: Tensor | None  # [types, H]
     norm: Norm
@@ -86,6 +88,9 @@ class _Empty:
         self._spec = spec
         self._device = device
 
+    def matrix(self, num_outputs: int, num_inputs: int) -> Matrix:
+        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device)
+
     def tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
@@ -104,18 +109,18 @@ def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], de
     return LayerShard(
         held=held,
         qkv_blocks=qkv_blocks,
-        qkv_weight=new.tensor(width, H),
+        qkv_weight=new.matrix(width, H),
         qkv_bias=new.where(spec.qkv_bias, width),
         q_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
         k_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
-        out_weight=new.tensor(H, held.out.size * d),
+        out_weight=new.matrix(H, held.out.size * d),
         out_bias=new.where(spec.out_bias, H),
         norm1=new.norm(H),
-        gate_weight=new.where(spec.gated, c, H),
+        gate_weight=new.matrix(c, H) if spec.gated else None,
         gate_bias=new.where(spec.gated and spec.mlp_bias, c),
-        up_weight=new.tensor(c, H),
+        up_weight=new.matrix(c, H),
         up_bias=new.where(spec.mlp_bias, c),
-        down_weight=new.tensor(H, c),
+        down_weight=new.matrix(H, c),
         down_bias=new.where(spec.mlp_bias, H),
         norm2=new.norm(H),
     )
@@ -124,12 +129,15 @@ def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], de
 def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> EmbeddingShard:
     new = _Empty(spec, device)
     H = spec.hidden_size
-    word = new.tensor(vocabulary.size, H)
-    head = new.where(spec.has_separate_head, vocabulary.size, H)
+    word_type = torch.float32 if spec.word_bytes == 4 else torch.bfloat16
+    word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
+    head: Matrix | None = None
+    if spec.causal:
+        head = new.matrix(vocabulary.size, H) if spec.has_separate_head else Floats(word)
     return EmbeddingShard(
         vocabulary=vocabulary,
         word=word,
-        head=word if spec.causal and head is None else head,
+        head=head,
         position=new.where(spec.rotary is None, spec.max_positions + spec.position_offset, H),
         token_type=new.where(spec.type_vocab_size > 0, spec.type_vocab_size, H),
         norm=new.norm(H),
@@ -167,8 +175,11 @@ def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
     if chunk.kind in ("vocabulary", "head"):
         rows = grain_span(chunk.grain, spec.vocab_size, VOCABULARY_GRAIN)
         start = rows.start - embedding.vocabulary.start
-        name, into = ("word.weight", embedding.word) if chunk.kind == "vocabulary" else ("head.weight", embedding.head)
-        _copy(None if into is None else into[start : start + rows.size], stored, name)
+        part = slice(start, start + rows.size)
+        if chunk.kind == "vocabulary":
+            embedding.word[part].copy_(stored("word.weight"))
+        elif embedding.head is not None:
+            embedding.head.fill(part, _ALL, stored("head.weight"))
         return
     if chunk.kind == "embedding":
         _copy(embedding.position, stored, "position.weight")
@@ -181,7 +192,7 @@ def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
     elif chunk.kind == "out":
         heads = _grain_heads(spec, chunk.grain)
         start = (heads.start - layer.held.out.start) * spec.head_dim
-        layer.out_weight[:, start : start + heads.size * spec.head_dim].copy_(stored("o.weight"))
+        layer.out_weight.fill(_ALL, slice(start, start + heads.size * spec.head_dim), stored("o.weight"))
     elif chunk.kind == "mlp":
         _copy_mlp(spec, layer, chunk.grain, stored)
     else:
@@ -203,7 +214,7 @@ def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -
             start = before
             for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
                 part = slice(start + width(skipped), start + width(skipped + heads.size))
-                layer.qkv_weight[part].copy_(stored(f"{name}.weight"))
+                layer.qkv_weight.fill(part, _ALL, stored(f"{name}.weight"))
                 if layer.qkv_bias is not None:
                     layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
                 start += width(block.size)
@@ -216,14 +227,12 @@ def _copy_mlp(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -
     columns = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
     start = columns.start - layer.held.columns.start
     part = slice(start, start + columns.size)
-    for into, name in (
-        (layer.gate_weight, "gate.weight"),
-        (layer.gate_bias, "gate.bias"),
-        (layer.up_weight, "up.weight"),
-        (layer.up_bias, "up.bias"),
-    ):
-        _copy(None if into is None else into[part], stored, name)
-    layer.down_weight[:, part].copy_(stored("down.weight"))
+    if layer.gate_weight is not None:
+        layer.gate_weight.fill(part, _ALL, stored("gate.weight"))
+    layer.up_weight.fill(part, _ALL, stored("up.weight"))
+    for bias, name in ((layer.gate_bias, "gate.bias"), (layer.up_bias, "up.bias")):
+        _copy(None if bias is None else bias[part], stored, name)
+    layer.down_weight.fill(_ALL, part, stored("down.weight"))
 
 
 def _grain_heads(spec: ModelSpec, grain: int) -> Span:
@@ -244,6 +253,8 @@ def _copy_norm(norm: Norm, stored: _Stored, name: str) -> None:
 def _tensors(part: object) -> Iterator[Tensor]:
     if isinstance(part, Tensor):
         yield part
+    elif isinstance(part, Floats | Int8):
+        yield from part.tensors
     elif isinstance(part, list):
         for item in part:
             yield from _tensors(item)

@@ -15,6 +15,7 @@ from torch import Tensor
 from agent.worker import blocks
 from agent.worker.blocks import PackedRows
 from agent.worker.collectives import Collectives
+from agent.worker.matrices import Matrix
 from agent.worker.shard import LayerShard, Shard
 from agent.worker.tracing import Recorder
 from hearth.framing import Phase
@@ -151,7 +152,7 @@ def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Te
     def add(rank: int, context_sw: Tensor) -> None:
         columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
         with step.recorder.bar(f"layer {index} out of {rank}"):
-            y_sH.addmm_(context_sw, layer.out_weight[:, columns].t())
+            y_sH.add_(layer.out_weight.columns(columns).times(context_sw))
 
     if own.size:
         context = attend(step.rank)
@@ -187,7 +188,7 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
     with step.recorder.bar(f"layer {index} attention"):
         context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, step.rows, step.own, cached=False)
     with step.recorder.bar(f"layer {index} out"):
-        return context_sw @ layer.out_weight.t()
+        return layer.out_weight.times(context_sw)
 
 
 def _keep_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
@@ -220,21 +221,21 @@ def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
     with step.recorder.bar(f"layer {index} up"):
         hidden_sF = blocks.mlp_up(step.spec, layer, x_sH)
     with step.recorder.bar(f"layer {index} down"):
-        return hidden_sF @ layer.down_weight.t()
+        return layer.down_weight.times(hidden_sF)
 
 
 def _reduce_rows(
-    step: Step, index: int, phase: Phase, name: str, input_of: Callable[[int], Tensor], weight_Hx: Tensor
+    step: Step, index: int, phase: Phase, name: str, input_of: Callable[[int], Tensor], weight_Hx: Matrix
 ) -> Tensor:
     """The partial sums of `input_of(tile)` [k,x] times the weight, tile by tile in the ring's order. [s,H]"""
 
     def partial(tile: int) -> Tensor:
         if not step.collectives.tiles[tile].size:
-            return weight_Hx.new_empty(0, weight_Hx.shape[0])
+            return torch.empty(0, step.spec.hidden_size, device=step.rows.token_ids.device)
         input_kx = input_of(tile)
         with step.recorder.bar(f"layer {index} {name} tile {tile}"):
             # With no heads or columns this is the sum over nothing: zeros.
-            return input_kx @ weight_Hx.t()
+            return weight_Hx.times(input_kx)
 
     return step.collectives.reduce_scatter(index, phase, partial)
 
@@ -283,7 +284,7 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
         return ((ids >= owners[owner].start) & (ids < owners[owner].stop)).nonzero().flatten() + span.start
 
     def word_rows(indexes: Tensor) -> Tensor:
-        return embedding.word[rows.token_ids[indexes] - embedding.vocabulary.start]
+        return embedding.word[rows.token_ids[indexes] - embedding.vocabulary.start].float()
 
     def rows_for_target(target: int) -> Tensor | None:
         span = wanted if everywhere else step.collectives.tiles[target]
@@ -292,7 +293,7 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
 
     with step.recorder.bar("embed"):
         step.collectives.scatter_rows(0, Phase.EMBED, rows_for_target)
-        word_sH = embedding.word.new_empty(wanted.size, spec.hidden_size)
+        word_sH = torch.empty(wanted.size, spec.hidden_size, device=rows.token_ids.device)
         own = held_by(step.rank, wanted)
         word_sH[own - wanted.start] = word_rows(own)
     for source in range(step.plan.num_ranks):

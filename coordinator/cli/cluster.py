@@ -106,9 +106,9 @@ def save_cluster(path: Path, cluster: ClusterProfile, model: Model) -> None:
         raise BadSetting(setting="--save-profile", reason=f"{path} cannot be written ({error.strerror})") from None
 
 
-def _shape(spec: ModelSpec) -> tuple[int, ...]:
+def _shape(spec: ModelSpec) -> tuple[object, ...]:
     layer = (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
-    return (*layer, spec.causal, spec.gated)
+    return (*layer, spec.causal, spec.gated, spec.weights)
 
 
 def load_cluster(path: Path, goal: ServingGoal, model: Model) -> ClusterProfile:

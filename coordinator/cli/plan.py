@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, get_args
 
 import typer
 
@@ -23,6 +23,7 @@ from coordinator.limits import parse_limit
 from coordinator.planners import PlanRequest, make_plan
 from coordinator.state import ServingGoal, write_atomically
 from hearth.errors import BadSetting
+from hearth.model.spec import WeightFormat
 from hearth.plan import STRATEGIES, Plan, WireFormat
 from hearth.profile import ClusterProfile
 from hearth.trace import chrome_trace
@@ -50,6 +51,9 @@ Sequences = Annotated[
     typer.Option(help="How many of such a context are to have room at once. Default: 4.", min=1, max=4096),
 ]
 Wire = Annotated[str, typer.Option(help="Activations on the wire: exact, bf16, fp16 or int8.", metavar="FORMAT")]
+Weights = Annotated[
+    str, typer.Option(help="Matrices in the devices' memory: float32, bfloat16 or int8.", metavar="FORMAT")
+]
 Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
 Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
 Limit = Annotated[
@@ -71,12 +75,14 @@ def goal_of(
     limit: list[str],
     context: int | None = None,
     sequences: int | None = None,
+    weights: str = "float32",
 ) -> ServingGoal:
     """The user's wishes, checked. Raises BadSetting."""
     for option, value, allowed in (
         ("--strategy", strategy, ("auto", *STRATEGIES)),
         ("--wire", wire, ("exact", "bf16", "fp16", "int8")),
         ("--lz4", lz4, ("auto", "on", "off")),
+        ("--weights", weights, get_args(WeightFormat)),
     ):
         if value not in allowed:
             raise BadSetting(setting=option, reason=f"'{value}' is none of {', '.join(allowed)}")
@@ -87,6 +93,7 @@ def goal_of(
             "seq_len": seq_len,
             "context": context,
             "sequences": sequences,
+            "weights": weights,
             "wire": WireFormat.model_validate({"values": wire, "lz4": lz4}),
             "exclude": tuple(exclude),
             "limits": tuple(parse_limit(each) for each in limit),
@@ -101,6 +108,7 @@ def plan(
     seq_len: SeqLen = None,
     context: Context = None,
     sequences: Sequences = None,
+    weights: Weights = "float32",
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
@@ -152,7 +160,7 @@ def plan(
         ):
             if given:
                 raise BadSetting(setting=option, reason="it does not go with --compare")
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences)
+    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
     opened = open_model(goal)
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if compare:

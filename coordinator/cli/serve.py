@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
-from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Wire, goal_of
+from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Weights, Wire, goal_of
 from coordinator.config import load_settings
 from coordinator.service import Service
 from hearth.errors import BadKey, BadPlan, BadSetting
@@ -32,6 +32,7 @@ def serve(
     seq_len: SeqLen = None,
     context: Context = None,
     sequences: Sequences = None,
+    weights: Weights = "float32",
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
     accuracy_budget: Annotated[
@@ -84,10 +85,9 @@ def serve(
         ):
             if given:
                 raise BadSetting(setting=option, reason="it needs the MODEL that it is for")
-    goal = (
-        goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences) if model is not None else None
-    )
-    if goal is not None:
+    goal = None
+    if model is not None:
+        goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
         goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
     saved = None
     if plan is not None:

@@ -10,6 +10,8 @@ from hearth.model.rotary import RotarySpec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
+WeightFormat = Literal["float32", "bfloat16", "int8"]
+_MATRIX_BYTES: dict[WeightFormat, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 class ModelSpec(BaseModel):
@@ -49,9 +51,26 @@ class ModelSpec(BaseModel):
     full_attention_layers: int = Field(default=0, ge=0)  # the first of them see everything (Qwen2's max_window_layers)
     tied_head: bool = True  # the head's weights are the word embedding's
 
+    weights: WeightFormat = "float32"  # of matrices in a device's memory; what the user chose, whatever `dtype` is
+
     @property
     def bytes_per_weight(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of one weight of a matrix in a device's memory."""
+        return _MATRIX_BYTES[self.weights]
+
+    @property
+    def word_bytes(self) -> int:
+        """Of one weight of the word embedding there: it is looked up, and never quantised."""
+        return max(self.matrix_bytes, 2)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one weight of the output head there."""
+        return self.word_bytes if self.tied_head else self.matrix_bytes
 
     @property
     def group_size(self) -> int:

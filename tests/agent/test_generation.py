@@ -270,3 +270,19 @@ def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any, tmp_p
         assert home.leader.idle
         with pytest.raises(StepFailed, match="it is gone"):
             home.submit([5, 6, 7], 50)
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("bfloat16", 0.03), ("int8", 0.04)])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any, tmp_path: Path) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    (prompt,) = prompts_of(spec, [60])
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1)), tmp_path) as cluster:
+        hidden, _ = cluster.run([prompt])
+        request = (home := Home(cluster)).submit(prompt, 12)
+        home.run()
+        assert len(home.answers[request]) == 12
+    with torch.inference_mode():
+        expected = _reference_model(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
+    assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)

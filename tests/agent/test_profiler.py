@@ -49,7 +49,7 @@ def test_a_random_layer_has_the_shapes_of_grouped_queries_and_of_a_gate() -> Non
     import torch
 
     layer = random_layer(SMALL, torch.device("cpu"))
-    assert layer.qkv_weight.shape == ((8 + 2 * 2) * 16, 96)
+    assert tuple(layer.qkv_weight.shape) == ((8 + 2 * 2) * 16, 96)
     assert layer.gate_weight is not None
-    assert layer.gate_weight.shape == layer.up_weight.shape == (320, 96)
+    assert tuple(layer.gate_weight.shape) == tuple(layer.up_weight.shape) == (320, 96)
     assert layer.qkv_bias is None
