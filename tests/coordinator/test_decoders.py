@@ -210,7 +210,7 @@ def test_a_token_on_one_device_costs_what_it_reads_and_its_calls() -> None:
     cached = 2 * 2 * 32 * 100 * 4
     assert 2 * (attention_bytes(SMALL, 8, 100) + mlp_bytes(SMALL, 320)) == weights + cached
     assert head_bytes(SMALL, 2500) == 2500 * 96 * 4
-    expected = (weights + cached + 2500 * 96 * 4) * 1e-10 + 2 * 5e-5
+    expected = (weights + cached + 2500 * 96 * 4) * 1e-10 + (2 + 4) * 5e-5
     assert priced([1.0], 100, 1e-3) == pytest.approx(expected)
     assert priced([0.5], 100, 1e-3) == pytest.approx(2 * expected)
 
@@ -225,7 +225,7 @@ def test_a_token_on_two_devices_pays_two_exchanges_a_layer_and_three_hops() -> N
         return 2 * (message + num_values * 4 * per_byte) + num_values * 4 / rate + latency
 
     layer = (attention_bytes(even, 4, 100) + mlp_bytes(even, 128)) * 1e-10 + 5e-5 + 2 * hop(96)
-    head = head_bytes(even, 1024) * 1e-10
+    head = head_bytes(even, 1024) * 1e-10 + 4 * 5e-5
     expected = 2 * layer + head + 2 * hop(16) + hop(96)
     assert priced([1.0, 1.0], 8, 2 * latency, even, **wire) == pytest.approx(expected)
     deep = even.model_copy(update={"num_layers": 12})
