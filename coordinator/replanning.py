@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from coordinator.costs import seconds_of
 from coordinator.deployment import Deployment
 from coordinator.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays
 from coordinator.fleet import Fleet
@@ -144,7 +145,7 @@ class Replanner:
             raise DeviceLost(device=", ".join(names), reason="it could not be measured")
         new = await asyncio.to_thread(make_plan, request)
         old = price(request, request.cluster.subset(members), plan.body, plan.planner)
-        before, after = old.predicted.total_seconds, new.predicted.total_seconds
+        before, after = seconds_of(old), seconds_of(new)
         why = explain(reasons, {device.device_id: device.name for device in devices})
         compared = f"a new one is predicted to take {format_seconds(after)} instead of {format_seconds(before)}"
         if not pays(after, before):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.memory import COMPUTE_BYTES
 from coordinator.simulator import Task
 from hearth import schedules
 from hearth.geometry import rows_for
@@ -198,7 +197,7 @@ class StepGraph:
 
     def _head(self) -> None:
         """The last row's logits, each rank's share of them; that it travels is next to nothing."""
-        share_bytes = [share * self._spec.hidden_size * COMPUTE_BYTES for share in self._body.vocabulary]
+        share_bytes = [share * self._spec.hidden_size * self._spec.head_bytes for share in self._body.vocabulary]
         self._compute("head", [self._blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self._ranks])
 
     def _compute(self, name: str, seconds: Sequence[float]) -> None:

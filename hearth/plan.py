@@ -241,7 +241,7 @@ class Plan(BaseModel):
     def _check_decoding(self) -> None:
         """Ranks decode with their own heads and columns: replicated or not, they must hold them."""
         for rank, (heads, columns) in enumerate(zip(spans(self.body.heads), spans(self.body.columns), strict=True)):
-            for layer in range(self.model.num_layers):
+            for layer in range(len(self.body.modes) or 1):
                 held = self.body.holding(rank, layer)
                 if heads.size > min(held.qkv.size, held.out.size) or columns.size > held.columns.size:
                     raise ValueError(f"rank {rank} has heads or columns to decode with, and no rows of its own")

@@ -34,7 +34,8 @@ class Leader:
         self._spec = plan.model
         self._promise = plan.generation
         self._generation = generation
-        self._scheduler = Scheduler(plan.generation)
+        self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
+        self._scheduler = Scheduler(plan.generation, self._whole_prompts)
         self._numbers: dict[bytes, int] = {}
         self._requests: dict[int, bytes] = {}
         self._times: dict[int, _Times] = {}
@@ -58,7 +59,7 @@ class Leader:
         prompt = token_ids.tolist()
         sequence = Sequence(self._last_number, request, prompt, len(prompt))
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
-            room = min(self._spec.max_positions, self._promise.kv_tokens)
+            room = min(self._spec.max_positions, self._scheduler.room)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
         self._numbers[request_id] = sequence.number
         self._requests[sequence.number] = request_id
@@ -115,7 +116,7 @@ class Leader:
         requests = list(self._requests.values())
         for number in list(self._requests):
             self._forget(number)
-        self._scheduler = Scheduler(self._promise)
+        self._scheduler = Scheduler(self._promise, self._whole_prompts)
         return [(request_id, Failed.of(error)) for request_id in requests]
 
     def _forget(self, number: int) -> None:

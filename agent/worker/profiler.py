@@ -363,7 +363,7 @@ def _zero(tensor: Tensor | None) -> None:
 
 def _num_copies(spec: ModelSpec) -> int:
     widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
-    layer_bytes = 4 * spec.hidden_size * widths
+    layer_bytes = spec.matrix_bytes * spec.hidden_size * widths
     copies = max(1, min(_MAX_COPIES, _COPIES_BYTES // layer_bytes))
     return max(copies, min(spec.num_layers, -(-_DECODED_BYTES // layer_bytes))) if spec.causal else copies
 

@@ -41,10 +41,14 @@ class Sequence:
 
 
 class Scheduler:
-    """`promise` is the plan's. Sequences are numbered by the caller, and never twice."""
+    """`promise` is the plan's. Sequences are numbered by the caller, and never twice.
 
-    def __init__(self, promise: Generation) -> None:
+    `whole_prompts`: none comes in chunks (where attention is split by rows, earlier chunks are not at hand).
+    """
+
+    def __init__(self, promise: Generation, whole_prompts: bool = False) -> None:
         self._promise = promise
+        self._whole_prompts = whole_prompts
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._freed: list[int] = []
@@ -61,7 +65,14 @@ class Scheduler:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can ever be admitted."""
-        return sequence.capacity <= self._promise.kv_tokens
+        return sequence.capacity <= self.room
+
+    @property
+    def room(self) -> int:
+        """Tokens of one sequence at most."""
+        promise = self._promise
+        room = min(promise.kv_tokens, promise.context or promise.kv_tokens)
+        return min(room, promise.prefill_rows) if self._whole_prompts else room
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -105,7 +116,7 @@ class Scheduler:
         room = self._promise.prefill_rows
         found = []
         for sequence in sequences:
-            if room == 0:
+            if room == 0 or (self._whole_prompts and len(sequence.pending) > room):
                 break
             rows = self._rows(sequence, room)
             room -= len(rows.token_ids)

@@ -41,6 +41,18 @@ def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None
     assert scheduler.next_order().kind == "decode"
 
 
+def test_whole_prompts_are_never_cut() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
+    assert scheduler.room == 8
+    for number, prompt in ((1, 5), (2, 4), (3, 2)):
+        scheduler.add(sequence(number, prompt, 3))
+    order = scheduler.next_order()
+    assert [(rows.sequence, len(rows.token_ids)) for rows in order.rows] == [(1, 5)]
+    play(scheduler, order)
+    play(scheduler, scheduler.next_order())
+    assert [rows.sequence for rows in scheduler.next_order().rows] == [2, 3]
+
+
 def test_running_answers_go_on_between_the_chunks_of_a_new_prompt() -> None:
     scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=4))
     scheduler.add(sequence(1, 4, 20))
