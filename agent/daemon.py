@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import zmq.asyncio
@@ -32,6 +32,7 @@ from hearth.messages import (
     ConnectPeers,
     Done,
     FindMissing,
+    GenerateTokens,
     GetTelemetry,
     Heartbeat,
     Hello,
@@ -49,14 +50,14 @@ from hearth.messages import (
     Unload,
 )
 from hearth.profile import BlockProfile
-from hearth.rpc import Caller, Reply
+from hearth.rpc import Caller, Reply, Response
 
 log = logging.getLogger(__name__)
 
 _LEASE_CHECK_SECONDS = 1.0
 _PROFILE_SECONDS = 120.0  # torch's import and 20 measured points on the slowest board
 
-Handler = Callable[[Any, Sequence[Any]], Awaitable["Message | Reply"]]
+Handler = Callable[[Any, Sequence[Any]], Awaitable[Response]]
 
 
 class AgentDaemon:
@@ -99,6 +100,7 @@ class AgentDaemon:
             LoadShard: self._load_shard,
             ConnectPeers: self._connect_peers,
             RunStep: self._run_step,
+            GenerateTokens: self._generate_tokens,
             AbortStep: self._abort_step,
             Unload: self._unload,
         }
@@ -112,7 +114,7 @@ class AgentDaemon:
         worker = self._worker.state if self._worker else "none"
         return f"works for {holder}; worker: {worker}"
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the caller."""
         if handler := self._reads.get(type(message)):
             return await handler(message, payload)
@@ -257,6 +259,10 @@ class AgentDaemon:
         self._require_lease(message.holder)
         reply, frames = await self._current_worker(message.epoch).run(message, payload)
         return Reply(reply, frames)
+
+    async def _generate_tokens(self, message: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
+        self._require_lease(message.holder)
+        return self._current_worker(message.epoch).stream(message, payload)
 
     async def _abort_step(self, message: AbortStep, _: Sequence[Any]) -> Message:
         self._require_lease(message.holder)

@@ -8,9 +8,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import zmq
 import zmq.asyncio
@@ -18,8 +18,11 @@ import zmq.asyncio
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.messages import (
     AbortStep,
+    Cancel,
     ConnectPeers,
     Failed,
+    GenerateTokens,
+    GenerationEnded,
     Message,
     RunStep,
     StartWorker,
@@ -28,12 +31,17 @@ from hearth.messages import (
     decode,
     encode,
 )
+from hearth.rpc import Reply, within
 
 log = logging.getLogger(__name__)
 
 # Importing torch takes 20 s on a Raspberry Pi's SD card; reading a large shard comes on top.
 LOAD_SECONDS = 300.0
 _STOP_SECONDS = 2.0
+# Between two tokens of a generation: steps of others lie between them, and a long prompt is one of many steps.
+_TOKEN_SECONDS = 120.0
+
+_Answer: TypeAlias = "tuple[Message, list[bytes]] | HearthError"
 
 
 class WorkerProcess:
@@ -50,7 +58,7 @@ class WorkerProcess:
         self._socket.linger = 0
         self._address = f"ipc://{Path(self._folder.name) / 'worker'}"
         self._socket.bind(self._address)
-        self._pending: dict[bytes, asyncio.Future[tuple[Message, list[bytes]]]] = {}
+        self._pending: dict[bytes, asyncio.Queue[_Answer]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_id = 0
@@ -85,33 +93,46 @@ class WorkerProcess:
         self, message: Message, payload: Sequence[Any], timeout_seconds: float
     ) -> tuple[Message, list[bytes]]:
         """Ask the worker. Raises its typed error, WorkerDied when it dies, DeadlineExceeded."""
-        if self.failure is not None and (self._process is None or self._process.returncode is not None):
-            raise self.failure
-        self._last_id += 1
-        request_id = self._last_id.to_bytes(8, "little")
-        answer: asyncio.Future[tuple[Message, list[bytes]]] = asyncio.get_running_loop().create_future()
-        self._pending[request_id] = answer
+        request_id, answers = self._ask(message, payload)
         try:
-            await self._socket.send_multipart([request_id, encode(message), *payload], copy=False)
-            reply, frames = await asyncio.wait_for(answer, timeout_seconds)
+            return _raised(await within(timeout_seconds, answers.get()))
         except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                action=f"{type(message).__name__} on {self._device}", seconds=timeout_seconds
-            ) from None
+            raise self._too_late(message, timeout_seconds) from None
         finally:
-            self._pending.pop(request_id, None)
-        if isinstance(reply, Failed):
-            raise reply.error()
-        return reply, frames
+            del self._pending[request_id]
 
     async def run(self, request: RunStep, payload: Sequence[Any]) -> tuple[Message, list[bytes]]:
         # The worker's own waits are bounded by the request; this bounds a worker that hangs in a GEMM.
         return await self.call(request, payload, 3 * request.timeout_seconds + 30.0)
 
+    async def stream(self, request: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
+        """Everything that the worker answers, up to GenerationEnded. Raises as `call` does.
+
+        Closed before its end, it has the worker forget the sequence. The first token may take as long as the requests
+        before it do: there, the patience of whoever asks counts.
+        """
+        request_id, answers = self._ask(request, payload)
+        timeout_seconds: float | None = None
+        ended = False
+        try:
+            while not ended:
+                try:
+                    answer = await within(timeout_seconds, answers.get())
+                except asyncio.TimeoutError:
+                    raise self._too_late(request, _TOKEN_SECONDS) from None
+                ended = isinstance(answer, HearthError) or isinstance(answer[0], GenerationEnded | Failed)
+                timeout_seconds = _TOKEN_SECONDS
+                yield Reply(*_raised(answer))
+        finally:
+            del self._pending[request_id]
+            if not ended:
+                self._tell(Cancel(request=request_id))
+
     async def abort(self, request: AbortStep) -> None:
-        """Make the running step fail now; the worker answers its RunStep with the reason."""
-        if self.state == "ready":
-            await self._socket.send_multipart([bytes(8), encode(request)])
+        """Make the running step fail now; the worker answers it with the reason. Raises what the worker died of."""
+        if self.failure is not None:
+            raise self.failure
+        self._tell(request)
 
     async def stop(self) -> None:
         """End the process and free what belongs to it."""
@@ -132,6 +153,29 @@ class WorkerProcess:
         self._socket.close()
         self._folder.cleanup()
 
+    def _ask(self, message: Message, payload: Sequence[Any]) -> tuple[bytes, asyncio.Queue[_Answer]]:
+        """Send a request; its answers come into the queue, and so does what ends the worker. Raises WorkerDied."""
+        if self.failure is not None and (self._process is None or self._process.returncode is not None):
+            raise self.failure
+        self._last_id += 1
+        request_id = self._last_id.to_bytes(8, "little")
+        self._send([request_id, encode(message), *payload])
+        self._pending[request_id] = asyncio.Queue()
+        return request_id, self._pending[request_id]
+
+    def _tell(self, message: Message) -> None:
+        """Send what is not answered, to a worker that runs."""
+        if self.state == "ready":
+            self._send([bytes(8), encode(message)])
+
+    def _send(self, frames: Sequence[Any]) -> None:
+        """Not waited for: that a worker has not connected yet, or died first, is seen in the wait for its answer."""
+        sending = asyncio.ensure_future(self._socket.send_multipart(frames, copy=False))
+        sending.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
+
+    def _too_late(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
+        return DeadlineExceeded(action=f"{type(message).__name__} on {self._device}", seconds=timeout_seconds)
+
     async def _watch(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
@@ -141,9 +185,13 @@ class WorkerProcess:
     async def _receive(self) -> None:
         while True:
             request_id, body, *frames = await self._socket.recv_multipart()
-            answer = self._pending.get(request_id)
-            if answer is not None and not answer.done():
-                answer.set_result((decode(body), frames))
+            answers = self._pending.get(request_id)
+            if answers is None:
+                continue  # its caller has given up
+            try:
+                answers.put_nowait((decode(body), frames))
+            except HearthError as error:
+                answers.put_nowait(error)
 
     def _fail(self, error: HearthError) -> None:
         log.warning("%s", error)
@@ -152,9 +200,17 @@ class WorkerProcess:
         self._fail_pending(error)
 
     def _fail_pending(self, error: HearthError) -> None:
-        for answer in self._pending.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for answers in self._pending.values():
+            answers.put_nowait(error)
+
+
+def _raised(answer: _Answer) -> tuple[Message, list[bytes]]:
+    """The answer, unless it is an error, which is raised."""
+    if isinstance(answer, HearthError):
+        raise answer
+    if isinstance(answer[0], Failed):
+        raise answer[0].error()
+    return answer
 
 
 def _cause_of_death(code: int) -> str:

@@ -256,7 +256,7 @@ class RpcClient:
         request_id, replies = await self._send(message, payload, timeout_seconds)
         try:
             remaining = max(deadline - loop.time(), 0.001)
-            reply = await asyncio.wait_for(replies.get(), remaining)
+            reply = await within(remaining, replies.get())
         except asyncio.TimeoutError:
             raise self._too_late(message, timeout_seconds) from None
         finally:
@@ -276,7 +276,7 @@ class RpcClient:
         try:
             while not ended:
                 try:
-                    reply = await asyncio.wait_for(replies.get(), timeout_seconds)
+                    reply = await within(timeout_seconds, replies.get())
                 except asyncio.TimeoutError:
                     raise self._too_late(message, timeout_seconds) from None
                 ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
@@ -351,6 +351,19 @@ class RpcClient:
                 replies.put_nowait(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
             except HearthError as error:
                 replies.put_nowait(error)
+
+
+async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
+    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the result."""
+    waited = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({waited}, timeout=timeout_seconds)
+        if not waited.done():
+            raise asyncio.TimeoutError
+        return waited.result()
+    finally:
+        waited.cancel()
+        await asyncio.gather(waited, return_exceptions=True)
 
 
 def _raised(reply: Reply | HearthError) -> Reply:
