@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from coordinator.fleet import Fleet
-from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.errors import (
+    BadMessage,
+    BadRequest,
+    ConnectionLost,
+    DeviceLost,
+    FrameTooLarge,
+    HearthError,
+    QueueFull,
+    StepFailed,
+    Unreachable,
+    WorkerDied,
+)
 from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
     AbortStep,
@@ -20,19 +32,24 @@ from hearth.messages import (
     DeviceTrace,
     Done,
     FindMissing,
+    GenerateTokens,
+    GenerationEnded,
     LoadShard,
     Peer,
     PutChunk,
     RunStep,
+    Sampling,
     StepDone,
+    TokensGenerated,
     Unload,
     WireStats,
     WorkerBound,
 )
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
-from hearth.plan import Plan, Values
+from hearth.plan import Plan, PlannedDevice, Values
 from hearth.profile import Link
+from hearth.rpc import Reply
 from hearth.trace import shift_to_common_clock
 
 if TYPE_CHECKING:
@@ -46,6 +63,9 @@ _ABORT_GRACE_SECONDS = 0.5
 _TIMEOUT_FACTOR = 20.0
 # ... but never less: the prediction knows nothing of a cold cache or a busy household.
 _MIN_TIMEOUT_SECONDS = 2.0
+
+# What is wrong with one request and not with the plan: whatever else runs on it goes on.
+_OF_THE_REQUEST = (BadRequest, FrameTooLarge, QueueFull)
 
 Progress = Callable[[str, int, int], None]  # device name, bytes sent, bytes to send in all
 
@@ -247,6 +267,56 @@ class Deployment:
             traces=traces,
         )
 
+    async def generate(
+        self,
+        token_ids: np.ndarray[Any, Any],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        first_index: int,
+        timeout_seconds: float,
+    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+        """Rank 0 continues a prompt [T] int32: tokens as they come, then the end. Closed early, it forgets the sequence.
+
+        `timeout_seconds` bounds the wait for each answer. Raises as `run_step` does, for all sequences that run; an error
+        of this request alone (BadRequest, QueueFull) leaves the others alone.
+        """
+        if self.failure is not None:
+            raise self.failure
+        request = GenerateTokens(
+            holder=self._fleet.holder,
+            epoch=self.plan.epoch,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop_ids=tuple(stop_ids),
+            first_index=first_index,
+        )
+        payload = pack_array(token_ids)
+        async with aclosing(_stream(self._fleet, self.plan.devices[0], request, payload, timeout_seconds)) as replies:
+            while True:
+                message = (await self._next(replies)).message
+                if not isinstance(message, TokensGenerated | GenerationEnded):
+                    raise BadMessage(reason=f"a worker answered with {type(message).__name__}")
+                yield message
+                if isinstance(message, GenerationEnded):
+                    return
+
+    async def _next(self, replies: AsyncGenerator[Reply, None]) -> Reply:
+        """The next reply. Raises what ended it, or the plan while it was waited for."""
+        following = asyncio.ensure_future(anext(replies))
+        try:
+            waits: set[asyncio.Future[Any]] = {following, self._failed}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            errors = _errors([following])
+            if errors and isinstance(errors[0], _OF_THE_REQUEST):
+                raise errors[0]
+            if errors or self.failure is not None:
+                raise await self._give_up([following])
+            return following.result()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
     async def _give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
         """End the step everywhere, and find the error at the bottom of it."""
         reason = str(self.failure or _errors(tasks)[0])[:1000]
@@ -259,11 +329,27 @@ class Deployment:
         for task in (*tasks, *aborts):
             task.cancel()
         await asyncio.gather(*tasks, *aborts, return_exceptions=True)
-        found = [*([self.failure] if self.failure else []), *_errors(tasks)]
+        found = [*([self.failure] if self.failure else []), *_errors(tasks), *_errors(aborts)]
         return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
     async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
         return await _all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
+
+
+async def _stream(
+    fleet: Fleet, device: PlannedDevice, request: GenerateTokens, payload: Sequence[Any], timeout_seconds: float
+) -> AsyncGenerator[Reply, None]:
+    """One agent's stream. Raises what it raised, or DeviceLost when it cannot be reached."""
+    connection = fleet._by_device.get(device.device_id)
+    if connection is None:
+        raise DeviceLost(device=device.name, reason="it is not connected")
+    stream = connection.client.stream(request, payload, timeout_seconds=timeout_seconds, last=GenerationEnded)
+    try:
+        async with aclosing(stream) as replies:
+            async for reply in replies:
+                yield reply
+    except (Unreachable, ConnectionLost) as error:
+        raise DeviceLost(device=device.name, reason=error.explanation()) from None
 
 
 def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:

@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING, Any
 
 import zmq.asyncio
 
@@ -32,6 +32,7 @@ from hearth.messages import (
     DeviceList,
     Done,
     Embed,
+    Generate,
     GetHiddenStates,
     GetReadiness,
     GetStatus,
@@ -46,14 +47,17 @@ from hearth.messages import (
 )
 from hearth.notify import Notifier
 from hearth.plan import Plan
-from hearth.rpc import Caller, Reply, RpcServer
+from hearth.rpc import Caller, Reply, Response, RpcServer
 from hearth.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
 # What an app's key may ask; everything else takes an admin's.
-_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates)
+_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates, Generate)
 
 
 class Service:
@@ -129,7 +133,7 @@ class Service:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Message | Reply:
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the client."""
         self._authorise(caller.public_key, message)
         if isinstance(message, Hello):
@@ -142,9 +146,9 @@ class Service:
         if isinstance(message, Embed):
             return _reply(await self._server.embed(message.texts, message.timeout_seconds, message.trace))
         if isinstance(message, GetHiddenStates):
-            if len(payload) != 2:
-                raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
-            return _reply(await self._server.hidden_states(unpack_array(payload), message.timeout_seconds))
+            return _reply(await self._server.hidden_states(_token_ids(payload), message.timeout_seconds))
+        if isinstance(message, Generate):
+            return self._generate(message, payload)
         if isinstance(message, ListDevices):
             return await self._devices()
         if isinstance(message, GetStatus):
@@ -177,6 +181,11 @@ class Service:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
+    async def _generate(self, message: Generate, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
+        async with aclosing(self._server.generate(message, _token_ids(payload) if payload else None)) as parts:
+            async for part in parts:
+                yield Reply(part)
+
     async def _devices(self) -> DeviceList:
         await self._fleet.refresh_telemetry()
         return DeviceList(
@@ -205,6 +214,12 @@ class Service:
         while True:
             notifier.send("WATCHDOG=1", f"STATUS={self._server.state}"[:200])
             await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
+
+
+def _token_ids(payload: Sequence[Any]) -> np.ndarray[Any, Any]:
+    if len(payload) != 2:
+        raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
+    return unpack_array(payload)
 
 
 def _reply(answer: Answer) -> Reply:

@@ -1,5 +1,7 @@
 """Keeps one model served: plans, deploys, runs requests from a bounded queue, and plans anew when something is lost.
 
+What generates text does so side by side instead (`generation`): there, rank 0 decides what runs in a step.
+
 When devices drifted or came, `replanning` finds a better plan while requests go on.
 """
 
@@ -7,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,16 +19,18 @@ from coordinator.config import CoordinatorSettings
 from coordinator.deployment import Deployment, Progress, StepResult
 from coordinator.drift import DriftMonitor
 from coordinator.fleet import Fleet
+from coordinator.generation import Deployed, Generations, TextModel, warm_up
 from coordinator.goal import Model, allowed, open_model, plan_request
 from coordinator.limits import breach, unknown_names
 from coordinator.planners import make_plan
 from coordinator.profiling import Profiler
 from coordinator.registry import Device
 from coordinator.replanning import Replanner, Served, failure_of
-from coordinator.sentences import batches, mean_pool, pack
+from coordinator.sentences import SentenceTokenizer, batches, mean_pool, pack
 from coordinator.state import SavedState, ServingGoal, StateFile
 from hearth.errors import (
     BadRequest,
+    BadSetting,
     DeadlineExceeded,
     DeviceLost,
     HearthError,
@@ -35,8 +40,9 @@ from hearth.errors import (
     TextTooLong,
     WorkerDied,
 )
-from hearth.messages import ChunkRef, DeviceTrace, WireStats
+from hearth.messages import ChunkRef, DeviceTrace, Generate, TextEnded, TextGenerated, WireStats
 from hearth.plan import Plan, Values
+from hearth.rpc import within
 from hearth.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
 _RETRY_SECONDS = 2.0
 _WARM_UP_TOKENS = 8
+_OF_THE_REQUEST = (BadRequest, TextTooLong, QueueFull)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Answer:
 
 
 class Server:
-    """One goal, one deployment at a time, one step at a time. `report` gets a line for people at each stage."""
+    """One goal, one deployment at a time. An encoder runs one step at a time. `report` gets a line at each stage."""
 
     def __init__(
         self,
@@ -84,11 +91,13 @@ class Server:
         self._saved = SavedState()
         self._restored: Plan | None = None  # to be tried once, at the start
         self._model: Model | None = None
+        self._text_model: TextModel | None = None  # of a decoder
         self._deployment: Deployment | None = None
         self._stale = asyncio.Event()  # set: what is deployed is not what should be
         self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], float]] = asyncio.Queue(settings.queue_limit)
         self._ready = asyncio.Event()
         self._stepping = asyncio.Lock()  # held by who uses the workers: a request, a calibration, a change of plan
+        self._generations = Generations(self, self._stepping, settings.queue_limit)
         self._values: Values | None = None  # of activations, where the accuracy budget chooses
         self._calibrated = False
         self._monitor: DriftMonitor | None = None
@@ -114,13 +123,19 @@ class Server:
         return self._deployment.dropped_messages if self._deployment else 0
 
     def start(self, goal: ServingGoal | None, plan: Plan | None = None) -> None:
-        """Serve `goal`, or what was served last. Raises NotServing when there is neither, BadCheckpoint, ..."""
+        """Serve `goal`, or what was served last. Raises NotServing when there is neither, BadCheckpoint, BadSetting, ..."""
         self._saved = self._file.load()
         if goal is None:
             goal, plan = self._saved.goal, self._saved.plan
         if goal is None:
             raise NotServing(state="nothing was served here before")
         self._model = open_model(goal)
+        if self._model.spec.causal:
+            if goal.accuracy_budget is not None:
+                raise BadSetting(
+                    setting="--accuracy-budget", reason="it is measured on models that embed, not generate"
+                )
+            self._text_model = TextModel.of(self._model)
         self.goal = goal
         self._restored = plan
         self._saved = self._saved.model_copy(update={"goal": goal, "plan": plan})
@@ -156,8 +171,8 @@ class Server:
 
     async def embed(self, texts: tuple[str, ...], timeout_seconds: float, trace: bool) -> Answer:
         """Normalised sentence embeddings [N,H]."""
-        model = self._require_model()
-        if model.tokenizer is None:
+        model = self._require_encoder()
+        if not isinstance(model.tokenizer, SentenceTokenizer):
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
         encoded = await asyncio.to_thread(model.tokenizer.encode, texts, model.seq_len)
 
@@ -181,7 +196,7 @@ class Server:
         """Last hidden states [T,H] of one sequence."""
         import numpy as np
 
-        model = self._require_model()
+        model = self._require_encoder()
         if token_ids.ndim != 1 or token_ids.dtype != np.int32 or len(token_ids) == 0:
             raise BadRequest(reason="token ids must be a non-empty list of 32-bit integers")
         if len(token_ids) > model.seq_len:
@@ -195,6 +210,25 @@ class Server:
             return Answer(result.rows, result.latency_seconds, len(ids))
 
         return await self._enqueue(compute, timeout_seconds)
+
+    async def generate(
+        self, request: Generate, token_ids: np.ndarray[Any, Any] | None
+    ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
+        """The answer to a prompt, as it comes (see `Generations.run`); closed early, it ends on the workers too."""
+        model = self._require_model()
+        if self._text_model is None:
+            raise BadRequest(reason=f"{model.spec.name} generates no text; it embeds (`hearth embed`, home.embed())")
+        try:
+            async with aclosing(self._generations.run(self._text_model, request, token_ids)) as parts:
+                async for part in parts:
+                    yield part
+        except HearthError as error:
+            self.failed += 1
+            self.last_error = str(error)
+            raise
+        self.served += 1
+        if isinstance(part, TextEnded):
+            self.last_latency_seconds = part.first_token_seconds + part.decode_seconds
 
     async def _run_step(
         self,
@@ -249,13 +283,38 @@ class Server:
             raise NotServing(state=self.state)
         return self._model
 
+    def _require_encoder(self) -> Model:
+        model = self._require_model()
+        if model.spec.causal:
+            raise BadRequest(
+                reason=f"{model.spec.name} embeds nothing; it generates (`hearth generate`, home.generate())"
+            )
+        return model
+
     def _failed_request(self, error: HearthError, deployment: Deployment | None) -> None:
-        """Count it; an error that is not the request's own ends the deployment it ran on (not a newer one)."""
         self.failed += 1
         self.last_error = str(error)
-        if deployment is not None and not isinstance(error, BadRequest | TextTooLong):
-            deployment.fail(error)
-            self._lost(deployment)
+        if deployment is not None:
+            self.failed_on(deployment, error)
+
+    async def deployed(self, timeout_seconds: float) -> Deployment:
+        """What is served, once something is. Raises NotServing."""
+        try:
+            await within(max(timeout_seconds, 0.001), self._ready.wait())
+        except asyncio.TimeoutError:
+            raise NotServing(state=self.state) from None
+        assert self._deployment is not None
+        return self._deployment
+
+    def serves(self, deployment: Deployed) -> bool:
+        return self.ready and deployment is self._deployment
+
+    def failed_on(self, deployment: Deployed, error: HearthError) -> None:
+        """An error that is not the request's own ends the deployment it ran on (not a newer one)."""
+        current = self._deployment
+        if current is not None and current is deployment and not isinstance(error, _OF_THE_REQUEST):
+            current.fail(error)
+            self._lost(current)
 
     async def _serve_loop(self) -> None:
         while True:
@@ -389,6 +448,9 @@ class Server:
     async def _warm_up(self, deployment: Deployment, model: Model) -> None:
         """One small step: proves that all workers reach each other, and loads the kernels."""
         self._set_state("warming up")
+        if model.spec.causal:
+            await warm_up(deployment)
+            return
         length = min(_WARM_UP_TOKENS, model.seq_len)
         ids, lengths = pack([[0] * length])
         await deployment.run_step(ids, lengths, "mean")

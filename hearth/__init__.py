@@ -1,9 +1,11 @@
 """Hearth: the small computers of a home, run as one machine for neural networks.
 
-An app needs two lines::
+An app needs a few lines, these for a model that embeds or for one that generates::
 
     with hearth.connect() as home:
         vectors = home.embed(["Turn on the kitchen light."])
+        for token in home.generate("Once upon a time"):
+            print(token.text, end="", flush=True)
 
 Importing this package is quick and loads no torch; see `hearth.client` for the calls and `hearth.errors` for what they raise.
 """

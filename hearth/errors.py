@@ -295,6 +295,18 @@ class TextTooLong(HearthError):
 
 
 @dataclass(eq=False)
+class ContextTooLong(HearthError):
+    num_prompt_tokens: int
+    max_tokens: int
+    context_tokens: int
+    summary = (
+        "{num_prompt_tokens} tokens of prompt and {max_tokens} to generate are more than the context of "
+        "{context_tokens} tokens that the plan has room for."
+    )
+    advice = "Shorten the prompt, ask for fewer tokens, or lend more memory to the plan (`hearth plan` shows it)."
+
+
+@dataclass(eq=False)
 class NotServing(HearthError):
     state: str
     summary = "No model is ready: {state}."

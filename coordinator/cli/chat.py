@@ -1,0 +1,106 @@
+"""`hearth chat`: a conversation with the model that this home serves."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Optional
+
+import typer
+
+from coordinator.cli.generate import (
+    AnswerTimeout,
+    MaxTokens,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    usage_line,
+    write,
+)
+from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
+from coordinator.cli.output import err, handles_errors
+from hearth.client import Generation, connect
+from hearth.errors import HearthError
+from hearth.messages import ChatMessage
+
+_HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+
+
+@handles_errors
+def chat(
+    system: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="What the model is told before the conversation.", show_default=False),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    timeout: AnswerTimeout = 600.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+) -> None:
+    """Talk with the model that this home serves; it must have a chat template."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() has a history and editing with it)
+    beginning = [ChatMessage(role="system", content=system)] if system else []
+    history = list(beginning)
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        err.print(f"[dim]{_HELP}[/]")
+        while (line := _read_line()) is not None:
+            if line == "/reset":
+                history = list(beginning)
+                continue
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                err.print(f"[dim]{_HELP}[/]")
+                continue
+            if not line:
+                continue
+            question = ChatMessage(role="user", content=line)
+            try:
+                answer = home.generate(
+                    messages=[*history, question], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
+                    top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
+                )  # fmt: skip
+                text = _print_answer(answer)
+            except HearthError as error:  # this question gets no answer; the next one may
+                err.print(f"\n[red]error:[/] {error.explanation()} {error.next_step()}", soft_wrap=True)
+                continue
+            if text:
+                history += [question, ChatMessage(role="assistant", content=text)]
+
+
+def _read_line() -> str | None:
+    """What the person says; None when they have left."""
+    while True:
+        try:
+            return input("> ").strip()
+        except EOFError:
+            write("\n")
+            return None
+        except KeyboardInterrupt:
+            write("\n")
+
+
+def _print_answer(answer: Generation) -> str:
+    """Print it as it comes, up to its end or Ctrl-C. Returns what was printed."""
+    text = ""
+    with answer:
+        try:
+            for token in answer:
+                text += token.text
+                write(token.text)
+        except KeyboardInterrupt:
+            pass
+    write("\n")
+    if answer.usage is not None:
+        err.print(f"[dim]{usage_line(answer.usage)}[/]", soft_wrap=True)
+    return text

@@ -1,0 +1,126 @@
+"""`hearth generate`: a text that goes on from a prompt, printed as it comes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Optional
+
+import typer
+
+from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
+from coordinator.cli.output import err, handles_errors, print_json
+from hearth.client import Usage, connect
+from hearth.errors import BadSetting
+from hearth.units import format_seconds
+
+_SAMPLING = "Sampling"
+# Optional[]: typer reads the annotations on Python 3.10.
+MaxTokens = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help="Tokens at most. Default: as the model says, else 512.", show_default=False),
+]
+Temperature = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(help="0: the likeliest token; 1: as the model has it.", show_default=False, rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help="Only so many of the likeliest (0: all).", show_default=False, rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(help="Only the likeliest up to this sum.", show_default=False, rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(help="None below this share of the likeliest.", show_default=False, rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(
+        help="Above 1: tokens that were there are less likely.", show_default=False, rich_help_panel=_SAMPLING
+    ),
+]
+Seed = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help="The same seed, the same answer.", show_default=False, rich_help_panel=_SAMPLING),
+]
+AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
+
+
+@handles_errors
+def generate(
+    prompt: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="What the text begins with; '-' reads it from standard input.", show_default=False),
+    ] = None,
+    token_ids: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help='Token ids instead of a text, as "1,2,3"; prints token ids.', show_default=False),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
+    timeout: AnswerTimeout = 600.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate text with the model that this home serves; Ctrl-C ends it."""
+    if (prompt is None) == (token_ids is None):
+        raise BadSetting(setting="PROMPT", reason="give either a text ('-': from standard input) or --token-ids")
+    ids = _read_ids(token_ids) if token_ids is not None else None
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        answer = home.generate(
+            prompt, token_ids=ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            repetition_penalty=repetition_penalty, seed=seed, stop=stop, timeout_seconds=timeout,
+        )  # fmt: skip
+        text = ""
+        with answer:
+            for token in answer:
+                text += token.text
+                if as_json:
+                    continue
+                write(token.text if ids is None else f"{token.token_id} " if token.token_id is not None else "")
+    assert answer.usage is not None
+    if as_json:
+        print_json({"text": text, "token_ids": answer.token_ids, "usage": usage_object(answer.usage)})
+        return
+    write("\n")
+    err.print(f"[dim]{usage_line(answer.usage)}[/]", soft_wrap=True)
+
+
+def write(text: str) -> None:
+    """A piece of the answer, seen at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def usage_line(usage: Usage) -> str:
+    """One line for people."""
+    ended = "the length was reached" if usage.finish_reason == "length" else "ended by itself"
+    rate = f", then {usage.tokens_per_second:.1f} tokens/s" if usage.tokens_per_second else ""
+    return (
+        f"{usage.num_prompt_tokens} tokens in, {usage.num_tokens} out ({ended}); "
+        f"first token after {format_seconds(usage.first_token_seconds)}{rate}"
+    )
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """The same for programs."""
+    return {**usage._asdict(), "tokens_per_second": usage.tokens_per_second}
+
+
+def _read_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadSetting(setting="--token-ids", reason=f"'{text}' is no list of numbers such as 1,2,3") from None
