@@ -56,7 +56,7 @@ class Generation:
         self._collectives(1).broadcast(0, Phase.ORDER, message_1n)
         return self._execute(order)
 
-    def follow(self) -> None:
+    def follow(self) -> StepOrder:
         """Wait for the next order, however long, and execute it. Raises StepFailed, BadMessage."""
         self._begin()
         tile = self._communicator.await_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
@@ -64,6 +64,7 @@ class Generation:
         if not isinstance(order, StepOrder):
             raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} for an order")
         self._execute(order)
+        return order
 
     # ---- one step -------------------------------------------------------------------------------------------------
 

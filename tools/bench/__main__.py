@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json as _json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, cast, get_args
 
 import typer
 from rich.console import Console
@@ -16,9 +17,11 @@ from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
+from hearth.model.spec import WeightFormat
 from hearth.plan import Values
-from tools.bench import interrupts, paper, plots
-from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, temporary_folder
+from tools.bench import generation, interrupts, paper, plots
+from tools.bench.drive import StoredModel
+from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, emulated, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
 from tools.bench.plans import NAMES, entries, parse_names, parse_wires
 from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
@@ -247,6 +250,48 @@ def codec(
     files = Files(json, markdown, plot, plots.speedup_bars, "lz4 on activations: speed-up over sending them as they are",
                   paper.say_codec)  # fmt: skip
     _measure([(load_scenario(scenario), wanted)], layers, rounds, files)
+
+
+@app.command()
+@handles_errors
+def generate(
+    scenario: Annotated[str, typer.Option(help="A scenario's name or TOML file.")] = "whole-cores",
+    weights: Annotated[str, typer.Option(help=f"Of {', '.join(get_args(WeightFormat))}.", metavar="FORMAT")] = "int8",
+    mbit: Annotated[list[float], typer.Option(help="Real rates; may be repeated.")] = [125.0, 500.0, 940.0],  # noqa: B006
+    prompt: Annotated[int, typer.Option(help="Tokens.", min=1)] = 256,
+    tokens: Annotated[int, typer.Option(help="Tokens of the answer.", min=2)] = 64,
+    rounds: Rounds = MIN_ROUNDS,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """How fast a Llama of 330 million random weights generates: one device, two, and transformers on one."""
+    if weights not in get_args(WeightFormat):
+        raise BadSetting(setting="--weights", reason=f"'{weights}' is none of {', '.join(get_args(WeightFormat))}")
+    for setting, path in (("--json", json), ("--markdown", markdown)):
+        check_writable(setting, path)
+    rates, rows = _rates(mbit), list[generation.GenerationRow]()
+    with temporary_folder() as folder, Status("", console=err) as status:
+
+        def report(what: str) -> None:
+            interrupts.check()
+            status.update(what)
+
+        report("making the model")
+        model = StoredModel(generation.save_random_llama(folder / "model"), folder / "store")
+        chosen = load_scenario(scenario)
+        if len(chosen.devices) < 2:
+            raise BadSetting(setting="--scenario", reason=f"{chosen.name} has one device; two are compared")
+        with (
+            emulated(chosen, folder / "testbed", real_mbit=True) as testbed,
+            generation.GenerationBench(testbed, model, cast(WeightFormat, weights), report) as bench,
+        ):
+            for rate in rates:
+                rows += bench.measure(rate, prompt, tokens, rounds)
+                if json is not None:
+                    json.write_text(_json.dumps([row.model_dump() for row in rows], indent=1))
+                if markdown is not None:
+                    markdown.write_text(generation.markdown(rows))
+    out.print(generation.markdown(rows), soft_wrap=True, markup=False)
 
 
 # ---- the same for all -----------------------------------------------------------------------------------------------

@@ -177,6 +177,18 @@ class EngineRunners(_Group):
             traces=tuple(part["trace"] for part in parts),
         )
 
+    def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        """One answer: `tokens`, and seconds of `prefill` and `decode` (of all tokens but the first)."""
+        request = {"do": "generate", "plan_id": plan_id, "prompt": list(prompt), "num_tokens": num_tokens}
+        devices = self._plans[plan_id].devices
+        return self.ask({device.name: request for device in devices})[devices[0].name]
+
+    def exchange_seconds(self, plan_id: str, count: int) -> float:
+        """Of one exchange of partial sums in decoding, on the slowest device."""
+        request = {"do": "exchange", "plan_id": plan_id, "count": count}
+        answers = self.ask({device.name: request for device in self._plans[plan_id].devices})
+        return max(float(answer["seconds"]) for answer in answers.values())
+
     def unload(self, plan_id: str) -> None:
         names = [device.name for device in self._plans.pop(plan_id).devices]
         self.ask({name: {"do": "unload", "plan_id": plan_id} for name in names})
@@ -189,6 +201,19 @@ class EngineRunners(_Group):
 
     def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
         """Over the data plane's kind of socket."""
+        self._open_link(source, target, encrypt)
+        measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
+        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        return Link(source=source, target=target, **measured[source])
+
+    def ping_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
+        """One way, of a message of this size over the data plane's kind of socket."""
+        self._open_link(source, target, encrypt)
+        echoed = self.ask({target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}})
+        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        return float(echoed[source]["seconds"])
+
+    def _open_link(self, source: str, target: str, encrypt: bool) -> None:
         ends = {
             name: {"do": "open_link", "rank": rank, "encrypt": encrypt} for rank, name in enumerate((source, target))
         }
@@ -199,12 +224,25 @@ class EngineRunners(_Group):
                 target: {"do": "connect_link", "peer": self._peer(0, source, bound[source], 1e9)},
             }
         )
-        measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
-        self.ask({name: {"do": "close_link"} for name in (source, target)})
-        return Link(source=source, target=target, **measured[source])
 
     def _peer(self, rank: int, name: str, bound: Mapping[str, Any], bytes_per_second: float) -> dict[str, Any]:
         return {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound}
+
+
+class ReferenceRunner(_Group):
+    """`transformers` on one of the devices."""
+
+    def __init__(self, testbed: Testbed, device: str) -> None:
+        super().__init__(testbed, "reference")
+        self._device = device
+        self.start(device)
+
+    def load(self, model: StoredModel, dtype: str) -> None:
+        self.ask({self._device: {"do": "load", "model_dir": str(model.directory), "dtype": dtype}})
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        request = {"do": "generate", "prompt": list(prompt), "num_tokens": num_tokens}
+        return self.ask({self._device: request})[self._device]
 
 
 class GlooRunners(_Group):

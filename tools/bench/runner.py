@@ -23,15 +23,20 @@ import torch
 import zmq
 
 from agent.worker.allocator import keep_freed_buffers
+from agent.worker.collectives import Collectives
 from agent.worker.communicator import Communicator, link_codecs
 from agent.worker.engine import Engine
+from agent.worker.generation import LEADER, Generation
+from agent.worker.leader import Leader
 from agent.worker.profiler import ProfilerRequest, profile
 from agent.worker.shard import Shard, load_shard
 from agent.worker.staging import CpuStaging
+from agent.worker.tracing import Recorder
 from hearth.codec import wire_layout
 from hearth.errors import HearthError, StepFailed
-from hearth.framing import read_header
-from hearth.messages import ChunkRef, Peer, RunStep
+from hearth.framing import Phase, pack_array, read_header
+from hearth.geometry import spans
+from hearth.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, plan_from_json
 from hearth.security import new_keypair
@@ -44,6 +49,7 @@ _STEP_SECONDS = 60.0
 _MESSAGE_BYTES = 128 << 10
 _WINDOW = 12
 _PINGS = 15
+_EXCHANGE_STEP = 1 << 30  # of no generation
 _LINK_TIMEOUT_SECONDS = 30.0
 
 
@@ -77,6 +83,8 @@ class _Loaded:
     transport: _CountingTransport
     communicator: Communicator | None = None
     engine: Engine | None = None
+    generation: Generation | None = None
+    leader: Leader | None = None
     step: int = 0
 
 
@@ -113,7 +121,12 @@ class Runner:
         codecs = link_codecs(loaded.plan, loaded.rank, {peer.rank: peer.bytes_per_second for peer in known})
         loaded.communicator = Communicator(loaded.transport, loaded.plan.epoch, _TOKEN, codecs)
         loaded.communicator.start()
-        loaded.engine = Engine(loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
+        parts = (loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
+        loaded.engine = Engine(*parts)
+        if loaded.plan.generation is not None:
+            loaded.generation = Generation(*parts)
+            if loaded.rank == LEADER:
+                loaded.leader = Leader(loaded.plan, loaded.generation)
         return {}
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
@@ -146,6 +159,46 @@ class Runner:
             "trace": [event.model_dump() for event in done.trace],
         }
 
+    def generate(self, plan_id: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        """One answer, greedy. The other ranks follow until rank 0 has nothing more to do."""
+        loaded = self._loaded[plan_id]
+        cpu = time.process_time()
+        found: dict[str, Any] = {"tokens": []}
+        if loaded.leader is None:
+            assert loaded.generation is not None
+            while loaded.generation.follow().rows:
+                pass
+        else:
+            request = GenerateTokens(holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens)
+            payload = [bytes(frame) for frame in pack_array(np.asarray(prompt, np.int32))]
+            loaded.leader.submit(b"bench", request, payload)
+            while not loaded.leader.idle:
+                for _, message in loaded.leader.step():
+                    if isinstance(message, Failed):
+                        raise message.error()
+                    if isinstance(message, TokensGenerated):
+                        found["tokens"] += message.token_ids
+                    if isinstance(message, GenerationEnded):
+                        found |= {"prefill": message.prefill_seconds, "decode": message.decode_seconds}
+        return {**found, "cpu_seconds": time.process_time() - cpu}
+
+    def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
+        """Seconds of one exchange of partial sums of one row, as in decoding, with nothing computed in between."""
+        loaded = self._loaded[plan_id]
+        assert loaded.communicator is not None
+        like_1H = torch.ones(1, loaded.plan.model.hidden_size)
+        ranks = range(loaded.plan.num_ranks)
+        loaded.communicator.begin_step(_EXCHANGE_STEP, _STEP_SECONDS, Recorder(False))
+        loaded.communicator.receive_inline(True)
+        tiles = spans([1] + [0] * (loaded.plan.num_ranks - 1))
+        collectives = Collectives(loaded.communicator, CpuStaging(), tiles, overlap=True)
+        seconds = []
+        for layer in range(count):
+            began = time.perf_counter()
+            collectives.sum_everywhere(layer, Phase.SUM_MLP, like_1H, ranks, like_1H)
+            seconds.append(time.perf_counter() - began)
+        return {"seconds": statistics.median(seconds)}
+
     def unload(self, plan_id: str) -> dict[str, Any]:
         loaded = self._loaded.pop(plan_id, None)
         if loaded is None:
@@ -163,6 +216,27 @@ class Runner:
         spec = ModelSpec.model_validate(model)
         request = ProfilerRequest(model=spec, seq_len=seq_len, num_threads=num_threads, compute_device="cpu")
         return {"blocks": profile(request).model_dump()}
+
+    def ping(self, num_bytes: int, count: int) -> dict[str, Any]:
+        """Seconds of half a round trip of messages of this size over an open link, the median; the other end echoes."""
+        assert self._probe is not None
+        message, seconds = bytes(num_bytes), []
+        for _ in range(count):
+            began = time.perf_counter()
+            self._probe.send(1, [message])
+            self._confirmed()
+            seconds.append((time.perf_counter() - began) / 2)
+        self._probe.send(1, [b"end"])
+        return {"seconds": statistics.median(seconds)}
+
+    def echo(self) -> dict[str, Any]:
+        """The other end of `ping`."""
+        assert self._probe is not None
+        while (received := self._probe.receive(_LINK_TIMEOUT_SECONDS)) is not None:
+            if bytes(received.frames[0][:3]) == b"end":
+                return {}
+            self._probe.send(0, [bytes(received.frames[0])])
+        raise StepFailed(device=self._host, reason="a ping has stalled")
 
     def open_link(self, rank: int, encrypt: bool) -> dict[str, Any]:
         """One end of a measurement between two devices: rank 0 sends, rank 1 receives."""

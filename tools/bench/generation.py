@@ -1,0 +1,208 @@
+"""How fast a decoder generates: one device, several, and `transformers` on one, in interleaved rounds.
+
+Random weights of a Llama's shape. Decode rates leave out the first token, which the prefill brings.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from coordinator.planners import PlanRequest, make_plan
+from coordinator.planners.base import GenerationRequest
+from hearth.errors import BadSetting
+from hearth.model.spec import WeightFormat
+from hearth.plan import Plan
+from hearth.profile import ClusterProfile
+from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
+from tools.bench.plans import describe
+from tools.bench.profiles import Profiles
+from tools.bench.stats import paired_ratio, rotated
+from tools.testbed import Testbed
+
+Strategy = Literal["local", "hmp", "auto"]
+STRATEGIES: tuple[Strategy, ...] = ("local", "hmp", "auto")
+REFERENCE = "transformers"
+_REFERENCE_TYPE = "bfloat16"
+_EXCHANGES = 200
+# FIELD's shape: 330 million weights.
+LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "eos_token_id": None,
+}  # fmt: skip
+
+
+class GenerationRow(BaseModel):
+    """Rates are medians over rounds; `prefill` and `decode` in tokens per second."""
+
+    model_config = ConfigDict(frozen=True)
+
+    scenario: str
+    mbit: float
+    strategy: str
+    weights: str
+    devices: str
+    prompt_tokens: int
+    new_tokens: int
+    prefill: float
+    decode: float
+    decode_min: float
+    decode_max: float
+    prefill_over_reference: float
+    decode_over_reference: float
+    decode_low: float  # 95 % confidence of the ratio
+    decode_high: float
+    decode_predicted: float | None = None
+    exchange_seconds: float | None = None  # of partial sums of one row, between two devices
+    ping_seconds: float | None = None  # one way, a raw message of that size over the same kind of socket
+
+
+@dataclass
+class _Measured:
+    """Seconds by round."""
+
+    run: Callable[[], dict[str, Any]]
+    plan: Plan | None = None
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+def save_random_llama(directory: Path) -> Path:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    values = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **values)).save_pretrained(directory)
+    return directory
+
+
+class GenerationBench:
+    """On a testbed that is up."""
+
+    def __init__(
+        self, testbed: Testbed, model: StoredModel, weights: WeightFormat, report: Callable[[str], None]
+    ) -> None:
+        model.spec = model.spec.model_copy(update={"weights": weights})
+        self._testbed, self._model, self._report = testbed, model, report
+        self._names = [device.name for device in testbed.scenario.devices]
+        self._engine: EngineRunners = EngineRunners(testbed, self._names)
+        self._reference = ReferenceRunner(testbed, self._names[0])
+        self._profiles = Profiles(testbed.scenario, testbed, self._engine, report)
+
+    def __enter__(self) -> GenerationBench:
+        self._report(f"loading {REFERENCE}")
+        self._reference.load(self._model, _REFERENCE_TYPE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.__exit__(None, None, None)
+        self._reference.__exit__(None, None, None)
+
+    def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> list[GenerationRow]:
+        """Raises BadSetting."""
+        if prompt_tokens + new_tokens > self._model.spec.max_positions:
+            raise BadSetting(setting="--prompt", reason=f"the model takes {self._model.spec.max_positions} tokens")
+        self._testbed.set_mbit(mbit)
+        cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
+        prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
+        found = {REFERENCE: _Measured(lambda: self._reference.generate(prompt, new_tokens))}
+        for strategy in STRATEGIES:
+            found[strategy] = self._loaded(strategy, cluster, mbit, prompt, new_tokens)
+        for index in range(-1, rounds):
+            self._report(f"{mbit:.0f} Mbit/s: round {index + 1} of {rounds}")
+            for name in rotated(list(found), max(index, 0)):
+                answer = found[name].run()
+                if index >= 0:
+                    found[name].prefill.append(answer["prefill"])
+                    found[name].decode.append(answer["decode"])
+        spec = self._model.spec
+        exchange = self._engine.exchange_seconds("hmp", _EXCHANGES)
+        ping = self._engine.ping_seconds(self._names[0], self._names[1], 4 * spec.hidden_size, _EXCHANGES)
+        rows = [
+            self._row(name, each, found[REFERENCE], mbit, prompt_tokens, new_tokens) for name, each in found.items()
+        ]
+        for strategy in STRATEGIES:
+            self._engine.unload(strategy)
+        return [
+            row.model_copy(update={"exchange_seconds": exchange, "ping_seconds": ping})
+            if row.strategy == "hmp"
+            else row
+            for row in rows
+        ]
+
+    def _loaded(
+        self, strategy: Strategy, cluster: ClusterProfile, mbit: float, prompt: Sequence[int], new_tokens: int
+    ) -> _Measured:
+        self._report(f"loading {strategy}")
+        if strategy == "local":
+            cluster = cluster.subset((self._names[0],))
+        context = len(prompt) + new_tokens
+        request = PlanRequest(
+            self._model.spec, cluster, len(prompt), strategy=strategy,
+            generation=GenerationRequest(context, 1, len(prompt), new_tokens),
+        )  # fmt: skip
+        plan = make_plan(request)
+        self._engine.load(strategy, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
+        return _Measured(lambda: self._engine.generate(strategy, prompt, new_tokens), plan)
+
+    def _row(
+        self, name: str, each: _Measured, reference: _Measured, mbit: float, prompt_tokens: int, new_tokens: int
+    ) -> GenerationRow:
+        ratio = paired_ratio(reference.decode, each.decode)
+        promised = each.plan.generation if each.plan is not None else None
+        return GenerationRow(
+            scenario=self._testbed.scenario.name,
+            mbit=mbit,
+            strategy=name,
+            weights=_REFERENCE_TYPE if each.plan is None else self._model.spec.weights,
+            devices=self._names[0] if each.plan is None else describe(each.plan),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            prefill=prompt_tokens / statistics.median(each.prefill),
+            decode=(new_tokens - 1) / statistics.median(each.decode),
+            decode_min=(new_tokens - 1) / max(each.decode),
+            decode_max=(new_tokens - 1) / min(each.decode),
+            prefill_over_reference=paired_ratio(reference.prefill, each.prefill).median,
+            decode_over_reference=ratio.median,
+            decode_low=ratio.low,
+            decode_high=ratio.high,
+            decode_predicted=1 / promised.decode_seconds if promised and promised.decode_seconds else None,
+        )
+
+
+def markdown(rows: Sequence[GenerationRow]) -> str:
+    """One table for each rate."""
+    lines: list[str] = []
+    for mbit in dict.fromkeys(row.mbit for row in rows):
+        group = [row for row in rows if row.mbit == mbit]
+        lines += [
+            f"**{group[0].scenario}, {mbit:.0f} Mbit/s, {group[0].prompt_tokens} + {group[0].new_tokens} tokens**", "",
+            "| strategy | weights | ran | prefill tok/s | decode tok/s | min..max | predicted | over transformers |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]  # fmt: skip
+        for row in group:
+            predicted = f"{row.decode_predicted:.1f}" if row.decode_predicted else "-"
+            lines.append(
+                f"| {row.strategy} | {row.weights} | {row.devices} | {row.prefill:.0f} | {row.decode:.1f} | "
+                f"{row.decode_min:.1f}..{row.decode_max:.1f} | {predicted} | {row.decode_over_reference:.2f} "
+                f"[{row.decode_low:.2f}, {row.decode_high:.2f}] |"
+            )
+        for row in group:
+            if row.exchange_seconds and row.ping_seconds:
+                exchange, ping = row.exchange_seconds * 1e3, row.ping_seconds * 1e3
+                lines += [
+                    "",
+                    f"One exchange of partial sums takes {exchange:.2f} ms, a raw message of that size {ping:.2f} ms "
+                    f"({exchange / ping:.2f} x).",
+                ]
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""`transformers` on one emulated device: `python -m tools.bench.reference ipc://PATH`. Nothing of ours computes here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tools.bench.runner import serve
+
+
+class Reference:
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._model: Any = None
+
+    def load(self, model_dir: str, dtype: str) -> dict[str, Any]:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+        return {}
+
+    def generate(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        """Greedy, with the library's own KV cache; seconds of the prompt, and of all tokens after the first."""
+        with torch.inference_mode():
+            began = time.perf_counter()
+            out = self._model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+            tokens = [int(out.logits[0, -1].argmax())]
+            first = time.perf_counter()
+            for _ in range(num_tokens - 1):
+                out = self._model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+                tokens.append(int(out.logits[0, -1].argmax()))
+            ended = time.perf_counter()
+        return {"tokens": tokens, "prefill": first - began, "decode": ended - first}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Reference())
