@@ -20,7 +20,7 @@ from agent.links import LinkServer, measure_link
 from agent.store import ShardStore
 from agent.supervisor import WorkerProcess, run_child
 from agent.telemetry import TelemetryReader
-from hearth.errors import BadRequest, NotAuthorised, ProtocolMismatch, StepFailed
+from hearth.errors import BadRequest, HearthError, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
 from hearth.messages import (
     PROTOCOL_VERSION,
     AbortStep,
@@ -184,7 +184,7 @@ class AgentDaemon:
             boot_id=self.boot_id,
             worker=worker.state if worker else "none",
             epoch=worker.epoch if worker else 0,
-            failure=str(worker.failure) if worker and worker.failure else "",
+            failure=_why(worker.failure) if worker and worker.failure else "",
         )
 
     # ---- measurements ---------------------------------------------------------------------------------------------
@@ -286,3 +286,8 @@ class AgentDaemon:
         self._store.unpin_all()
         if worker is not None:
             await worker.stop()
+
+
+def _why(failure: HearthError) -> str:
+    """What the coordinator says after "the worker died"."""
+    return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()

@@ -503,7 +503,10 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         with self._turn:
             try:
                 token = self._home._run(self._take())
-            except BaseException:
+            except HearthError:
+                self._ended = True
+                raise
+            except BaseException:  # Ctrl-C
                 self.close()
                 raise
         if token is None:

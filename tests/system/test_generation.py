@@ -1,0 +1,213 @@
+"""A home of real processes that generates text: equal to `transformers`, cancelled, and on over a worker's death."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.home import TestHome, wait_for
+from support.models import save_random_model, small_decoder
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from hearth.client import Home
+from hearth.errors import BadRequest, ContextTooLong, QueueFull
+
+pytestmark = pytest.mark.processes
+
+PROMPT = [1, *range(40, 60)]
+CONTEXT = 320
+
+
+def without_end(**changes: Any) -> Any:
+    """Random weights say their end token anywhere; without one, every answer is as long as it may be."""
+    return small_decoder("llama", eos_token_id=None, **changes)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model"), without_end(), generates=True)
+
+
+@pytest.fixture(scope="module")
+def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token takes some hundredths of a second: time to do something in the middle of an answer."""
+    config = without_end(num_hidden_layers=16, hidden_size=768, num_attention_heads=12, intermediate_size=3072)
+    return save_random_model(tmp_path_factory.mktemp("slow"), config, generates=True)
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Two agents that generate together, for tests that break nothing."""
+    with TestHome(tmp_path_factory.mktemp("pair"), model_dir) as home:
+        home.start_agent("a")
+        home.start_agent("b")
+        home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
+        home.ready().close()
+        yield home
+
+
+def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = model.generate(torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, pad_token_id=0)
+    found: list[int] = ids[0, len(prompt) :].tolist()
+    return found
+
+
+def test_the_likeliest_tokens_are_those_of_transformers(pair: TestHome) -> None:
+    with pair.connect() as home:
+        answer = home.generate(token_ids=PROMPT, max_tokens=40)
+        answer.text()
+    assert answer.token_ids == greedy(pair.model_dir, PROMPT, 40)
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (len(PROMPT), 40, "length")
+    assert usage.first_token_seconds > 0
+    assert usage.tokens_per_second > 0
+
+
+def test_answers_side_by_side_are_those_of_each_alone(pair: TestHome) -> None:
+    prompts = [[1, *range(start, start + length)] for start, length in ((50, 3), (70, 100), (90, 17), (300, 40))]
+    with pair.connect() as home:
+
+        def ask(prompt: list[int]) -> list[int]:
+            answer = home.generate(token_ids=prompt, max_tokens=24)
+            answer.text()
+            return answer.token_ids
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(ask, prompts))
+    assert together == [greedy(pair.model_dir, prompt, 24) for prompt in prompts]
+
+
+def test_a_seed_repeats_an_answer_and_another_one_does_not(pair: TestHome) -> None:
+    def ask(seed: int) -> list[int]:
+        answer = home.generate(token_ids=PROMPT, max_tokens=16, temperature=1.0, top_k=500, top_p=0.95, seed=seed)
+        answer.text()
+        return answer.token_ids
+
+    with pair.connect() as home:
+        assert ask(3) == ask(3) != ask(4)
+
+
+def test_an_answer_that_is_left_is_computed_no_further(pair: TestHome) -> None:
+    with pair.connect() as home:
+        for _ in range(12):  # more than the plan has room for, were they not freed
+            with home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT)) as answer:
+                assert [token.token_id for token in itertools.islice(answer, 2)] == answer.token_ids
+        again = home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT), timeout_seconds=60.0)
+        again.text()
+        assert again.usage is not None
+        assert again.usage.queued_seconds < 10
+
+
+def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> None:
+    with pair.connect() as home:
+        with pytest.raises(ContextTooLong) as error:
+            home.generate(token_ids=PROMPT, max_tokens=CONTEXT).text()
+        assert (error.value.num_prompt_tokens, error.value.context_tokens) == (len(PROMPT), CONTEXT)
+        for fields, said in (
+            ({"token_ids": [3000]}, "between 0 and 2999"),
+            ({"token_ids": []}, "empty"),
+            ({"prompt": "hello"}, "tokenizer"),
+            ({"token_ids": [1], "stop": "x"}, "tokenizer"),
+        ):
+            with pytest.raises(BadRequest, match=said):
+                home.generate(**fields).text()  # type: ignore[arg-type]
+        with pytest.raises(BadRequest, match="hearth generate"):
+            home.embed(["a model that generates embeds nothing"])
+        with pytest.raises(BadRequest, match="hearth generate"):
+            home.hidden_states([1, 2])
+        assert home.ready()
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_worker_killed_in_mid_answer_changes_no_token(victim: str, slow_model_dir: Path, tmp_path: Path) -> None:
+    count = 60
+    with TestHome(tmp_path, slow_model_dir) as house:
+        for name in ("a", "b", "c"):
+            house.start_agent(name)
+        house.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
+        with house.ready() as home:
+            pid = house.worker_pid(victim)
+            assert pid is not None
+            answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
+            for _ in itertools.islice(answer, 10):
+                pass
+            os.kill(pid, signal.SIGKILL)
+            assert answer.text() == ""
+            assert answer.token_ids == greedy(slow_model_dir, PROMPT, count)
+            plan = home.status().plan
+            assert plan is not None
+            assert victim not in {device.name for device in plan.devices}
+            assert home.status().failed_requests == 0
+            assert "trying again" not in house.log("coordinator")
+
+
+def test_a_device_that_vanishes_in_mid_answer_changes_no_token(slow_model_dir: Path, tmp_path: Path) -> None:
+    count = 40
+    with TestHome(tmp_path, slow_model_dir) as house:
+        for name in ("a", "b"):
+            house.start_agent(name)
+        house.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
+        with house.ready() as home:
+            pids = [pid for pid in (house.pid("b"), house.worker_pid("b")) if pid is not None]
+            answers = [home.generate(token_ids=prompt, max_tokens=count) for prompt in (PROMPT, PROMPT[:5])]
+            texts = [threading.Thread(target=answer.text) for answer in answers]
+            for thread in texts:
+                thread.start()
+            wait_for("both answers to begin", lambda: all(len(answer.token_ids) > 5 for answer in answers))
+            try:
+                for pid in pids:
+                    os.kill(pid, signal.SIGSTOP)
+                for thread in texts:
+                    thread.join(120)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+            expected = [greedy(slow_model_dir, prompt, count) for prompt in (PROMPT, PROMPT[:5])]
+            assert [answer.token_ids for answer in answers] == expected
+
+
+def test_too_many_requests_are_refused_and_an_app_that_is_killed_frees_its_own(
+    slow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
+    with TestHome(tmp_path, slow_model_dir) as house:
+        house.start_agent("a")
+        house.start_coordinator("--strategy", "local", "--context", str(CONTEXT))
+        with house.ready() as home:
+            other = house.connect()
+            answers = [other.generate(token_ids=PROMPT, max_tokens=290) for _ in range(2)]
+            for answer in answers:
+                next(answer)
+            with pytest.raises(QueueFull):
+                home.generate(token_ids=PROMPT, max_tokens=2).text()
+            _drop_connection(other)
+            wait_for("room for a request", lambda: _is_served(home), 20.0)
+
+
+def _drop_connection(home: Home) -> None:
+    """As when its process is killed: nobody says goodbye."""
+    client = home._home._client
+    assert client is not None
+    home._loop.call_soon_threadsafe(client._socket.close)
+
+
+def _is_served(home: Home) -> bool:
+    try:
+        home.generate(token_ids=PROMPT, max_tokens=2).text()
+    except QueueFull:
+        return False
+    return True
