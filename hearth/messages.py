@@ -330,7 +330,9 @@ class GenerateTokens(_Message):
     epoch: Epoch
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
-    stop_ids: tuple[int, ...] = Field(default=(), max_length=256)  # a token of these ends the sequence, and is passed on
+    stop_ids: tuple[int, ...] = Field(
+        default=(), max_length=256
+    )  # a token of these ends the sequence, and is passed on
     first_index: Annotated[int, Field(ge=0)] = 0
 
 
