@@ -185,6 +185,7 @@ class AgentDaemon:
             worker=worker.state if worker else "none",
             epoch=worker.epoch if worker else 0,
             failure=_why(worker.failure) if worker and worker.failure else "",
+            worker_peak_bytes=worker.peak_bytes if worker else 0,
         )
 
     # ---- measurements ---------------------------------------------------------------------------------------------

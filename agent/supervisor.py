@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import sys
 import tempfile
@@ -67,6 +68,16 @@ class WorkerProcess:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the process had resident so far; 0 where the kernel does not say."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return 0
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+        return int(found[1]) << 10 if found else 0
 
     async def start(self, request: StartWorker) -> WorkerBound:
         """Start the process and load the shard. Raises WorkerDied, or what the worker raised."""

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from coordinator.costs import seconds_of
 from coordinator.deployment import Deployment, Progress
 from coordinator.explanation import label_of
 from coordinator.fleet import Fleet
+from coordinator.generation import context_tokens
 from coordinator.goal import Model
 from coordinator.registry import Device
 from coordinator.sentences import pack
-from hearth.errors import DeviceLost, HearthError, WorkerDied
+from hearth.errors import DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.messages import GenerationEnded, Sampling
 from hearth.plan import Plan
 from hearth.profile import Link
 from hearth.units import format_seconds
 
 _SEED = 20240525
+_ANSWER_SECONDS = 600.0  # between two tokens
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One plan: the seconds of its timed steps as its workers saw them, or why there are none."""
+    """One plan: the seconds of its timed steps as its workers saw them, or why there are none.
+
+    For a decoder a step is the request that plans are compared by: its prompt and all tokens of its answer.
+    """
 
     plan: Plan
     step_seconds: tuple[float, ...]
@@ -42,13 +50,13 @@ class Comparison:
     def error_percent(self) -> float | None:
         """How far the prediction lies above (+) or below (-) the measured median."""
         measured = self.median_seconds
-        return 100 * (self.plan.predicted.total_seconds / measured - 1) if measured else None
+        return 100 * (seconds_of(self.plan) / measured - 1) if measured else None
 
     def as_json(self) -> dict[str, Any]:
         return {
             "strategy": self.plan.body.strategy,
             "devices": [device.name for device in self.plan.devices],
-            "predicted_seconds": self.plan.predicted.total_seconds,
+            "predicted_seconds": seconds_of(self.plan),
             "median_seconds": self.median_seconds,
             "min_seconds": self.min_seconds,
             "step_seconds": list(self.step_seconds),
@@ -108,22 +116,33 @@ class Comparer:
         cache_dir: Path,
         encrypt: bool,
     ) -> tuple[float, ...]:
-        import numpy as np
-
-        random = np.random.default_rng(_SEED)
         deployment = self._deployment = Deployment(fleet, plan)
         try:
             chunks = await deployment.push(model.directory, cache_dir, self._progress)
             await deployment.load(chunks, links, encrypt)
-            seconds = []
-            for _ in range(rounds + 1):
-                ids = random.integers(0, model.spec.vocab_size, plan.seq_len, dtype=np.int32)
-                result = await deployment.run_step(*pack([ids.tolist()]), "mean")
-                seconds.append(result.step_seconds)
+            seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
             return tuple(seconds[1:])  # the first one warms up
         finally:
             self._deployment = None
             await deployment.close()
+
+
+async def _seconds(deployment: Deployment, seed: int) -> float:
+    """Of one step on random tokens."""
+    import numpy as np
+
+    plan, random = deployment.plan, np.random.default_rng(seed)
+    promise = plan.generation
+    length = plan.seq_len if promise is None else promise.prompt_tokens or plan.seq_len
+    ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
+    if promise is None:
+        return (await deployment.run_step(*pack([ids.tolist()]), "mean")).step_seconds
+    new_tokens = max(min(promise.new_tokens, context_tokens(plan) - length), 1)
+    async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _ANSWER_SECONDS)) as answers:
+        async for answer in answers:
+            if isinstance(answer, GenerationEnded):
+                return answer.prefill_seconds + answer.decode_seconds
+    raise StepFailed(device=plan.devices[0].name, reason="its answer had no end")
 
 
 def describe(results: Sequence[Comparison]) -> str:

@@ -14,13 +14,11 @@ from coordinator.fleet import Fleet
 from hearth.errors import (
     BadMessage,
     BadRequest,
-    ConnectionLost,
     DeviceLost,
     FrameTooLarge,
     HearthError,
     QueueFull,
     StepFailed,
-    Unreachable,
     WorkerDied,
 )
 from hearth.framing import pack_array, unpack_array
@@ -47,7 +45,7 @@ from hearth.messages import (
 )
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
-from hearth.plan import Plan, PlannedDevice, Values
+from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.rpc import Reply
 from hearth.trace import shift_to_common_clock
@@ -292,7 +290,9 @@ class Deployment:
             first_index=first_index,
         )
         payload = pack_array(token_ids)
-        async with aclosing(_stream(self._fleet, self.plan.devices[0], request, payload, timeout_seconds)) as replies:
+        first = self.plan.devices[0].device_id
+        stream = self._fleet.stream(first, request, payload, GenerationEnded, timeout_seconds)
+        async with aclosing(stream) as replies:
             while True:
                 message = (await self._next(replies)).message
                 if not isinstance(message, TokensGenerated | GenerationEnded):
@@ -334,22 +334,6 @@ class Deployment:
 
     async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
         return await _all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
-
-
-async def _stream(
-    fleet: Fleet, device: PlannedDevice, request: GenerateTokens, payload: Sequence[Any], timeout_seconds: float
-) -> AsyncGenerator[Reply, None]:
-    """One agent's stream. Raises what it raised, or DeviceLost when it cannot be reached."""
-    connection = fleet._by_device.get(device.device_id)
-    if connection is None:
-        raise DeviceLost(device=device.name, reason="it is not connected")
-    stream = connection.client.stream(request, payload, timeout_seconds=timeout_seconds, last=GenerationEnded)
-    try:
-        async with aclosing(stream) as replies:
-            async for reply in replies:
-                yield reply
-    except (Unreachable, ConnectionLost) as error:
-        raise DeviceLost(device=device.name, reason=error.explanation()) from None
 
 
 def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:

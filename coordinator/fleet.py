@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -130,12 +130,28 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
         """Ask one agent. Raises what it raised, or DeviceLost when it cannot be reached."""
+        with self._reaching(device_id) as client:
+            return await client.call(message, payload, timeout_seconds=timeout_seconds)
+
+    async def stream(
+        self, device_id: str, message: Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+    ) -> AsyncGenerator[Reply, None]:
+        """One agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call`."""
+        with self._reaching(device_id) as client:
+            stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last)
+            async with aclosing(stream) as replies:
+                async for reply in replies:
+                    yield reply
+
+    @contextmanager
+    def _reaching(self, device_id: str) -> Iterator[RpcClient]:
+        """The connection to a device; that it is gone is raised as DeviceLost."""
         connection = self._by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
         if connection is None:
             raise DeviceLost(device=name, reason="it is not connected")
         try:
-            return await connection.client.call(message, payload, timeout_seconds=timeout_seconds)
+            yield connection.client
         except (Unreachable, ConnectionLost) as error:
             raise DeviceLost(device=name, reason=error.explanation()) from None
 

@@ -74,6 +74,13 @@ def allowed(goal: ServingGoal, devices: Iterable[_D]) -> list[_D]:
     return [device for device in devices if not {device.name, device.device_id} & excluded]
 
 
+def suits(plan: Plan, model: Model) -> bool:
+    """Whether a plan from before is for this model, and promises what is asked for now."""
+    promise = model.generation.promise(model.seq_len) if model.generation is not None else None
+    promised = plan.generation.model_copy(update={"decode_seconds": 0.0}) if plan.generation is not None else None
+    return plan.model == model.spec and plan.seq_len == model.seq_len and promised == promise
+
+
 def plan_request(
     goal: ServingGoal,
     model: Model,

@@ -50,6 +50,7 @@ class Device:
             state=self.health,
             reason=self.reason,
             worker=self.state.worker if self.state else "none",
+            worker_peak_bytes=self.state.worker_peak_bytes if self.state else 0,
             telemetry=self.telemetry,
         )
 

@@ -20,7 +20,7 @@ from coordinator.deployment import Deployment, Progress, StepResult
 from coordinator.drift import DriftMonitor
 from coordinator.fleet import Fleet
 from coordinator.generation import Deployed, Generations, TextModel, warm_up
-from coordinator.goal import Model, allowed, open_model, plan_request
+from coordinator.goal import Model, allowed, open_model, plan_request, suits
 from coordinator.limits import breach, unknown_names
 from coordinator.planners import make_plan
 from coordinator.profiling import Profiler
@@ -397,7 +397,7 @@ class Server:
         if chosen is not None:
             return chosen
         restored, self._restored = self._restored, None
-        if restored is not None and restored.model == model.spec and restored.seq_len == model.seq_len:
+        if restored is not None and suits(restored, model):
             self._set_state("waiting for the devices of the last plan")
             if await self._all_there(restored):
                 against = breach(restored, goal.limits, goal.exclude, self._offered_bytes())

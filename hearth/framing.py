@@ -1,6 +1,7 @@
 """Tensors as frames: a small fixed header, then raw little-endian buffers that are never copied here.
 
-A tile message of the data plane is `[plan token + header, buffer...]`. Everything that a header names is checked
+A tile message of the data plane is `[plan token + header, buffer...]`; a small tile of one buffer is one frame, since every
+frame is encrypted and handed over on its own. Everything that a header names is checked
 against a cap before memory is allocated for it.
 """
 
@@ -27,6 +28,8 @@ _VERSION = 2
 _COMPRESSED = 0x80
 # version, dtype, encoding, dims, phase; epoch, step, layer, tile, source, chunk; shape
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
+_HEAD_BYTES = TOKEN_BYTES + _HEADER.size
+_ONE_FRAME_BYTES = 32 << 10  # above, copying the buffer costs more than a frame
 _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1"))
@@ -95,7 +98,17 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
         key.chunk,
         *_padded(array.shape),
     )
+    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _ONE_FRAME_BYTES:
+        return [b"".join((token, header, encoded.buffers[0]))]
     return [token + header, *encoded.buffers]
+
+
+def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The frames of a tile, header and buffers: a small one's lie in one frame."""
+    if len(frames) != 1 or len(frames[0]) <= _HEAD_BYTES:
+        return frames
+    whole = memoryview(frames[0])
+    return [whole[:_HEAD_BYTES], whole[_HEAD_BYTES:]]
 
 
 def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
@@ -111,7 +124,7 @@ def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]
 
 def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
     """The values of a tile whose header was read from these frames. Raises BadMessage."""
-    return codec.decode(header.values, header.compressed, header.dtype, header.shape, frames[1:], casts)
+    return codec.decode(header.values, header.compressed, header.dtype, header.shape, apart(frames)[1:], casts)
 
 
 def pack_array(array: Array) -> list[Buffer]:
@@ -148,7 +161,8 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
 
     Raises BadMessage, FrameTooLarge.
     """
-    if not frames or len(frames[0]) != TOKEN_BYTES + _HEADER.size:
+    frames = apart(frames)
+    if not frames or len(frames[0]) != _HEAD_BYTES:
         raise BadMessage(reason="a tile begins with a header")
     head = bytes(frames[0])
     if not hmac.compare_digest(head[:TOKEN_BYTES], token):

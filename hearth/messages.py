@@ -143,6 +143,7 @@ class AgentState(_Message):
     worker: WorkerState
     epoch: Epoch
     failure: Text
+    worker_peak_bytes: Bytes = 0  # the most memory that the worker had resident so far
 
 
 class OpenLinkProbe(_Message):
@@ -483,7 +484,7 @@ class Generate(_Message):
     prompt: Text | None = None
     messages: tuple[ChatMessage, ...] = Field(default=(), max_length=4096)
     sampling: SamplingChoice = SamplingChoice()
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # none: as many as the context has room for
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # none: what generation_config.json says, or 512
     stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer, and are no part of it
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
 
@@ -532,6 +533,7 @@ class DeviceInfo(_Message):
     state: Literal["alive", "suspect", "dead", "busy", "refused"]
     reason: Text = ""
     worker: WorkerState
+    worker_peak_bytes: Bytes = 0
     telemetry: Telemetry | None
 
 

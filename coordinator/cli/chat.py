@@ -21,8 +21,9 @@ from coordinator.cli.generate import (
 )
 from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors
-from hearth.client import Generation, connect
+from hearth.client import connect
 from hearth.errors import HearthError
+from hearth.generation import Generation
 from hearth.messages import ChatMessage
 
 _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"

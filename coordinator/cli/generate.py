@@ -9,8 +9,9 @@ import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, print_json
-from hearth.client import Usage, connect
+from hearth.client import connect
 from hearth.errors import BadSetting
+from hearth.generation import Usage
 from hearth.units import format_seconds
 
 _SAMPLING = "Sampling"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
@@ -103,6 +103,7 @@ def serve(
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
+        TimeRemainingColumn(),
         console=err,
         transient=True,
     ) as bars:

@@ -25,7 +25,8 @@ def status(
         return
     out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
     if now.plan is not None:
-        out.print(*plan_tables(now.plan), sep="\n")
+        peaks = {device.device_id: device.worker_peak_bytes for device in devices.devices}
+        out.print(*plan_tables(now.plan, peaks), sep="\n")
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(

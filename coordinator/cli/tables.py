@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -61,8 +61,11 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
     return table
 
 
-def plan_tables(plan: Plan) -> tuple[Table, Table]:
-    """Per device: its shares and its busy time in a step; and its bytes by kind against the budget."""
+def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
+    """Per device: its shares and its busy time in a step; and its bytes by kind against the budget.
+
+    `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
+    """
     devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
     title = (
         f"Plan: {plan.model.name} by {plan.body.title} on {devices}, "
@@ -81,6 +84,8 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
     last = ("KV\ncache", "total\n[dim]budget[/]") if decodes else ("total", "budget")
     for heading in ("weights", "embed-\ndings", "activa-\ntions", "work-\nspace", *last):
         memory.add_column(heading, justify="right", no_wrap=True)
+    if peaks:
+        memory.add_column("peak\nso far", justify="right", no_wrap=True)
     rows = rows_for(plan.body.row_weights, plan.seq_len)
     whole = plan.body.strategy == "sp" and not decodes  # a decoder decodes with its share
     for rank, device in enumerate(plan.devices):
@@ -96,7 +101,8 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
         kinds = [format_bytes(each) for each in (use.weights, use.embeddings, use.activations, use.workspace)]
         total, budget = format_bytes(use.total), format_bytes(device.budget_bytes)
         both = (format_bytes(use.kv_cache), f"{total}\n[dim]{budget}[/]") if decodes else (total, budget)
-        memory.add_row(device.name, *kinds, *both)
+        peak = (format_bytes(peaks.get(device.device_id, 0)),) if peaks else ()
+        memory.add_row(device.name, *kinds, *both, *peak)
     return shares, memory
 
 

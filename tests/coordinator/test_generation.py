@@ -33,7 +33,7 @@ from coordinator.generation import Deployed, Generations, TextModel, context_tok
 from coordinator.prompts import GenerationDefaults, TextTokenizer
 from coordinator.serving import Server
 from coordinator.state import ServingGoal
-from hearth.client import AsyncHome, Home, Token, connect
+from hearth.client import AsyncHome, Home, connect
 from hearth.errors import (
     AppRevoked,
     BadPlan,
@@ -51,6 +51,7 @@ from hearth.errors import (
     WorkerDied,
 )
 from hearth.framing import unpack_array
+from hearth.generation import Token
 from hearth.messages import (
     AbortStep,
     ChatMessage,

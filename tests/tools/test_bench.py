@@ -22,6 +22,7 @@ from support.plans import BERT_LARGE, make_plan
 from hearth.errors import BadSetting
 from tools.bench import interrupts, paper, plots
 from tools.bench.bound import bound_seconds
+from tools.bench.generation import GenerationRow
 from tools.bench.load import Load, Process, foreign_ticks
 from tools.bench.measure import relative_error
 from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
@@ -483,6 +484,45 @@ MOMENTS: dict[str, Callable[[subprocess.Popen[str]], bool]] = {
     "while the runners start": runners_started,
     "while devices talk": connected,
 }
+
+
+TINY_LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "vocab_size": 2100, "max_position_embeddings": 128, "eos_token_id": None,
+}  # fmt: skip
+
+
+def generate(files: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tools.bench", "generate", "--config", str(files / "llama.json"), *options],
+        cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"},
+        capture_output=True, text=True, check=False, timeout=180,
+    )  # fmt: skip
+
+
+@pytest.mark.namespaces
+def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
+    (files / "llama.json").write_text(json.dumps(TINY_LLAMA))
+    done = generate(files, "--scenario", str(files / "test-bench.toml"), "--mbit", "100", "--rounds", "5", "--prompt", "20",
+                    "--tokens", "6", "--json", str(files / "rows.json"))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [GenerationRow.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
+    assert [row.strategy for row in rows] == ["transformers", "local", "hmp", "auto"]
+    assert all(row.prefill > 0 and row.decode_min <= row.decode <= row.decode_max for row in rows)
+    (shared,) = (row for row in rows if row.strategy == "hmp")
+    assert shared.ping_seconds
+    assert shared.exchange_seconds
+    assert "One exchange of partial sums takes" in done.stdout
+
+
+def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
+    (files / "llama.json").write_text(json.dumps(TINY))
+    scenario = ("--scenario", str(files / "test-bench.toml"))
+    for options, said in ((scenario, "no decoder"), ((*scenario, "--weights", "int3"), "'int3' is none of float32")):
+        done = generate(files, *options)
+        assert done.returncode != 0
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.namespaces

@@ -17,6 +17,7 @@ from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
+from hearth.model.families import read_json
 from hearth.model.spec import WeightFormat
 from hearth.plan import Values
 from tools.bench import generation, interrupts, paper, plots
@@ -27,6 +28,7 @@ from tools.bench.plans import NAMES, entries, parse_names, parse_wires
 from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
 from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
 from tools.testbed import Scenario, load_scenario
+from tools.testbed.cluster import check_possible
 
 _FILE_WIDTH = 160
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -256,6 +258,10 @@ def codec(
 @handles_errors
 def generate(
     scenario: Annotated[str, typer.Option(help="A scenario's name or TOML file.")] = "whole-cores",
+    config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A decoder's config.json. Default: a Llama of 330 million weights.", show_default=False),
+    ] = None,
     weights: Annotated[str, typer.Option(help=f"Of {', '.join(get_args(WeightFormat))}.", metavar="FORMAT")] = "int8",
     mbit: Annotated[list[float], typer.Option(help="Real rates; may be repeated.")] = [125.0, 500.0, 940.0],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="Tokens.", min=1)] = 256,
@@ -264,11 +270,15 @@ def generate(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """How fast a Llama of 330 million random weights generates: one device, two, and transformers on one."""
+    """How fast a decoder of random weights generates: one device, two, and transformers (bfloat16) on one."""
     if weights not in get_args(WeightFormat):
         raise BadSetting(setting="--weights", reason=f"'{weights}' is none of {', '.join(get_args(WeightFormat))}")
     for setting, path in (("--json", json), ("--markdown", markdown)):
         check_writable(setting, path)
+    chosen = load_scenario(scenario)
+    if len(chosen.devices) < 2:
+        raise BadSetting(setting="--scenario", reason=f"{chosen.name} has one device; two are compared")
+    check_possible(chosen)
     rates, rows = _rates(mbit), list[generation.GenerationRow]()
     with temporary_folder() as folder, Status("", console=err) as status:
 
@@ -277,10 +287,8 @@ def generate(
             status.update(what)
 
         report("making the model")
-        model = StoredModel(generation.save_random_llama(folder / "model"), folder / "store")
-        chosen = load_scenario(scenario)
-        if len(chosen.devices) < 2:
-            raise BadSetting(setting="--scenario", reason=f"{chosen.name} has one device; two are compared")
+        shape = generation.LLAMA if config is None else read_json(config)
+        model = StoredModel(generation.save_random_decoder(folder / "model", shape), folder / "store")
         with (
             emulated(chosen, folder / "testbed", real_mbit=True) as testbed,
             generation.GenerationBench(testbed, model, cast(WeightFormat, weights), report) as bench,

@@ -1,12 +1,12 @@
 """How fast a decoder generates: one device, several, and `transformers` on one, in interleaved rounds.
 
-Random weights of a Llama's shape. Decode rates leave out the first token, which the prefill brings.
+Random weights. Decode rates leave out the first token, which the prefill brings.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from coordinator.planners import PlanRequest, make_plan
 from coordinator.planners.base import GenerationRequest
 from hearth.errors import BadSetting
+from hearth.model.families import FAMILIES
 from hearth.model.spec import WeightFormat
 from hearth.plan import Plan
 from hearth.profile import ClusterProfile
@@ -31,7 +32,7 @@ REFERENCE = "transformers"
 _REFERENCE_TYPE = "bfloat16"
 _EXCHANGES = 200
 # FIELD's shape: 330 million weights.
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 2048,
     "eos_token_id": None,
@@ -73,15 +74,23 @@ class _Measured:
     decode: list[float] = field(default_factory=list)
 
 
-def save_random_llama(directory: Path) -> Path:
+def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
+    """Of any decoder's config.json that Hearth runs. Raises BadSetting."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
+    kind = str(config.get("model_type", "missing"))
+    if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
+        raise BadSetting(setting="--config", reason=f"the model_type {kind} is no decoder that Hearth runs")
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    values = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **values)).save_pretrained(directory)
+    values = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
+    except (ValueError, TypeError) as error:
+        raise BadSetting(setting="--config", reason=str(error)) from None
+    model.float().save_pretrained(directory)
     return directory
 
 

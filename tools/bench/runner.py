@@ -34,7 +34,7 @@ from agent.worker.staging import CpuStaging
 from agent.worker.tracing import Recorder
 from hearth.codec import wire_layout
 from hearth.errors import HearthError, StepFailed
-from hearth.framing import Phase, pack_array, read_header
+from hearth.framing import Phase, apart, pack_array, read_header
 from hearth.geometry import spans
 from hearth.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
 from hearth.model.spec import ModelSpec
@@ -66,7 +66,7 @@ class _CountingTransport(SocketTransport):
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         if self.counting:
             tile = read_header(_TOKEN, frames)
-            self.sent_bytes += sum(len(frame) for frame in frames[1:])
+            self.sent_bytes += sum(len(frame) for frame in apart(frames)[1:])
             self.raw_bytes += math.prod(tile.shape) * tile.dtype.itemsize
             self.unpacked_bytes += sum(
                 math.prod(shape) * dtype.itemsize for dtype, shape in wire_layout(tile.values, tile.dtype, tile.shape)
