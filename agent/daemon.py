@@ -16,7 +16,7 @@ import hearth
 from agent.config import AgentSettings
 from agent.identity import Identity
 from agent.lease import Lease, acquire, require
-from agent.links import LinkServer, measure_link
+from agent.links import LinkServer, fetch_chunks, measure_link
 from agent.store import ShardStore
 from agent.supervisor import WorkerProcess, run_child
 from agent.telemetry import TelemetryReader
@@ -28,9 +28,11 @@ from hearth.messages import (
     AgentState,
     AgentWelcome,
     BlocksProfiled,
+    ChunksFetched,
     ChunksMissing,
     ConnectPeers,
     Done,
+    FetchChunks,
     FindMissing,
     GenerateTokens,
     GetTelemetry,
@@ -97,6 +99,7 @@ class AgentDaemon:
             ProfileBlocks: self._profile_blocks,
             FindMissing: self._find_missing,
             PutChunk: self._put_chunk,
+            FetchChunks: self._fetch_chunks,
             LoadShard: self._load_shard,
             ConnectPeers: self._connect_peers,
             RunStep: self._run_step,
@@ -222,6 +225,10 @@ class AgentDaemon:
             raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
         await asyncio.to_thread(self._store.put, message.hash, payload[0])
         return Done()
+
+    async def _fetch_chunks(self, message: FetchChunks, _: Sequence[Any]) -> Message:
+        self._require_lease(message.holder)
+        return ChunksFetched(missing=await fetch_chunks(message, self._identity.keypair, self._store.put))
 
     # ---- the worker -----------------------------------------------------------------------------------------------
 

@@ -1,22 +1,39 @@
-"""Device-to-device links: bandwidth and round trip, over the data plane's kind of socket and security.
+"""What agents ask of each other, on a port where a peer is let in for a while: their links' rate, and chunks.
 
-The measuring side pushes bursts through a CURVE-encrypted DEALER to the other agent's ROUTER, whose short answers mark
-the end of each burst. Repeated until stable, bounded in time and bytes.
+Bandwidth and round trip are measured over the data plane's kind of socket and security: the measuring side pushes bursts
+through a CURVE-encrypted DEALER to the other agent's ROUTER, whose short answers mark the end of each burst. Repeated
+until stable, bounded in time and bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import statistics
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import zmq
 import zmq.asyncio
 
-from hearth.errors import WrongKey
-from hearth.messages import Done, LinkMeasured, MeasureLink, Message, OpenLinkProbe
+from hearth.errors import (
+    BadMessage,
+    ChunkCorrupt,
+    ChunkMissing,
+    ConnectionLost,
+    DeadlineExceeded,
+    InternalError,
+    Unreachable,
+    WrongKey,
+)
+from hearth.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
 from hearth.rpc import Caller, Reply, RpcClient, RpcServer
 from hearth.security import Access, Gatekeeper, KeyPair
+from hearth.transport.base import Buffer
+
+log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "link"
 _FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure our own overhead
@@ -24,6 +41,10 @@ _PINGS = 7
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
 _AGREE = 0.05  # the last bursts agree within this share: stable
 _AGREEING_BURSTS = 3
+_CHUNKS_IN_FLIGHT = 4  # hides the round trip, bounds the memory
+_NOT_TO_BE_HAD = (
+    BadMessage, ChunkCorrupt, ChunkMissing, ConnectionLost, DeadlineExceeded, InternalError, Unreachable, WrongKey,
+)  # fmt: skip
 _MAX_FRAMES_PER_BURST = 60  # of one message; the rpc layer allows 64
 
 
@@ -37,7 +58,9 @@ class LinkServer:
         bind_host: str,
         port: int,
         keypair: KeyPair,
+        read_chunk: Callable[[str], bytes],
     ) -> None:
+        self._read_chunk = read_chunk
         self._open_until: dict[str, float] = {}
         gatekeeper.admit(ZAP_DOMAIN, self._admits)
         self._server = RpcServer(
@@ -66,16 +89,49 @@ class LinkServer:
     async def _handle(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if not self._admits(caller.public_key):
             raise WrongKey(endpoint="the link port")
+        if isinstance(message, GetChunk):
+            return Reply(Done(), [await asyncio.to_thread(self._read_chunk, message.hash)])
         return Done()  # the burst has arrived
+
+
+async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, Buffer], None]) -> tuple[str, ...]:
+    """Get chunks from another agent and `keep` each. Those that could not be had are returned. Raises what `keep` raises
+    but ChunkCorrupt: a damaged one could not be had either."""
+    missing: list[str] = []
+    in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
+    deadline = time.monotonic() + request.seconds
+    async with _client(request.host, request.port, Access(own, request.peer_public_key)) as client:
+
+        async def fetch(chunk: str) -> None:
+            async with in_flight:
+                try:
+                    remaining = max(deadline - time.monotonic(), 0.001)
+                    reply = await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)
+                    if len(reply.payload) != 1:
+                        raise BadMessage(reason=f"a chunk came as {len(reply.payload)} frames")
+                    await asyncio.to_thread(keep, chunk, reply.payload[0])
+                except _NOT_TO_BE_HAD as error:
+                    log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, error)
+                    missing.append(chunk)
+
+        await asyncio.gather(*map(fetch, request.hashes))
+    return tuple(missing)
 
 
 async def measure_link(request: MeasureLink, own: KeyPair) -> LinkMeasured:
     """Measure from here to there. Raises Unreachable, WrongKey or DeadlineExceeded within the request's bounds."""
-    context = zmq.asyncio.Context()
-    host = f"[{request.host}]" if ":" in request.host else request.host
-    client = RpcClient(context, f"tcp://{host}:{request.port}", Access(own, request.peer_public_key), name="link")
-    try:
+    async with _client(request.host, request.port, Access(own, request.peer_public_key)) as client:
         return await _measure(client, request)
+
+
+@asynccontextmanager
+async def _client(host: str, port: int, access: Access) -> AsyncIterator[RpcClient]:
+    """Of another agent's port for peers."""
+    context = zmq.asyncio.Context()
+    host = f"[{host}]" if ":" in host else host
+    client = RpcClient(context, f"tcp://{host}:{port}", access, name="link")
+    try:
+        yield client
     finally:
         await client.close()
         context.destroy(linger=0)

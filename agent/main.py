@@ -56,7 +56,10 @@ async def run_agent(settings: AgentSettings) -> None:
         gatekeeper.admit(ZAP_DOMAIN, lambda key: key in (coordinator_public, admin_public))
         gatekeeper.start()
         stack.callback(gatekeeper.stop)
-        links = LinkServer(context, gatekeeper, settings.bind_host, settings.link_port, identity.keypair)
+        links = LinkServer(
+            context, gatekeeper, settings.bind_host, settings.link_port, identity.keypair,
+            lambda chunk: store.path_of(chunk).read_bytes(),
+        )  # fmt: skip
         await links.start()
         stack.push_async_callback(links.close)
         daemon = AgentDaemon(

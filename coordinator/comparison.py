@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 from coordinator.costs import seconds_of
-from coordinator.deployment import Deployment, Progress
+from coordinator.deployment import Deployment
+from coordinator.distribution import Progress
 from coordinator.explanation import label_of
 from coordinator.fleet import Fleet
 from coordinator.generation import context_tokens

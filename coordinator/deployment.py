@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from coordinator.distribution import Distribution, Progress, all_or_first_error
 from coordinator.fleet import Fleet
 from hearth.errors import (
     BadMessage,
@@ -25,16 +26,13 @@ from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
     AbortStep,
     ChunkRef,
-    ChunksMissing,
     ConnectPeers,
     DeviceTrace,
     Done,
-    FindMissing,
     GenerateTokens,
     GenerationEnded,
     LoadShard,
     Peer,
-    PutChunk,
     RunStep,
     Sampling,
     StepDone,
@@ -43,8 +41,6 @@ from hearth.messages import (
     WireStats,
     WorkerBound,
 )
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
 from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.rpc import Reply
@@ -53,8 +49,6 @@ from hearth.trace import shift_to_common_clock
 if TYPE_CHECKING:
     import numpy as np
 
-_CHUNKS_IN_FLIGHT = 4  # per device: hides the round trip, bounds the coordinator's memory
-_CHUNK_SECONDS = 120.0
 _LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
 _ABORT_GRACE_SECONDS = 0.5
 # A step may take this many times its predicted time before a wait inside it gives up ...
@@ -64,8 +58,6 @@ _MIN_TIMEOUT_SECONDS = 2.0
 
 # What is wrong with one request and not with the plan: whatever else runs on it goes on.
 _OF_THE_REQUEST = (BadRequest, FrameTooLarge, QueueFull)
-
-Progress = Callable[[str, int, int], None]  # device name, bytes sent, bytes to send in all
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,8 @@ class Deployment:
 
     def __init__(self, fleet: Fleet, plan: Plan) -> None:
         self.plan = plan
-        self.sent_bytes = 0  # weights that had to be pushed
+        self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
+        self.weight_error = 0.0  # of the matrices, for the format that they are kept in; of the worst device
         self.wire = WireStats()
         self.dropped_messages = 0
         self._fleet = fleet
@@ -103,39 +96,12 @@ class Deployment:
     # ---- bringing it up -------------------------------------------------------------------------------------------
 
     async def push(self, model_dir: Path, cache_dir: Path, progress: Progress) -> list[tuple[ChunkRef, ...]]:
-        """Send every device the chunks that it needs and does not have. Returns each rank's chunks."""
-        with Checkpoint(model_dir) as checkpoint:
-            spec = self.plan.model
-            manifest = await asyncio.to_thread(cached_manifest, checkpoint, spec, cache_dir)
-            per_rank = [chunks_for_rank(manifest, self.plan, rank) for rank in range(self.plan.num_ranks)]
-
-            async def push_to(rank: int) -> None:
-                device = self.plan.devices[rank]
-                hashes = tuple(chunk.hash for chunk in per_rank[rank])
-                request = FindMissing(holder=self._fleet.holder, hashes=hashes)
-                missing = (await self._fleet.ask(device.device_id, request, ChunksMissing)).hashes
-                wanted = [chunk for chunk in per_rank[rank] if chunk.hash in set(missing)]
-                total = sum(chunk.num_bytes for chunk in wanted)
-                done = 0
-                progress(device.name, 0, total)
-                in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
-
-                async def put(chunk: ChunkRef) -> None:
-                    nonlocal done
-                    async with in_flight:
-                        data = await asyncio.to_thread(
-                            chunk_bytes, checkpoint, spec, chunk.kind, chunk.layer, chunk.grain
-                        )
-                        put_chunk = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
-                        await self._fleet.call(device.device_id, put_chunk, [data], timeout_seconds=_CHUNK_SECONDS)
-                    done += chunk.num_bytes
-                    self.sent_bytes += chunk.num_bytes
-                    progress(device.name, done, total)
-
-                await _all_or_first_error(put(chunk) for chunk in wanted)
-
-            await _all_or_first_error(push_to(rank) for rank in range(self.plan.num_ranks))
-        return per_rank
+        """Bring every device the chunks that it needs and does not have. Returns each rank's chunks."""
+        distribution = Distribution(self._fleet, self.plan, progress)
+        try:
+            return await distribution.run(model_dir, cache_dir)
+        finally:
+            self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
 
     async def load(
         self, chunks: Sequence[tuple[ChunkRef, ...]], links: Mapping[tuple[str, str], Link], encrypt: bool
@@ -175,6 +141,7 @@ class Deployment:
             return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=35.0)
 
         await self._on_all(connect)
+        self.weight_error = max(each.weight_error for each in bound)
 
     async def close(self) -> None:
         """Stop the workers, so that the next plan finds their memory free."""
@@ -333,7 +300,7 @@ class Deployment:
         return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
     async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        return await _all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
+        return await all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
 
 
 def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
@@ -344,15 +311,3 @@ def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
                 raise error
             found.append(error)
     return found
-
-
-async def _all_or_first_error(calls: Any) -> list[Any]:
-    """As gather, but when one fails the others are cancelled and awaited, so that nothing runs on unseen."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -16,7 +16,7 @@ import zmq.asyncio
 import hearth
 from coordinator.apps import AppRegistry
 from coordinator.config import CoordinatorSettings
-from coordinator.deployment import Progress
+from coordinator.distribution import Progress
 from coordinator.fleet import Fleet
 from coordinator.registry import by_name
 from coordinator.serving import Answer, Server

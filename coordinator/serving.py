@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coordinator.accuracy import calibrate, choose, describe
 from coordinator.config import CoordinatorSettings
-from coordinator.deployment import Deployment, Progress, StepResult
+from coordinator.deployment import Deployment, StepResult
+from coordinator.distribution import Progress
 from coordinator.drift import DriftMonitor
 from coordinator.fleet import Fleet
 from coordinator.generation import Deployed, Generations, TextModel, warm_up
@@ -381,10 +382,14 @@ class Server:
         self._set_state(f"pushing shards to {names}")
         chunks = await self._push(deployment, model)
         self._report(
-            f"pushed {format_bytes(deployment.sent_bytes)} of weights; what was there already was not sent again"
+            f"pushed {format_bytes(deployment.sent_bytes)} of weights, devices passed on "
+            f"{format_bytes(deployment.passed_bytes)}; what was there already was not sent again"
         )
         self._set_state(f"loading on {names}")
         await deployment.load(chunks, self.profiler.links, self._settings.encrypt_data_plane)
+        if deployment.weight_error:
+            lost = f"{100 * deployment.weight_error:.2g} %"
+            self._report(f"weights in {model.spec.weights} are {lost} off the checkpoint's (root mean square)")
         await self._warm_up(deployment, model)
         if deployment.failure is not None:
             raise deployment.failure

@@ -147,7 +147,7 @@ class AgentState(_Message):
 
 
 class OpenLinkProbe(_Message):
-    """Let one peer measure the link to this device for a while."""
+    """Let one peer measure the link to this device, or fetch chunks from it, for a while."""
 
     t: Literal["open_link_probe"] = "open_link_probe"
     peer_public_key: PublicKey
@@ -213,6 +213,23 @@ class PutChunk(_Message):
     hash: Hash
 
 
+class FetchChunks(_Message):
+    """Get chunks from another agent, which lets this one in for a while (`OpenLinkProbe`)."""
+
+    t: Literal["fetch_chunks"] = "fetch_chunks"
+    holder: Name
+    host: Name
+    port: Port
+    peer_public_key: PublicKey
+    hashes: tuple[Hash, ...] = Field(min_length=1, max_length=50_000)
+    seconds: Annotated[float, Field(gt=0, le=60)]  # in all
+
+
+class ChunksFetched(_Message):
+    t: Literal["chunks_fetched"] = "chunks_fetched"
+    missing: tuple[Hash, ...]  # that could not be had there in that time
+
+
 class LoadShard(_Message):
     """Start a worker for this rank of the plan; its chunks must be in the store already."""
 
@@ -230,6 +247,7 @@ class WorkerBound(_Message):
     port: Port
     public_key: PublicKey  # ephemeral, of this plan only
     num_bytes_loaded: Bytes
+    weight_error: Annotated[float, Field(ge=0)] = 0.0  # of the matrices, for their format: relative, root mean square
 
 
 class Peer(_Message):
@@ -374,6 +392,16 @@ class Unload(_Message):
     t: Literal["unload"] = "unload"
     holder: Name
     epoch: Epoch
+
+
+# ---- agent to agent ---------------------------------------------------------------------------------------------
+
+
+class GetChunk(_Message):
+    """The answer is `Done`, with the chunk's bytes as its one payload frame."""
+
+    t: Literal["get_chunk"] = "get_chunk"
+    hash: Hash
 
 
 # ---- daemon to its own worker -------------------------------------------------------------------------------------
@@ -604,6 +632,9 @@ Message: TypeAlias = (
     | FindMissing
     | ChunksMissing
     | PutChunk
+    | FetchChunks
+    | ChunksFetched
+    | GetChunk
     | LoadShard
     | WorkerBound
     | ConnectPeers

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
@@ -16,8 +16,23 @@ from hearth.model.spec import WeightFormat
 _FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
 
 
+class Loss(NamedTuple):
+    """What a format lost of a matrix: sums of squares of the differences, and of the weights."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+
+    def plus(self, kept: Tensor, given: Tensor) -> Loss:
+        """`kept` is what stands for `given`."""
+        given = given.float()
+        error = float((kept.float() - given).square().sum())
+        return Loss(self.squared_error + error, self.squared_norm + float(given.square().sum()))
+
+
 class Matrix(Protocol):
-    """Filled part by part, then multiplied with."""
+    """Filled part by part, then multiplied with. `loss` is what its format cost."""
+
+    loss: Loss
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -44,6 +59,7 @@ class Floats:
 
     def __init__(self, weight_nk: Tensor) -> None:
         self.weight = weight_nk
+        self.loss = Loss()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,7 +70,9 @@ class Floats:
         return (self.weight,)
 
     def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
-        self.weight[rows, columns].copy_(values)
+        kept = self.weight[rows, columns].copy_(values)
+        if kept.dtype not in (values.dtype, torch.float32):
+            self.loss = self.loss.plus(kept, values.to(kept.device))
 
     def rows(self, part: slice) -> Floats:
         return Floats(self.weight[part])
@@ -76,6 +94,7 @@ class Int8:
     """Weight-only int8 with one scale for each output (absolute maximum / 127)."""
 
     def __init__(self, quantised_nk: Tensor, scales_n: Tensor) -> None:
+        self.loss = Loss()
         self._quantised = quantised_nk
         self._scales = scales_n
         self._filling: Tensor | None = None  # in float32, until all of it is there
@@ -99,6 +118,7 @@ class Int8:
             scales = (largest / 127).to(self._scales.dtype)
             self._scales.copy_(scales)
             self._quantised.copy_((self._filling / scales.float()[:, None]).round_().clamp_(-127, 127))
+            self.loss = self.loss.plus(self._quantised * scales.float()[:, None], self._filling)
             self._filling = None
 
     def rows(self, part: slice) -> Int8:

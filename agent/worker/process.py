@@ -79,6 +79,7 @@ class Worker:
             port=self._transport.port,
             public_key=self._transport.public_key,
             num_bytes_loaded=shard.num_bytes(),
+            weight_error=shard.weight_error(),
         )
 
     def connect(self, request: ConnectPeers) -> None:

@@ -6,6 +6,7 @@ V vocabulary rows of this rank, P positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,14 @@ class Shard:
 
     def num_bytes(self) -> int:
         """Tied weights count once."""
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(self) if tensor.nbytes}.values())
+        tensors = (tensor for part in _parts(self) for tensor in (part if isinstance(part, tuple) else part.tensors))
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.nbytes}.values())
+
+    def weight_error(self) -> float:
+        """How far the matrices are off the checkpoint's, for the format that they are kept in: relative, root mean square."""
+        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Int8)]
+        norm = sum(loss.squared_norm for loss in losses)
+        return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
 
 
 class _Empty:
@@ -250,14 +258,15 @@ def _copy_norm(norm: Norm, stored: _Stored, name: str) -> None:
     _copy(norm.bias, stored, f"{name}.bias")
 
 
-def _tensors(part: object) -> Iterator[Tensor]:
+def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
+    """All matrices, and all tensors that are none."""
     if isinstance(part, Tensor):
-        yield part
+        yield (part,)
     elif isinstance(part, Floats | Int8):
-        yield from part.tensors
+        yield part
     elif isinstance(part, list):
         for item in part:
-            yield from _tensors(item)
+            yield from _parts(item)
     elif isinstance(part, LayerShard | EmbeddingShard | Shard | Norm):
         for name in part.__dataclass_fields__:
-            yield from _tensors(getattr(part, name))
+            yield from _parts(getattr(part, name))

@@ -32,7 +32,7 @@ from agent.config import AgentSettings, add_arguments, load_settings
 from agent.gpu import GpuReader, tegra_model
 from agent.identity import hardware_fingerprint, load_identity
 from agent.lease import acquire, require
-from agent.links import LinkServer, measure_link
+from agent.links import LinkServer, fetch_chunks, measure_link
 from agent.store import ShardStore
 from agent.supervisor import WorkerProcess
 from agent.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
@@ -52,6 +52,7 @@ from hearth.messages import (
     AbortStep,
     Cancel,
     Failed,
+    FetchChunks,
     GenerateTokens,
     GenerationEnded,
     MeasureLink,
@@ -360,7 +361,7 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
         context = zmq.asyncio.Context()
         gatekeeper = asyncio_gatekeeper(context)
         mine, theirs = new_keypair(), new_keypair()
-        server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs)
+        server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
         gatekeeper.start()
         await server.start()
         request = MeasureLink(
@@ -384,6 +385,47 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
             await server.close()
             gatekeeper.stop()
             context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_chunks_come_from_a_peer_that_lets_us_in(tmp_path: Path) -> None:
+    """What it has not, what is damaged there, and what it does not let us have is told, and comes from elsewhere."""
+    contents = [bytes([index]) * 1000 for index in range(10)]
+    hashes = [hashlib.sha256(content).hexdigest() for content in contents]
+    theirs, ours = ShardStore(tmp_path / "theirs", 1 << 30, "peer"), ShardStore(tmp_path / "ours", 1 << 30, "here")
+    for digest, content in zip(hashes[:8], contents, strict=False):
+        theirs.put(digest, content)
+    theirs.path_of(hashes[3]).write_bytes(b"damaged")
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        gatekeeper = asyncio_gatekeeper(context)
+        mine, peer = new_keypair(), new_keypair()
+        server = LinkServer(
+            context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
+        )  # fmt: skip
+        gatekeeper.start()
+        await server.start()
+        request = FetchChunks(
+            holder="c",
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=peer.public,
+            hashes=tuple(hashes),
+            seconds=10.0,
+        )
+        try:
+            refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, ours.put)
+            assert sorted(refused) == sorted(hashes)
+            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+            missing = await asyncio.wait_for(fetch_chunks(request, mine, ours.put), 20)
+        finally:
+            await server.close()
+            gatekeeper.stop()
+            context.destroy(linger=0)
+        assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
+        assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
 
     asyncio.run(scenario())
 

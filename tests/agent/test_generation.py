@@ -283,6 +283,8 @@ def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float,
         request = (home := Home(cluster)).submit(prompt, 12)
         home.run()
         assert len(home.answers[request]) == 12
+        errors = [generation._shard.weight_error() for generation in cluster.generations]
+    assert all(1e-4 < error < tolerance for error in errors), errors
     with torch.inference_mode():
         expected = _reference_model(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
     assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)

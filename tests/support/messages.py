@@ -43,6 +43,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.FindMissing(holder="c", hashes=(_HASH,)),
     m.ChunksMissing(hashes=(_HASH,)),
     m.PutChunk(holder="c", hash=_HASH),
+    m.FetchChunks(holder="c", host="10.0.0.2", port=47801, peer_public_key=_KEY, hashes=(_HASH,), seconds=30.0),
+    m.ChunksFetched(missing=(_HASH,)),
+    m.GetChunk(hash=_HASH),
     _LOAD,
     m.WorkerBound(port=47810, public_key=_KEY, num_bytes_loaded=123),
     m.ConnectPeers(

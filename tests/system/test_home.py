@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -61,6 +62,7 @@ from hearth.security import (
     new_home_key,
     new_keypair,
 )
+from hearth.units import parse_bytes
 
 pytestmark = pytest.mark.processes
 
@@ -319,6 +321,19 @@ def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Pat
         stored = _stored_chunks(tmp_path)
         assert set(stored) == set(chunks)
         assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # only those were sent again
+
+
+def test_what_two_devices_need_leaves_the_coordinator_once(model_dir: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir) as house:
+        house.start_agent("a")
+        house.start_agent("b")
+        house.start_coordinator("--strategy", "sp", "--min-devices", "2")  # all weights on both
+        with house.ready() as home:
+            assert home.hidden_states(TOKENS).shape[0] == len(TOKENS)
+        said = re.search(r"pushed ([\d.]+ \w+) of weights, devices passed on ([\d.]+ \w+)", house.log("coordinator"))
+        assert said is not None
+        pushed, passed = map(parse_bytes, said.groups())
+        assert 0.1 * pushed < passed < pushed  # all but the vocabulary, which is split
 
 
 def _stored_chunks(folder: Path) -> dict[Path, int]:
