@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
 
 FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
-SPLITS = [(1,), (1, 1), (3, 1), (2, 1, 3), (1, 2, 1, 1), (1, 0, 2)]
+SPLITS = [(1, 1), (3, 1), (2, 1, 3), (1, 2, 1, 1), (1, 0, 2)]
 R = "replicated"
 LOGIT_TOLERANCE = 1e-3
 
@@ -72,14 +72,18 @@ def generating_plan(
     return plan.model_copy(update={"generation": promise})
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("strategy", ["local", "hmp", "sp", "megatron-tp"])
+CASES = [
+    ("local", (1,)),
+    *(("hmp", split) for split in SPLITS),
+    *((strategy, split) for strategy in ("sp", "megatron-tp") for split in ((3, 1), (1, 2, 1, 1))),
+]
+
+
+@pytest.mark.parametrize(("strategy", "split"), CASES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers(
     family: str, strategy: str, split: tuple[int, ...], models: Any, tmp_path: Path
 ) -> None:
-    if (strategy == "local") != (len(split) == 1):
-        pytest.skip("local is the one strategy of one device")
     rows = tuple(max(share, 0.5) for share in split) if strategy == "sp" else None
     model_dir = models(family)
     spec = read_spec(model_dir)

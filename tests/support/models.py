@@ -24,7 +24,7 @@ def save_random_model(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
-            elif "norm" in name.lower():
+            elif "norm" in name.lower() or ".ln_" in name:
                 parameter.normal_(1, 0.2)
     model.save_pretrained(directory, safe_serialization=True, max_shard_size=max_shard_size)
     return directory

@@ -91,7 +91,9 @@ def galaxy(
     scenario: Annotated[list[str], typer.Option(help="A scenario's name or TOML file; may be repeated.")] = [],  # noqa: B006
     devices: Annotated[Optional[int], typer.Option(help="Only the first N.", min=1, metavar="N")] = None,  # noqa: UP045
     model: Model = [],  # noqa: B006
-    config: Annotated[list[Path], typer.Option(help="A BERT or DistilBERT config.json; may be repeated.")] = [],  # noqa: B006
+    config: Annotated[
+        list[Path], typer.Option(help="A config.json of a model that Hearth runs; may be repeated.")
+    ] = [],  # noqa: B006
     layers: Layers = _LAYERS,
     seq_len: Annotated[list[int], typer.Option(help="Tokens; may be repeated.", min=1)] = [284],  # noqa: B006
     mbit: Annotated[list[float], typer.Option(help="Every link at this real rate; may be repeated.")] = [],  # noqa: B006
@@ -125,7 +127,7 @@ def galaxy(
 @handles_errors
 def table4(
     env: Annotated[list[str], typer.Option(help="Of a, b, c; may be repeated.")] = ["a", "b", "c"],  # noqa: B006
-    model: Model = ["distilbert", "bert-large", "gpt2-large-shape", "opt-large-shape", "opt-xl-shape"],  # noqa: B006
+    model: Model = ["distilbert", "bert-large", "gpt2-large", "opt-large", "opt-xl"],  # noqa: B006
     layers: Layers = 2,
     seq_len: SeqLen = 284,
     rounds: Rounds = 15,
@@ -161,7 +163,7 @@ def fig8(
 @handles_errors
 def fig9(
     env: Annotated[list[str], typer.Option(help="Of d, e, f; may be repeated.")] = ["d", "e", "f"],  # noqa: B006
-    model: Model = ["distilbert", "bert-large", "gpt2-large-shape", "opt-large-shape"],  # noqa: B006
+    model: Model = ["distilbert", "bert-large", "gpt2-large", "opt-large"],  # noqa: B006
     layers: Layers = 2,
     seq_len: SeqLen = 284,
     rounds: Rounds = 15,
@@ -178,7 +180,7 @@ def fig9(
 @app.command()
 @handles_errors
 def fig10(
-    model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
+    model: Model = ["gpt2-large", "opt-xl"],  # noqa: B006
     layers: Layers = 3,
     rounds: Rounds = 15,
     json: Json = None,
@@ -196,7 +198,7 @@ def fig10(
 @app.command()
 @handles_errors
 def fig11(
-    model: Model = ["gpt2-large-shape", "opt-xl-shape"],  # noqa: B006
+    model: Model = ["gpt2-large", "opt-xl"],  # noqa: B006
     layers: Layers = 3,
     rounds: Rounds = 15,
     json: Json = None,
@@ -396,7 +398,7 @@ def _shapes(names: Sequence[str]) -> list[Shape]:
 
 
 def _hidden(model: str) -> int:
-    return int(SHAPES[model].config["hidden_size"])
+    return SHAPES[model].hidden_size
 
 
 def _summary(rows: Sequence[Row]) -> list[str]:

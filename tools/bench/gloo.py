@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import FAMILIES, Source, TensorNames, read_spec
+from hearth.model.rotary import frequencies
 from tools.bench.runner import serve
 
 _TIMEOUT = timedelta(seconds=60)
@@ -32,25 +33,32 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "silu": F.silu,
 }
+
+
+_Norm = tuple[Tensor, Tensor | None]  # gain and bias; without a bias, RMS norm
 
 
 @dataclass
 class _Layer:
-    qkv_weight: Tensor
-    qkv_bias: Tensor
-    out_weight: Tensor
-    out_bias: Tensor
-    norm1: tuple[Tensor, Tensor]
-    up_weight: Tensor
-    up_bias: Tensor
-    down_weight: Tensor
-    down_bias: Tensor
-    norm2: tuple[Tensor, Tensor]
+    """Our heads and columns of a layer; biases that the model does not have are None."""
+
+    q: tuple[Tensor, Tensor | None]
+    k: tuple[Tensor, Tensor | None]
+    v: tuple[Tensor, Tensor | None]
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    out: tuple[Tensor, Tensor | None]
+    norm1: _Norm
+    gate: tuple[Tensor, Tensor | None] | None
+    up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    norm2: _Norm
 
 
 class GlooTensorParallel:
-    """An encoder stack under tensor parallelism; `wire` is the precision that the AllReduce carries."""
+    """A stack of layers under tensor parallelism; `wire` is the precision that the AllReduce carries."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -79,48 +87,82 @@ class GlooTensorParallel:
         with Checkpoint(Path(model_dir)) as checkpoint:
             names = TensorNames(family, checkpoint)
         with safe_open(Path(model_dir) / "model.safetensors", framework="pt") as stored:
+            there = set(stored.keys())
 
-            def embedding(name: str) -> Tensor:
-                return _tensor(stored, names.embedding(name))
+            def tensor(source: Source) -> Tensor | None:
+                return source.view(stored.get_tensor(source.name)) if source.name in there else None
 
-            def layer(index: int, name: str) -> Tensor:
-                return _tensor(stored, names.layer(index, name))
+            def embedding(name: str) -> Tensor | None:
+                known = name.partition(".")[0] in family.embedding
+                return tensor(names.embedding(name)) if known else None
 
-            d = spec.head_dim
-            heads = _share(spec.num_heads, self._rank, self._num_ranks)
-            rows = slice(heads.start * d, heads.stop * d)
+            def layer(index: int, name: str) -> Tensor | None:
+                return tensor(names.layer(index, name)) if name.partition(".")[0] in family.layer else None
+
+            def linear(index: int, name: str, rows: slice) -> tuple[Tensor, Tensor | None]:
+                """Our outputs of a column-parallel matrix."""
+                weight, bias = layer(index, f"{name}.weight"), layer(index, f"{name}.bias")
+                assert weight is not None
+                return weight[rows].clone(), None if bias is None else bias[rows].clone()
+
+            def reduced(index: int, name: str, columns: slice) -> tuple[Tensor, Tensor | None]:
+                """Our inputs of a row-parallel matrix; its bias is added once, after the AllReduce."""
+                weight = layer(index, f"{name}.weight")
+                assert weight is not None
+                return weight[:, columns].clone(), layer(index, f"{name}.bias")
+
+            def norm(index: int, name: str) -> _Norm:
+                weight = layer(index, f"{name}.weight")
+                assert weight is not None
+                return weight, layer(index, f"{name}.bias")
+
+            d, group = spec.head_dim, spec.group_size
+            groups = _share(spec.num_kv_heads, self._rank, self._num_ranks)
+            heads = slice(groups.start * group * d, groups.stop * group * d)
+            kv_heads = slice(groups.start * d, groups.stop * d)
             columns = _share(spec.ffn_size, self._rank, self._num_ranks)
-            self._word, self._position = embedding("word.weight"), embedding("position.weight")
-            if spec.type_vocab_size:
-                self._position = self._position + embedding("type.weight")[0]
-            self._norm = embedding("norm.weight"), embedding("norm.bias")
+            word, last = embedding("word.weight"), "final" if spec.causal else "norm"
+            gain = embedding(f"{last}.weight")
+            assert word is not None
+            assert gain is not None
+            self._word, self._position = word, embedding("position.weight")
+            if self._position is not None and spec.type_vocab_size:
+                self._position = self._position + embedding("type.weight")[0]  # type: ignore[index]
+            self._norm = gain, embedding(f"{last}.bias")
             self._layers = [
                 _Layer(
-                    torch.cat([layer(index, f"{name}.weight")[rows] for name in "qkv"]),
-                    torch.cat([layer(index, f"{name}.bias")[rows] for name in "qkv"]),
-                    layer(index, "o.weight")[:, rows].contiguous(),
-                    layer(index, "o.bias"),
-                    (layer(index, "norm1.weight"), layer(index, "norm1.bias")),
-                    layer(index, "up.weight")[columns].clone(),
-                    layer(index, "up.bias")[columns].clone(),
-                    layer(index, "down.weight")[:, columns].contiguous(),
-                    layer(index, "down.bias"),
-                    (layer(index, "norm2.weight"), layer(index, "norm2.bias")),
+                    q=linear(index, "q", heads),
+                    k=linear(index, "k", kv_heads),
+                    v=linear(index, "v", kv_heads),
+                    q_norm=norm(index, "q_norm") if spec.qk_norm else None,
+                    k_norm=norm(index, "k_norm") if spec.qk_norm else None,
+                    out=reduced(index, "o", heads),
+                    norm1=norm(index, "norm1"),
+                    gate=linear(index, "gate", columns) if spec.gated else None,
+                    up=linear(index, "up", columns),
+                    down=reduced(index, "down", columns),
+                    norm2=norm(index, "norm2"),
                 )
                 for index in range(spec.num_layers)
             ]
         return {}
 
     def run(self, num_rows: int, wire: str) -> dict[str, Any]:
-        norm = self._norm
         sent = _interface_bytes()
         dist.barrier()
         began, cpu = time.monotonic(), time.process_time()
         with torch.inference_mode():
             ids = (torch.arange(num_rows) * 7919) % self._word.shape[0]
-            x_TH = F.layer_norm(self._word[ids] + self._position[:num_rows], norm[0].shape, *norm, self._spec.norm_eps)
+            x_TH = self._word[ids]
+            if self._position is not None:
+                x_TH = x_TH + self._position[self._spec.position_offset :][:num_rows]
+            if not self._spec.causal:
+                x_TH = self._normed(x_TH, self._norm)
+            turns, mask = self._turns(num_rows), self._mask(num_rows)
             for layer in self._layers:
-                x_TH = self._layer(layer, x_TH, wire)
+                x_TH = self._layer(layer, x_TH, wire, turns, mask)
+            if self._spec.causal:
+                x_TH = self._normed(x_TH, self._norm)
             sums = x_TH.sum(dim=0)
         ended = time.monotonic()
         return {
@@ -131,18 +173,61 @@ class GlooTensorParallel:
             "sent_bytes": _interface_bytes() - sent,
         }
 
-    def _layer(self, layer: _Layer, x_TH: Tensor, wire: str) -> Tensor:
-        eps = self._spec.norm_eps
+    def _layer(
+        self, layer: _Layer, x_TH: Tensor, wire: str, turns: tuple[Tensor, Tensor] | None, mask: Tensor | None
+    ) -> Tensor:
+        spec, before = self._spec, self._spec.norm_place == "pre"
+        entered = self._normed(x_TH, layer.norm1) if before else x_TH
         q, k, v = (
-            part.unflatten(-1, (-1, self._spec.head_dim)).transpose(0, 1)[None]
-            for part in F.linear(x_TH, layer.qkv_weight, layer.qkv_bias).chunk(3, dim=1)
+            F.linear(entered, *each).unflatten(-1, (-1, spec.head_dim)).transpose(0, 1)
+            for each in (layer.q, layer.k, layer.v)
         )
-        context = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
-        y_TH = self._all_reduce(F.linear(context, layer.out_weight), wire)
-        x_TH = F.layer_norm(x_TH + y_TH + layer.out_bias, layer.out_bias.shape, *layer.norm1, eps)
-        hidden = _ACTIVATIONS[self._spec.activation](F.linear(x_TH, layer.up_weight, layer.up_bias))
-        y_TH = self._all_reduce(F.linear(hidden, layer.down_weight), wire)
-        return F.layer_norm(x_TH + y_TH + layer.down_bias, layer.down_bias.shape, *layer.norm2, eps)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        if turns is not None:
+            q, k = _turned(q, *turns), _turned(k, *turns)
+        attended = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, is_causal=spec.causal and mask is None,
+            enable_gqa=spec.group_size > 1,
+        )  # fmt: skip
+        context = attended[0].transpose(0, 1).flatten(1)
+        x_TH = self._joined(x_TH, F.linear(context, layer.out[0]), layer.out[1], layer.norm1, wire)
+        entered = self._normed(x_TH, layer.norm2) if before else x_TH
+        hidden = F.linear(entered, *layer.up)
+        act = _ACTIVATIONS[spec.activation]
+        hidden = act(hidden) if layer.gate is None else act(F.linear(entered, *layer.gate)) * hidden
+        return self._joined(x_TH, F.linear(hidden, layer.down[0]), layer.down[1], layer.norm2, wire)
+
+    def _joined(self, x_TH: Tensor, part_TH: Tensor, bias: Tensor | None, norm: _Norm, wire: str) -> Tensor:
+        """The sum over all ranks, the bias, the residual and with post-norm the norm: repeated everywhere."""
+        x_TH = x_TH + self._all_reduce(part_TH, wire)
+        if bias is not None:
+            x_TH = x_TH + bias
+        return x_TH if self._spec.norm_place == "pre" else self._normed(x_TH, norm)
+
+    def _normed(self, x: Tensor, norm: _Norm) -> Tensor:
+        gain, bias = norm
+        if bias is None:
+            return F.rms_norm(x, gain.shape, gain, self._spec.norm_eps)
+        return F.layer_norm(x, gain.shape, gain, bias, self._spec.norm_eps)
+
+    def _turns(self, num_rows: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines of the rotary embedding [T, head_dim]."""
+        spec = self._spec
+        if spec.rotary is None:
+            return None
+        found = frequencies(spec.rotary, spec.head_dim, spec.max_positions, num_rows)
+        angles = torch.arange(num_rows)[:, None].float() * torch.tensor(found.inverse)
+        twice = torch.cat([angles, angles], dim=-1)
+        return twice.cos() * found.scale, twice.sin() * found.scale
+
+    def _mask(self, num_rows: int) -> Tensor | None:
+        """Of a sliding window; None: all of the past, or (an encoder) everything, is seen."""
+        window = self._spec.window(0)
+        if window is None or window >= num_rows:
+            return None
+        past = torch.arange(num_rows)[:, None] - torch.arange(num_rows)[None]
+        return (past >= 0) & (past < window)
 
     def _all_reduce(self, y_TH: Tensor, wire: str) -> Tensor:
         if self._num_ranks == 1:
@@ -159,9 +244,9 @@ def _share(total: int, rank: int, num_ranks: int) -> slice:
     return slice(total * rank // num_ranks, total * (rank + 1) // num_ranks)
 
 
-def _tensor(stored: Any, source: Source) -> Tensor:
-    tensor: Tensor = source.view(stored.get_tensor(source.name))
-    return tensor
+def _turned(x_hTd: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = x_hTd.chunk(2, dim=-1)
+    return x_hTd * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
 def _interface_bytes() -> int:

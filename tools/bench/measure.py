@@ -217,7 +217,7 @@ class Bench:
         return (mbit or self._testbed.device(name).mbit * self._testbed.link_scale) * 1e6 / 8
 
     def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
-        found = [setting.shape.note] if setting.shape.note else []
+        found = []
         depth = setting.shape.num_layers
         if depth > model.spec.num_layers:
             found.append(f"{model.spec.num_layers} of its {depth} layers")

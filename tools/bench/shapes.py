@@ -1,4 +1,7 @@
-"""The models that are measured: the shapes of Galaxy's Table II as BERT configurations, or any config.json; random weights."""
+"""The models that are measured: those of Galaxy's Table II in their shapes, or any config.json; random weights.
+
+Decoders run a prefill: a pass over a prompt, with causal attention, as the paper ran them.
+"""
 
 from __future__ import annotations
 
@@ -21,41 +24,58 @@ class Shape:
     name: str
     num_layers: int
     config: dict[str, Any]
-    note: str = ""
 
     def shortened(self, num_layers: int | None, num_positions: int) -> dict[str, Any]:
         """The configuration that is run. Raises BadSetting: the model takes no sequence this long."""
-        layers = "n_layers" if self.config["model_type"] == "distilbert" else "num_hidden_layers"
-        if num_positions > int(self.config["max_position_embeddings"]):
-            raise BadSetting(
-                setting="--seq-len",
-                reason=f"{self.name} takes at most {self.config['max_position_embeddings']} tokens",
-            )
-        return {**self.config, layers: self.depth(num_layers)}
+        fields = FAMILIES[self.config["model_type"]].config
+        longest = int(self.config[fields["max_positions"]])
+        if num_positions > longest:
+            raise BadSetting(setting="--seq-len", reason=f"{self.name} takes at most {longest} tokens")
+        return {**self.config, fields["num_layers"]: self.depth(num_layers)}
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config[FAMILIES[self.config["model_type"]].config["hidden_size"]])
 
     def depth(self, num_layers: int | None) -> int:
         return min(num_layers or self.num_layers, self.num_layers)
 
 
-def _bert(name: str, layers: int, heads: int, hidden: int, note: str = "") -> Shape:
+def _bert(name: str, layers: int, heads: int, hidden: int) -> Shape:
     config = {
         "model_type": "bert", "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
         "intermediate_size": 4 * hidden, "vocab_size": _VOCABULARY, "max_position_embeddings": _POSITIONS,
         "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
     }  # fmt: skip
-    return Shape(name, layers, config, note)
+    return Shape(name, layers, config)
 
 
-_DECODER = "a decoder, run as an encoder stack of its shape"
+def _gpt2(name: str, layers: int, heads: int, hidden: int) -> Shape:
+    config = {
+        "model_type": "gpt2", "n_layer": layers, "n_head": heads, "n_embd": hidden, "n_positions": 1024,
+        "vocab_size": 50257, "activation_function": "gelu_new",
+    }  # fmt: skip
+    return Shape(name, layers, config)
+
+
+def _opt(name: str, layers: int, heads: int, hidden: int) -> Shape:
+    config = {
+        "model_type": "opt", "num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": hidden,
+        "ffn_dim": 4 * hidden, "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": hidden,
+        "activation_function": "relu",
+    }  # fmt: skip
+    return Shape(name, layers, config)
+
+
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
         _bert("distilbert", 6, 12, 768),
         _bert("bert-base", 12, 12, 768),
         _bert("bert-large", 24, 16, 1024),
-        _bert("gpt2-large-shape", 36, 20, 1280, _DECODER),
-        _bert("opt-large-shape", 24, 16, 2048, _DECODER),
-        _bert("opt-xl-shape", 32, 32, 2560, _DECODER),
+        _gpt2("gpt2-large", 36, 20, 1280),
+        _opt("opt-large", 24, 16, 2048),
+        _opt("opt-xl", 32, 32, 2560),
     )
 }
 
@@ -68,13 +88,12 @@ def shape_named(name: str) -> Shape:
 
 
 def shape_of_file(path: Path) -> Shape:
-    """An encoder's Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
+    """A Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
     config = read_json(path)
     kind = str(config.get("model_type", "missing"))
-    encoders = {name: family for name, family in FAMILIES.items() if not family.facts.get("causal")}
-    if kind not in encoders:
-        raise UnsupportedArchitecture(architecture=kind, supported=", ".join(encoders))
-    family = encoders[kind]
+    if kind not in FAMILIES:
+        raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
+    family = FAMILIES[kind]
     needed = [theirs for theirs in family.config.values() if theirs not in family.defaults]
     for field in needed:
         if not isinstance(config.get(field), (int, str)):
@@ -90,21 +109,24 @@ def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0) ->
     As transformers makes them, biases are 0 and gains 1: a bias added on every device would pass unseen.
     """
     import torch
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     values = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
     try:
-        model = AutoModel.from_config(AutoConfig.for_model(config["model_type"], **values))
+        causal = FAMILIES[config["model_type"]].facts.get("causal", False)
+        model = (AutoModelForCausalLM if causal else AutoModel).from_config(
+            AutoConfig.for_model(config["model_type"], **values)
+        )
     except (ValueError, TypeError) as error:
         raise BadSetting(setting="the model's configuration", reason=str(error)) from None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.2)
-            elif "norm" in name.lower():
+            elif "norm" in name.lower() or ".ln_" in name:
                 parameter.normal_(1, 0.2)
     model.float().save_pretrained(directory, safe_serialization=True, max_shard_size="100GB")
     del model
