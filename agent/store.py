@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
+from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class ShardStore:
                     absent.append(chunk)
             return tuple(absent)
 
-    def put(self, chunk: str, data: bytes | memoryview) -> None:
+    def put(self, chunk: str, data: Buffer) -> None:
         """Keep a chunk. Raises ChunkCorrupt when it does not match its hash, StoreFull when there is no room."""
         if hashlib.sha256(data).hexdigest() != chunk:
             raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")

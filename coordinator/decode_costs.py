@@ -32,23 +32,23 @@ def attention_bytes(spec: ModelSpec, heads: int, num_tokens: float) -> float:
     return weights + 2 * spec.kv_width(heads) * num_tokens * COMPUTE_BYTES
 
 
-def mlp_bytes(spec: ModelSpec, columns: int) -> int:
+def mlp_bytes(spec: ModelSpec, columns: int) -> float:
     return columns * _column_bytes(spec)
 
 
-def head_bytes(spec: ModelSpec, vocabulary: int) -> int:
+def head_bytes(spec: ModelSpec, vocabulary: int) -> float:
     """The output head is read once for a token, not once a layer."""
     return vocabulary * spec.hidden_size * spec.head_bytes
 
 
 @lru_cache(maxsize=256)
-def _group_bytes(spec: ModelSpec) -> int:
+def _group_bytes(spec: ModelSpec) -> float:
     return (chunk_weights(spec, "qkv") + chunk_weights(spec, "out")) * spec.matrix_bytes
 
 
 @lru_cache(maxsize=256)
-def _column_bytes(spec: ModelSpec) -> int:
-    return chunk_weights(spec, "mlp") * spec.matrix_bytes // min(COLUMN_GRAIN, spec.ffn_size)
+def _column_bytes(spec: ModelSpec) -> float:
+    return chunk_weights(spec, "mlp") * spec.matrix_bytes / min(COLUMN_GRAIN, spec.ffn_size)
 
 
 def decode_seconds(

@@ -144,7 +144,7 @@ class Distribution:
             assert each.source is not None
             pairs[each.source, each.target].append(each)
         own = [each for each in together if each.source is None]
-        late, *_ = await all_or_first_error([self._fetch_all(pairs), self._send(own, checkpoint)])
+        late: list[Transfer] = (await all_or_first_error([self._fetch_all(pairs), self._send(own, checkpoint)]))[0]
         return late
 
     async def _fetch_all(self, pairs: Mapping[tuple[str, str], Sequence[Transfer]]) -> list[Transfer]:

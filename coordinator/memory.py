@@ -6,6 +6,7 @@ columns, V its share of the vocabulary, B sequences that are decoded in one step
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import groupby
 
@@ -25,7 +26,7 @@ _VALUES_PER_CANDIDATE = 12
 _BYTES_OF_KIND = {"connective": COMPUTE_BYTES, "embedding": COMPUTE_BYTES}
 
 
-def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> int:
+def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> float:
     """In a device's memory. Biases count as the matrices beside them."""
     if kind == "vocabulary":
         return spec.word_bytes
@@ -40,7 +41,7 @@ def weights_of(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: 
         return 0
     whole = chunk_weights(spec, kind, 0)
     last = chunk_weights(spec, kind, chunks[-1])
-    return (whole * (len(chunks) - 1) + last) * bytes_per_weight(spec, kind)
+    return math.ceil((whole * (len(chunks) - 1) + last) * bytes_per_weight(spec, kind))
 
 
 @lru_cache(maxsize=4096)
@@ -138,7 +139,7 @@ def largest_chunk_bytes(spec: ModelSpec) -> int:
     if spec.has_separate_head:
         kinds.append("head")
     chunk = max(chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
-    if spec.weights != "int8":
+    if spec.weights not in ("int8", "int4"):
         return chunk
     matrix = max(spec.ffn_size, spec.qkv_width(spec.num_heads)) * spec.hidden_size
     head = spec.vocab_size * spec.hidden_size if spec.has_separate_head else 0

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
+from hearth.errors import StepFailed
 from hearth.model.spec import WeightFormat
 
 _FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
+_FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 65504
+_GROUP = 32  # inputs that share a scale in int4; every shard's grains end on such a border
+_PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
+_SMALLEST = 1e-30
 
 
 class Loss(NamedTuple):
@@ -35,7 +40,8 @@ class Matrix(Protocol):
     loss: Loss
 
     @property
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, int]:
+        """[n,k]."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -55,7 +61,8 @@ class Matrix(Protocol):
 
 
 class Floats:
-    """float32, or bfloat16 with activations rounded to it, as `transformers` computes in that type."""
+    """float32, bfloat16 or float16. Activations are rounded to bfloat16, as `transformers` computes in that type; float16
+    has too small a range for that, and is multiplied as such only with single rows, for which it is faster."""
 
     def __init__(self, weight_nk: Tensor) -> None:
         self.weight = weight_nk
@@ -81,58 +88,127 @@ class Floats:
         return Floats(self.weight[:, part])
 
     def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        if self.weight.dtype != x_sk.dtype:
-            return _finished(F.linear(x_sk.to(self.weight.dtype), self.weight).to(x_sk.dtype), bias_n, out)
+        weight = self.weight
+        if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_SAFE):
+            weight = weight.to(x_sk.dtype)
+        if weight.dtype != x_sk.dtype:
+            return _finished(F.linear(x_sk.to(weight.dtype), weight).to(x_sk.dtype), bias_n, out)
         if out is None:
-            return F.linear(x_sk, self.weight, bias_n)
+            return F.linear(x_sk, weight, bias_n)
         if bias_n is None:
-            return torch.mm(x_sk, self.weight.t(), out=out)
-        return torch.addmm(bias_n, x_sk, self.weight.t(), out=out)
+            return torch.mm(x_sk, weight.t(), out=out)
+        return torch.addmm(bias_n, x_sk, weight.t(), out=out)
 
 
-class Int8:
-    """Weight-only int8 with one scale for each output (absolute maximum / 127)."""
+class _Quantised:
+    """Whole outputs are quantised: in float32 until all of a matrix is there."""
 
-    def __init__(self, quantised_nk: Tensor, scales_n: Tensor) -> None:
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         self.loss = Loss()
-        self._quantised = quantised_nk
-        self._scales = scales_n
-        self._filling: Tensor | None = None  # in float32, until all of it is there
-        self._num_filled = 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._quantised.shape[0], self._quantised.shape[1]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._quantised, self._scales)
+        self.shape = (num_outputs, num_inputs)
+        self._device = device
+        self._filling: Tensor | None = None
+        self._num_missing = num_outputs * num_inputs
 
     def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
         if self._filling is None:
-            self._filling = torch.empty(self.shape, dtype=torch.float32, device=self._quantised.device)
+            self._filling = torch.empty(self.shape, dtype=torch.float32, device=self._device)
         self._filling[rows, columns].copy_(values)
-        self._num_filled += values.numel()
-        if self._num_filled == self._quantised.numel():
-            largest = self._filling.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny)
-            scales = (largest / 127).to(self._scales.dtype)
-            self._scales.copy_(scales)
-            self._quantised.copy_((self._filling / scales.float()[:, None]).round_().clamp_(-127, 127))
-            self.loss = self.loss.plus(self._quantised * scales.float()[:, None], self._filling)
+        self._num_missing -= values.numel()
+        if self._num_missing == 0:
+            self.loss = self.loss.plus(self._quantise(self._filling), self._filling)
             self._filling = None
 
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        """Keep it; returns what is kept, in float32."""
+        raise NotImplementedError
+
+
+class Int8(_Quantised):
+    """Weight-only int8 with one scale for each output (absolute maximum / 127)."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._values = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
+        self._scales = torch.empty(num_outputs, dtype=torch.bfloat16, device=device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._values, self._scales)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        self._scales.copy_(weight_nk.abs().amax(dim=1).clamp_(min=_SMALLEST) / 127)
+        scales = self._scales.float()[:, None]
+        self._values.copy_((weight_nk / scales).round_().clamp_(-127, 127))
+        return self._values * scales
+
     def rows(self, part: slice) -> Int8:
-        return Int8(self._quantised[part], self._scales[part])
+        return self._view(self._values[part], self._scales[part])
 
     def columns(self, part: slice) -> Int8:
-        return Int8(self._quantised[:, part], self._scales)
+        return self._view(self._values[:, part], self._scales)
+
+    def _view(self, values: Tensor, scales: Tensor) -> Int8:
+        view = Int8(0, 0, self._device)
+        view.shape, view._values, view._scales = (values.shape[0], values.shape[1]), values, scales
+        return view
 
     def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = x_sk.to(self._scales.dtype)
-        if x.shape[0] <= _FEW_ROWS and self._quantised.is_contiguous() and self._quantised.numel():
-            y = torch._weight_int8pack_mm(x, self._quantised, self._scales)
+        values = self._values
+        if x.shape[0] <= _FEW_ROWS and values.is_contiguous() and values.numel() and values.device.type == "cpu":
+            y = torch._weight_int8pack_mm(x, values, self._scales)
         else:
-            y = F.linear(x, self._quantised.to(x.dtype)) * self._scales
+            y = F.linear(x, values.to(x.dtype)) * self._scales
+        return _finished(y.to(x_sk.dtype), bias_n, out)
+
+
+class Int4(_Quantised):
+    """Weight-only int4 with a scale and a zero point for every 32 inputs of an output, in torch's packed layout for CPUs:
+    so there are no views of it."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._packed = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device=device)
+        self._scales_and_zeros = torch.empty(num_inputs // _GROUP, num_outputs, 2, dtype=torch.bfloat16, device=device)
+
+    @staticmethod
+    def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+        whole = num_outputs % _PACKED_OUTPUTS == 0 and num_inputs % _GROUP == 0
+        return whole and num_outputs * num_inputs > 0 and device.type == "cpu"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._packed, self._scales_and_zeros)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        groups = weight_nk.unflatten(1, (-1, _GROUP))  # [n, k / 32, 32]
+        least, most = groups.amin(dim=2), groups.amax(dim=2)
+        scales = ((most - least) / 15).clamp_(min=_SMALLEST).bfloat16()
+        zeros = (least + 8 * scales.float()).bfloat16()
+        scale, zero = scales.float()[..., None], zeros.float()[..., None]
+        steps = ((groups - zero) / scale).round_().add_(8).clamp_(0, 15)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
+        self._packed.copy_(packed.view(self._packed.shape))
+        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2).transpose(0, 1))
+        return ((steps - 8) * scale + zero).flatten(1)
+
+    def rows(self, part: slice) -> Int4:
+        return self._whole(part, self.shape[0])
+
+    def columns(self, part: slice) -> Int4:
+        return self._whole(part, self.shape[1])
+
+    def _whole(self, part: slice, size: int) -> Int4:
+        if len(range(size)[part]) != size:
+            raise StepFailed(device="this device", reason="an int4 matrix cannot be used in part")
+        return self
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not x_sk.shape[0]:
+            return _finished(x_sk.new_empty(0, self.shape[0]), bias_n, out)
+        x = x_sk.to(self._scales_and_zeros.dtype)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales_and_zeros)
         return _finished(y.to(x_sk.dtype), bias_n, out)
 
 
@@ -143,8 +219,9 @@ def _finished(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor
 
 
 def empty_matrix(num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device) -> Matrix:
-    """Memory for a matrix, uninitialised."""
-    if weights == "int8":
-        quantised = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
-        return Int8(quantised, torch.empty(num_outputs, dtype=torch.bfloat16, device=device))
+    """Memory for a matrix, uninitialised. Where its shape does not suit int4, it is int8."""
+    if weights == "int4" and Int4.takes(num_outputs, num_inputs, device):
+        return Int4(num_outputs, num_inputs, device)
+    if weights in ("int8", "int4"):
+        return Int8(num_outputs, num_inputs, device)
     return Floats(torch.empty(num_outputs, num_inputs, dtype=getattr(torch, weights), device=device))

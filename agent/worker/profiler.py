@@ -77,7 +77,13 @@ def profile(request: ProfilerRequest) -> BlockProfile:
 
     def qkv(heads: int) -> Callable[[], object]:
         out = x_TH.new_empty(S, spec.qkv_width(heads))
-        turn = cycle([replace(layer, qkv_blocks=(Span(0, heads),)) for layer in layers])
+        width = spec.qkv_width(heads)
+        turn = cycle(
+            [
+                replace(layer, qkv_blocks=(Span(0, heads),), qkv_weight=_random_matrix(width, H, device, spec.weights))
+                for layer in layers
+            ]
+        )
         return lambda: blocks.project_qkv(spec, next(turn), 0, x_TH, rows, everything, out)
 
     def core(heads: int) -> Callable[[], object]:
@@ -88,7 +94,7 @@ def profile(request: ProfilerRequest) -> BlockProfile:
         return gemm(torch.randn(S, heads * d, device=device))
 
     def up(columns: int, num_rows: int = S) -> Callable[[], object]:
-        x_sH, turn = x_TH[:num_rows], cycle([_first_columns(layer, columns) for layer in layers])
+        x_sH, turn = x_TH[:num_rows], cycle([_with_columns(spec, layer, columns, device) for layer in layers])
         return lambda: blocks.mlp_up(spec, next(turn), x_sH)
 
     def down(columns: int, num_rows: int = S) -> Callable[[], object]:
@@ -130,15 +136,18 @@ def profile(request: ProfilerRequest) -> BlockProfile:
     )
 
 
-def _first_columns(layer: LayerShard, columns: int) -> LayerShard:
-    """A layer with its first MLP columns only, as far as `blocks.mlp_up` sees it."""
-    first = slice(columns)
+def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device) -> LayerShard:
+    """A layer with so many MLP columns, as far as `blocks.mlp_up` sees it."""
+
+    def matrix() -> Matrix:
+        return _random_matrix(columns, spec.hidden_size, device, spec.weights)
+
+    def part(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias[:columns]
+
+    gate = None if layer.gate_weight is None else matrix()
     return replace(
-        layer,
-        gate_weight=None if layer.gate_weight is None else layer.gate_weight.rows(first),
-        gate_bias=None if layer.gate_bias is None else layer.gate_bias[first],
-        up_weight=layer.up_weight.rows(first),
-        up_bias=None if layer.up_bias is None else layer.up_bias[first],
+        layer, gate_weight=gate, gate_bias=part(layer.gate_bias), up_weight=matrix(), up_bias=part(layer.up_bias)
     )
 
 
@@ -363,7 +372,7 @@ def _zero(tensor: Tensor | None) -> None:
 
 def _num_copies(spec: ModelSpec) -> int:
     widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
-    layer_bytes = spec.matrix_bytes * spec.hidden_size * widths
+    layer_bytes = round(spec.matrix_bytes * spec.hidden_size * widths)
     copies = max(1, min(_MAX_COPIES, _COPIES_BYTES // layer_bytes))
     return max(copies, min(spec.num_layers, -(-_DECODED_BYTES // layer_bytes))) if spec.causal else copies
 

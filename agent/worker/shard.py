@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agent.worker.matrices import Floats, Int8, Matrix, empty_matrix
+from agent.worker.matrices import Floats, Int4, Int8, Matrix, empty_matrix
 from hearth.errors import ChunkCorrupt
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
 from hearth.messages import ChunkRef
@@ -84,7 +84,7 @@ class Shard:
 
     def weight_error(self) -> float:
         """How far the matrices are off the checkpoint's, for the format that they are kept in: relative, root mean square."""
-        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Int8)]
+        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Int8 | Int4)]
         norm = sum(loss.squared_norm for loss in losses)
         return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
 
@@ -137,7 +137,7 @@ def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], de
 def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> EmbeddingShard:
     new = _Empty(spec, device)
     H = spec.hidden_size
-    word_type = torch.float32 if spec.word_bytes == 4 else torch.bfloat16
+    word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16
     word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
     head: Matrix | None = None
     if spec.causal:
@@ -262,7 +262,7 @@ def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
     """All matrices, and all tensors that are none."""
     if isinstance(part, Tensor):
         yield (part,)
-    elif isinstance(part, Floats | Int8):
+    elif isinstance(part, Floats | Int8 | Int4):
         yield part
     elif isinstance(part, list):
         for item in part:

@@ -52,7 +52,7 @@ Sequences = Annotated[
 ]
 Wire = Annotated[str, typer.Option(help="Activations on the wire: exact, bf16, fp16 or int8.", metavar="FORMAT")]
 Weights = Annotated[
-    str, typer.Option(help="Matrices in the devices' memory: float32, bfloat16 or int8.", metavar="FORMAT")
+    str, typer.Option(help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT")
 ]
 Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
 Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]

@@ -69,10 +69,17 @@ class PlanRequest:
     def attention_by_rows(self) -> bool:
         """Whether attention may be split by rows: a rank caches keys and values of its own heads only, so that a later
         chunk of a prompt could not see those of the other heads."""
-        return self.generation is None or self.generation.context <= self.seq_len
+        return self.may_replicate and (self.generation is None or self.generation.context <= self.seq_len)
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether a rank may hold more of a matrix than it decodes with: int4 is packed, and used whole."""
+        return self.generation is None or self.spec.weights != "int4"
 
     @property
     def why_not_by_rows(self) -> str:
+        if not self.may_replicate:
+            return "needs whole matrices everywhere, of which int4 could not decode with a part"
         context = self.generation.context if self.generation else 0
         return f"needs a context ({context} tokens) that is prefilled in one step (of {self.seq_len} rows)"
 

@@ -28,7 +28,7 @@ _MOVES: tuple[dict[str, str], ...] = (
 def replicate(request: PlanRequest, plan: Plan) -> Plan:
     """The plan with the replication that the simulator finds fastest; the same plan where none helps or fits."""
     best = plan
-    while True:
+    while request.may_replicate:
         candidates = [
             price(request, request.cluster, body, f"{plan.planner}, replicating") for body in _next(request, best.body)
         ]
@@ -41,6 +41,7 @@ def replicate(request: PlanRequest, plan: Plan) -> Plan:
         quickest = min(faster, key=seconds_of)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
+    return best
 
 
 def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPlan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from coordinator.decode_costs import attention_bytes, mlp_bytes
@@ -79,18 +80,19 @@ class Budget:
             for rank, device in enumerate(request.cluster.devices)
         ]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
-        head_bytes = spec.num_layers * spec.matrix_bytes * (chunk_weights(spec, "qkv") + chunk_weights(spec, "out"))
+        head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
+        head_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
         # What attention takes without a head is in `empty` already.
         head_activations = attention_values(spec, group, seq_len, promise) - attention_values(spec, 0, seq_len, promise)
         self.head_grain = head_bytes + head_activations * COMPUTE_BYTES
         if promise is not None:
             self.head_grain += kv_bytes(spec, group, promise)
         column_activations = mlp_values(spec, columns, seq_len, promise)
-        column_bytes = spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp")
+        column_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
         self.column_grain = column_bytes + column_activations * COMPUTE_BYTES
         vocabulary_bytes = chunk_weights(spec, "vocabulary") * spec.word_bytes
         if spec.has_separate_head:
-            vocabulary_bytes += chunk_weights(spec, "head") * spec.matrix_bytes
+            vocabulary_bytes += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
         logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), promise)
         self.vocabulary_grain = vocabulary_bytes + logits * COMPUTE_BYTES
 

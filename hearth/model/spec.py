@@ -10,8 +10,9 @@ from hearth.model.rotary import RotarySpec
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
-WeightFormat = Literal["float32", "bfloat16", "int8"]
-_MATRIX_BYTES: dict[WeightFormat, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
+WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+# With int4's scales and zero points: 2 bytes each for every 32 weights.
+_MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
 
 
 class ModelSpec(BaseModel):
@@ -58,17 +59,17 @@ class ModelSpec(BaseModel):
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def matrix_bytes(self) -> int:
+    def matrix_bytes(self) -> float:
         """Of one weight of a matrix in a device's memory."""
         return _MATRIX_BYTES[self.weights]
 
     @property
     def word_bytes(self) -> int:
         """Of one weight of the word embedding there: it is looked up, and never quantised."""
-        return max(self.matrix_bytes, 2)
+        return 4 if self.weights == "float32" else 2
 
     @property
-    def head_bytes(self) -> int:
+    def head_bytes(self) -> float:
         """Of one weight of the output head there."""
         return self.word_bytes if self.tied_head else self.matrix_bytes
 

@@ -276,7 +276,9 @@ def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any, tmp_p
             home.submit([5, 6, 7], 50)
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [("bfloat16", 0.03), ("int8", 0.04)])
+@pytest.mark.parametrize(
+    ("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)]
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any, tmp_path: Path) -> None:
     model_dir = models(family)

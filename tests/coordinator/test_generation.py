@@ -536,13 +536,17 @@ class Agents:
         self.aborted: list[str] = []
         self._script = script
         self._knows = knows
-        self._by_device = {"id0": SimpleNamespace(client=self)}
 
     async def stream(
-        self, message: GenerateTokens, payload: Sequence[Any], *, timeout_seconds: float, last: type[Any]
+        self,
+        device_id: str,
+        message: GenerateTokens,
+        payload: Sequence[Any],
+        last: type[Any],
+        timeout_seconds: float,
     ) -> AsyncGenerator[Reply, None]:
         ids = unpack_array([bytes(frame) for frame in payload])
-        assert (message.epoch, last) == (PLAN.epoch, GenerationEnded)
+        assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, GenerationEnded)
         answers = self._script.generate(
             ids, message.sampling, message.max_tokens, message.stop_ids, message.first_index, timeout_seconds
         )

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from hearth.codec import Codec
 from hearth.errors import BadMessage, FrameTooLarge
-from hearth.framing import Phase, TileKey, decode_tile, encode_tile, pack_array, peek_key, unpack_array
+from hearth.framing import Phase, TileKey, apart, decode_tile, encode_tile, pack_array, peek_key, unpack_array
 from hearth.plan import WireFormat
 
 TOKEN = bytes(range(16))
@@ -33,7 +33,7 @@ wires = st.builds(
 
 
 def frames_of(array: np.ndarray, wire: WireFormat, key: TileKey = KEY) -> list[bytes]:
-    return [bytes(frame) for frame in encode_tile(TOKEN, key, array, Codec(wire, 1e6, lambda: 0.0))]
+    return [bytes(frame) for frame in apart(encode_tile(TOKEN, key, array, Codec(wire, 1e6, lambda: 0.0)))]
 
 
 @given(keys, tiles, wires)
@@ -46,8 +46,23 @@ def test_a_tile_comes_back_with_its_key(key: TileKey, array: np.ndarray, wire: W
         assert np.array_equal(result, array)
 
 
+@given(tiles, wires, st.data())
+def test_a_small_tile_is_one_frame_and_no_less_checked(
+    array: np.ndarray, wire: WireFormat, data: st.DataObject
+) -> None:
+    frames = encode_tile(TOKEN, KEY, array, Codec(wire, 1e6, lambda: 0.0))
+    assert len(frames) == 1 or array.size == 0 or wire.values == "int8"
+    whole = [bytes(frame) for frame in frames]
+    key, result = decode_tile(TOKEN, whole)
+    assert (key, result.shape) == (KEY, array.shape)
+    if len(frames) == 1:
+        damaged = whole[0][: data.draw(st.integers(0, len(whole[0]) - 1))]
+        with pytest.raises((BadMessage, FrameTooLarge)):
+            decode_tile(TOKEN, [damaged])
+
+
 def test_exact_tiles_are_neither_copied_out_nor_in() -> None:
-    array = np.arange(1000, dtype=np.float32)
+    array = np.arange(10_000, dtype=np.float32)
     frames = encode_tile(TOKEN, KEY, array, Codec(WireFormat(lz4="off"), 1e6, lambda: 0.0))
     assert np.shares_memory(np.frombuffer(frames[1], np.float32), array)
     _, result = decode_tile(TOKEN, frames)
