@@ -171,11 +171,11 @@ def test_links_may_differ_in_their_format(strategy: Any, bert: Path, tmp_path: P
     assert 0.9 < sent[1] / sent[2] < 1.1
 
 
-@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_bert_base_shape_with_random_weights(strategy: str, tmp_path: Path) -> None:
+def test_bert_base_shape_with_random_weights(tmp_path: Path) -> None:
     config = transformers.BertConfig()  # BERT-base: 12 layers, 12 heads, 768
     model_dir = save_random_model(tmp_path / "model", config)
-    check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path)
+    for strategy in ("hmp", "megatron-tp"):
+        check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path / strategy)
 
 
 def test_distilbert_shape_with_random_weights(tmp_path: Path) -> None:

@@ -517,12 +517,10 @@ def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
 
 def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY))
-    scenario = ("--scenario", str(files / "test-bench.toml"))
-    for options, said in ((scenario, "no decoder"), ((*scenario, "--weights", "int3"), "'int3' is none of float32")):
-        done = generate(files, *options)
-        assert done.returncode != 0
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
+    done = generate(files, "--scenario", str(files / "test-bench.toml"))
+    assert done.returncode != 0
+    assert "no decoder" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.namespaces
