@@ -524,8 +524,9 @@ def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
 
 
 @pytest.mark.namespaces
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("to_all", [True, False], ids=["from the terminal", "to the command alone"])
+@pytest.mark.parametrize(
+    ("moment", "to_all"), [*((moment, True) for moment in MOMENTS), ("while devices talk", False)], ids=str
+)
 def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) -> None:
     process = start(files, "--rounds", "10000", "--strategies", "local,gloo-tp,hmp")
     try:

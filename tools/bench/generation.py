@@ -76,13 +76,13 @@ class _Measured:
 
 def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
     """Of any decoder's config.json that Hearth runs. Raises BadSetting."""
+    kind = str(config.get("model_type", "missing"))
+    if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
+        raise BadSetting(setting="--config", reason=f"the model_type {kind} is no decoder that Hearth runs")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    kind = str(config.get("model_type", "missing"))
-    if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
-        raise BadSetting(setting="--config", reason=f"the model_type {kind} is no decoder that Hearth runs")
     logging.disable_progress_bar()
     torch.manual_seed(0)
     values = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype")}
