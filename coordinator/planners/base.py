@@ -73,13 +73,14 @@ class PlanRequest:
 
     @property
     def may_replicate(self) -> bool:
-        """Whether a rank may hold more of a matrix than it decodes with: int4 is packed, and used whole."""
-        return self.generation is None or self.spec.weights != "int4"
+        """Whether a rank may hold more of a matrix than it decodes with: int4 is packed and used whole, and int8's kernel
+        takes no matrix of which only some inputs are used (converting it for every token is slower than it all)."""
+        return self.generation is None or self.spec.weights not in ("int8", "int4")
 
     @property
     def why_not_by_rows(self) -> str:
         if not self.may_replicate:
-            return "needs whole matrices everywhere, of which int4 could not decode with a part"
+            return f"needs whole matrices everywhere, and {self.spec.weights} does not decode with a part of one"
         context = self.generation.context if self.generation else 0
         return f"needs a context ({context} tokens) that is prefilled in one step (of {self.seq_len} rows)"
 
