@@ -31,6 +31,7 @@ from hearth.errors import (
 from hearth.messages import Done, FetchChunks, GetChunk, LinkMeasured, MeasureLink, Message, OpenLinkProbe
 from hearth.rpc import Caller, Reply, RpcClient, RpcServer
 from hearth.security import Access, Gatekeeper, KeyPair
+from hearth.tasks import all_or_first_error
 from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
                     log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, error)
                     missing.append(chunk)
 
-        await asyncio.gather(*map(fetch, request.hashes))
+        await all_or_first_error(map(fetch, request.hashes))
     return tuple(missing)
 
 

@@ -32,7 +32,8 @@ from hearth.messages import (
     decode,
     encode,
 )
-from hearth.rpc import Reply, within
+from hearth.rpc import Reply
+from hearth.tasks import within
 
 log = logging.getLogger(__name__)
 

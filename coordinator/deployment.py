@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordinator.distribution import Distribution, Progress, all_or_first_error
+from coordinator.distribution import Distribution, Progress
 from coordinator.fleet import Fleet
 from hearth.errors import (
     BadMessage,
@@ -44,6 +44,7 @@ from hearth.messages import (
 from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.rpc import Reply
+from hearth.tasks import all_or_first_error
 from hearth.trace import shift_to_common_clock
 
 if TYPE_CHECKING:
@@ -51,11 +52,6 @@ if TYPE_CHECKING:
 
 _LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
 _ABORT_GRACE_SECONDS = 0.5
-# A step may take this many times its predicted time before a wait inside it gives up ...
-_TIMEOUT_FACTOR = 20.0
-# ... but never less: the prediction knows nothing of a cold cache or a busy household.
-_MIN_TIMEOUT_SECONDS = 2.0
-
 # What is wrong with one request and not with the plan: whatever else runs on it goes on.
 _OF_THE_REQUEST = (BadRequest, FrameTooLarge, QueueFull)
 
@@ -156,11 +152,6 @@ class Deployment:
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def timeout_seconds(self, num_rows: int) -> float:
-        """How long a wait for a tile may last, from the plan's own prediction."""
-        scale = max(num_rows / self.plan.seq_len, 1.0)
-        return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self.plan.predicted.total_seconds * scale)
-
     async def run_step(
         self,
         token_ids: np.ndarray[Any, Any],
@@ -178,7 +169,7 @@ class Deployment:
         if self.failure is not None:
             raise self.failure
         self._step += 1
-        timeout = self.timeout_seconds(len(token_ids))
+        timeout = self.plan.wait_seconds(len(token_ids))
         request = RunStep(
             holder=self._fleet.holder,
             epoch=self.plan.epoch,

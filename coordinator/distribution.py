@@ -10,7 +10,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from coordinator.fleet import Fleet
 from hearth.errors import HearthError
@@ -27,6 +27,7 @@ from hearth.messages import (
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
 from hearth.plan import Plan
+from hearth.tasks import all_or_first_error
 
 Progress = Callable[[str, int, int], None]  # device name, bytes that came, bytes to come in all
 
@@ -216,15 +217,3 @@ def _batches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
         batches[-1].append(each)
         size += each.chunk.num_bytes
     return batches
-
-
-async def all_or_first_error(calls: Any) -> list[Any]:
-    """As gather, but when one fails the others are cancelled and awaited, so that nothing runs on unseen."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

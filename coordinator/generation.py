@@ -34,7 +34,8 @@ from hearth.messages import (
 )
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
-from hearth.rpc import MAX_REQUESTS_PER_CALLER, within
+from hearth.rpc import MAX_REQUESTS_PER_CALLER
+from hearth.tasks import within
 
 if TYPE_CHECKING:
     import numpy as np

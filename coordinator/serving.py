@@ -43,7 +43,7 @@ from hearth.errors import (
 )
 from hearth.messages import ChunkRef, DeviceTrace, Generate, TextEnded, TextGenerated, WireStats
 from hearth.plan import Plan, Values
-from hearth.rpc import within
+from hearth.tasks import within
 from hearth.units import format_bytes
 
 if TYPE_CHECKING:

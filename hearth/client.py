@@ -59,8 +59,9 @@ from hearth.messages import (
     TextEnded,
     Vectors,
 )
-from hearth.rpc import Reply, RpcClient, within
+from hearth.rpc import Reply, RpcClient
 from hearth.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
+from hearth.tasks import within
 
 if TYPE_CHECKING:
     import numpy as np

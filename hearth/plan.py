@@ -13,6 +13,10 @@ from hearth.model.spec import ModelSpec
 Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
 Values = Literal["exact", "bf16", "fp16", "int8"]
 Placement = Literal["sharded", "replicated"]
+# A step may take this many times its predicted time before a wait inside it gives up ...
+_WAIT_FACTOR = 20.0
+# ... but never less: the prediction knows nothing of a cold cache or a busy household.
+_MIN_WAIT_SECONDS = 2.0
 STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
 
 
@@ -201,6 +205,11 @@ class Plan(BaseModel):
     def wire_on(self, source: int, target: int) -> WireFormat:
         """How activations travel from one rank to another."""
         return self.wire.model_copy(update={"values": self.body.values_on(source, target, self.wire.values)})
+
+    def wait_seconds(self, num_rows: int) -> float:
+        """How long a wait for a peer may last in a step of so many rows, from the plan's own prediction."""
+        scale = max(num_rows / self.seq_len, 1.0)
+        return max(_MIN_WAIT_SECONDS, _WAIT_FACTOR * self.predicted.total_seconds * scale)
 
     def with_epoch(self, epoch: int) -> Plan:
         return self.model_copy(update={"epoch": epoch})

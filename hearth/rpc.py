@@ -33,6 +33,7 @@ from hearth.errors import (
 )
 from hearth.messages import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION, Cancel, Failed, Hello, Message, decode, encode
 from hearth.security import Access, KeyPair, secure_client, secure_server, user_id
+from hearth.tasks import within
 
 log = logging.getLogger(__name__)
 
@@ -351,19 +352,6 @@ class RpcClient:
                 replies.put_nowait(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
             except HearthError as error:
                 replies.put_nowait(error)
-
-
-async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
-    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the result."""
-    waited = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait({waited}, timeout=timeout_seconds)
-        if not waited.done():
-            raise asyncio.TimeoutError
-        return waited.result()
-    finally:
-        waited.cancel()
-        await asyncio.gather(waited, return_exceptions=True)
 
 
 def _raised(reply: Reply | HearthError) -> Reply:

@@ -17,7 +17,7 @@ from torch import Tensor
 from agent.worker.kv_cache import SequenceCache
 from agent.worker.shard import EmbeddingShard, LayerShard, Norm
 from hearth.geometry import Span
-from hearth.model.rotary import Frequencies, RotarySpec, frequencies
+from hearth.model.rotary import RotarySpec, frequencies
 from hearth.model.spec import ModelSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -75,17 +75,17 @@ def pack(
 
 
 def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    found = _frequencies(rotary, spec.head_dim, spec.max_positions, length)
-    angles = positions[:, None].float() * torch.tensor(found.inverse, dtype=torch.float32)
-    return angles.cos() * found.scale, angles.sin() * found.scale
-
-
-def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> Frequencies:
     by_length = rotary.kind in ("dynamic", "longrope")
-    return _known_frequencies(rotary, head_dim, max_positions, length if by_length else 0)
+    inverse, scale = _frequencies(rotary, spec.head_dim, spec.max_positions, length if by_length else 0)
+    angles = positions[:, None].float() * inverse
+    return angles.cos() * scale, angles.sin() * scale
 
 
-_known_frequencies = lru_cache(maxsize=1024)(frequencies)
+@lru_cache(maxsize=1024)
+def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """As `rotary.frequencies`; kept, since every token needs them."""
+    found = frequencies(rotary, head_dim, max_positions, length)
+    return torch.tensor(found.inverse, dtype=torch.float32), found.scale
 
 
 # ---- norms and residuals ---------------------------------------------------------------------------------------------
@@ -117,8 +117,7 @@ def project_qkv(
 ) -> None:
     """Q, K and V of the heads of a block, for the rows `span` of the step: out [s,q], with their positions in them."""
     heads = layer.qkv_blocks[block].size
-    start = spec.qkv_width(sum(before.size for before in layer.qkv_blocks[:block]))
-    part = slice(start, start + spec.qkv_width(heads))
+    part = layer.qkv_rows(spec, block)
     bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
     layer.qkv_weight.rows(part).times(x_sH, bias, out)
     q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)

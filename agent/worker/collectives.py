@@ -90,9 +90,7 @@ class Collectives:
             chunks = self._chunks(own)
             keys = self._keys(layer, phase, self.rank, self._previous, len(chunks))
             for chunk, received in zip(chunks, self._communicator.take(keys), strict=True):
-                part = own[slice(*chunk)]
-                self._check(received, part)
-                self._staging.add_from_wire(received, part)
+                self._take_in(received, own[slice(*chunk)], add=True)
         return own
 
     def scatter_rows(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
@@ -121,11 +119,11 @@ class Collectives:
         if own_BH is not None:
             self.broadcast(layer, phase, own_BH)
         total_BH = torch.empty_like(like_BH)
-        for first, source in zip([True] + [False] * len(sources), sources, strict=False):
+        for index, source in enumerate(sources):
             if source != self.rank:
-                self.collect_rows(layer, phase, source, total_BH, add=not first)
+                self.collect_rows(layer, phase, source, total_BH, add=index > 0)
             elif own_BH is not None:
-                total_BH = own_BH.clone() if first else total_BH.add_(own_BH)
+                (total_BH.add_ if index else total_BH.copy_)(own_BH)
         return total_BH
 
     @property
@@ -138,9 +136,7 @@ class Collectives:
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
         for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
-            part = into[slice(*chunk)]
-            self._check(tile, part)
-            (self._staging.add_from_wire if add else self._staging.from_wire)(tile, part)
+            self._take_in(tile, into[slice(*chunk)], add)
 
     def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(rows)):
@@ -160,13 +156,10 @@ class Collectives:
     def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
         return [self._communicator.key(layer, phase, tile, source, chunk) for chunk in range(num_chunks)]
 
-    def _copy(self, tile: WireTile, into: Tensor) -> None:
-        self._check(tile, into)
-        self._staging.from_wire(tile, into)
-
-    def _check(self, tile: WireTile, into: Tensor) -> None:
+    def _take_in(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
         if tile.shape != tuple(into.shape):
             raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
+        (self._staging.add_from_wire if add else self._staging.from_wire)(tile, into)
 
     def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
         order = [step.compute for step in schedules.ring_all_gather(self.num_ranks, self.rank)]
@@ -178,5 +171,5 @@ class Collectives:
             index, arrived = self._communicator.take_first([keys[tile] for tile in waiting])
             tile = waiting.pop(index)
             for chunk, array in zip(chunks[tile], arrived, strict=True):
-                self._copy(array, rows[tile][slice(*chunk)])
+                self._take_in(array, rows[tile][slice(*chunk)])
             yield tile, rows[tile]

@@ -49,7 +49,6 @@ GATHERS = frozenset(
         Phase.REDUCE_GATHER_MLP,
     }
 )
-REDUCES = frozenset({Phase.REDUCE_ATTENTION, Phase.REDUCE_MLP})
 # Straight from the rank that has it to the one that needs it, in one hop.
 DIRECT = frozenset(
     {

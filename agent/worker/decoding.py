@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from agent.worker import blocks
@@ -19,22 +18,21 @@ from agent.worker.shard import LayerShard, Shard
 from agent.worker.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
 from hearth.framing import Phase
 from hearth.geometry import Span, spans
+from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
 
 
 def own_layers(plan: Plan, rank: int, shard: Shard) -> list[LayerShard]:
     """Views of what this rank decodes with: its own heads and columns of every layer."""
     heads, columns = spans(plan.body.heads)[rank], spans(plan.body.columns)[rank]
-    return [_own_part(layer, heads, columns, plan, rank) for layer in shard.layers]
+    return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
 
 
-def _own_part(layer: LayerShard, heads: Span, columns: Span, plan: Plan, rank: int) -> LayerShard:
-    spec, held = plan.model, layer.held
+def _own_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span) -> LayerShard:
+    held = layer.held
     if heads == held.qkv and heads == held.out and columns == held.columns and len(layer.qkv_blocks) == 1:
         return layer
-    block = layer.qkv_blocks.index(heads) if heads.size else 0
-    before = spec.qkv_width(sum(other.size for other in layer.qkv_blocks[:block]))
-    qkv = slice(before, before + spec.qkv_width(heads.size))
+    qkv = layer.qkv_rows(spec, layer.qkv_blocks.index(heads)) if heads.size else slice(0, 0)
     out = _within(heads, held.out, spec.head_dim)
     mlp = _within(columns, held.columns, 1)
 
@@ -61,12 +59,7 @@ def _within(part: Span, held: Span, width: int) -> slice:
 
 
 def decode(step: Step, layers: list[LayerShard]) -> Tensor:
-    """The hidden states of all rows after the last norm [B,H], on every rank."""
-    with torch.inference_mode():
-        return _decode(step, layers)
-
-
-def _decode(step: Step, layers: list[LayerShard]) -> Tensor:
+    """The hidden states of all rows after the last norm [B,H], on every rank. Called in torch's inference mode."""
     spec, body, bar = step.spec, step.plan.body, step.recorder.bar
     everything = Span(0, step.rows.num_rows)
     with_heads = [rank for rank, heads in enumerate(body.heads) if heads]

@@ -27,8 +27,6 @@ from hearth.messages import SequenceRows, StepOrder, decode, encode
 from hearth.plan import Plan
 
 LEADER = 0
-_MIN_WAIT_SECONDS = 2.0
-_WAIT_FACTOR = 20.0  # a wait for a peer may last this many times what the plan predicts of a whole step
 
 
 class Generation:
@@ -43,7 +41,7 @@ class Generation:
         self._staging = staging
         self._caches: dict[int, SequenceCache] = {}
         self._step = 0
-        self._wait_seconds = max(_MIN_WAIT_SECONDS, _WAIT_FACTOR * plan.predicted.total_seconds)
+        self._wait_seconds = plan.wait_seconds(plan.seq_len)
 
     @property
     def num_sequences(self) -> int:

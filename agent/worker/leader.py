@@ -18,9 +18,10 @@ Answers = list[tuple[bytes, Message]]  # by request
 
 
 @dataclass
-class _Times:
-    """Seconds of the monotonic clock."""
+class _Asked:
+    """A request, and when what became of it: seconds of the monotonic clock."""
 
+    request_id: bytes
     submitted: float
     started: float | None = None
     first_token: float | None = None
@@ -36,9 +37,7 @@ class Leader:
         self._generation = generation
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._scheduler = Scheduler(plan.generation, self._whole_prompts)
-        self._numbers: dict[bytes, int] = {}
-        self._requests: dict[int, bytes] = {}
-        self._times: dict[int, _Times] = {}
+        self._asked: dict[int, _Asked] = {}  # by the sequence's number
         self._last_number = 0
         self._failure: HearthError | None = None
 
@@ -61,15 +60,12 @@ class Leader:
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
             room = min(self._spec.max_positions, self._scheduler.room)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
-        self._numbers[request_id] = sequence.number
-        self._requests[sequence.number] = request_id
-        self._times[sequence.number] = _Times(time.monotonic())
+        self._asked[sequence.number] = _Asked(request_id, time.monotonic())
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: bytes) -> None:
         """Forget a request; one that has ended is none."""
-        number = self._numbers.get(request_id)
-        if number is not None:
+        for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
             self._forget(number)
 
     def step(self) -> Answers:
@@ -78,7 +74,7 @@ class Leader:
         began = time.monotonic()
         for rows in order.rows:
             if rows.new is not None:
-                self._times[rows.sequence].started = began
+                self._asked[rows.sequence].started = began
         try:
             chosen = self._generation.lead(order)
         except HearthError as error:
@@ -89,37 +85,34 @@ class Leader:
         return answers
 
     def _take(self, number: int, token: int) -> Answers:
-        sequence, times, request_id = self._scheduler.running[number], self._times[number], self._requests[number]
+        sequence, asked = self._scheduler.running[number], self._asked[number]
         self._scheduler.take(number, token)
-        if times.first_token is None:
-            times.first_token = time.monotonic()
-        answers: Answers = [(request_id, TokensGenerated(token_ids=(token,)))]
+        if asked.first_token is None:
+            asked.first_token = time.monotonic()
+        answers: Answers = [(asked.request_id, TokensGenerated(token_ids=(token,)))]
         if sequence.ended:
-            answers.append((request_id, self._end(sequence, times)))
+            answers.append((asked.request_id, self._end(sequence, asked)))
             self._forget(number)
         return answers
 
-    def _end(self, sequence: Sequence, times: _Times) -> GenerationEnded:
+    def _end(self, sequence: Sequence, asked: _Asked) -> GenerationEnded:
         now = time.monotonic()
-        started, first = times.started or now, times.first_token or now
+        started, first = asked.started or now, asked.first_token or now
         return GenerationEnded(
             reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_tokens=len(sequence.generated),
-            queued_seconds=started - times.submitted,
+            queued_seconds=started - asked.submitted,
             prefill_seconds=first - started,
             decode_seconds=now - first,
         )
 
     def _fail(self, error: HearthError) -> Answers:
         self._failure = error
-        requests = list(self._requests.values())
-        for number in list(self._requests):
-            self._forget(number)
+        failed, self._asked = list(self._asked.values()), {}
         self._scheduler = Scheduler(self._promise, self._whole_prompts)
-        return [(request_id, Failed.of(error)) for request_id in requests]
+        return [(asked.request_id, Failed.of(error)) for asked in failed]
 
     def _forget(self, number: int) -> None:
         self._scheduler.remove(number)
-        self._times.pop(number)
-        del self._numbers[self._requests.pop(number)]
+        del self._asked[number]

@@ -58,6 +58,11 @@ class LayerShard:
     down_bias: Tensor | None  # [H]
     norm2: Norm
 
+    def qkv_rows(self, spec: ModelSpec, block: int) -> slice:
+        """Where a block lies in `qkv_weight` and `qkv_bias`."""
+        start = sum(spec.qkv_width(before.size) for before in self.qkv_blocks[:block])
+        return slice(start, start + spec.qkv_width(self.qkv_blocks[block].size))
+
 
 @dataclass
 class EmbeddingShard:
@@ -215,11 +220,10 @@ def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
 
 def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -> None:
     heads = _grain_heads(spec, grain)
-    before = 0
-    for block in layer.qkv_blocks:
+    for index, block in enumerate(layer.qkv_blocks):
         if block.start <= heads.start < block.stop:
             skipped = heads.start - block.start
-            start = before
+            start = layer.qkv_rows(spec, index).start
             for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
                 part = slice(start + width(skipped), start + width(skipped + heads.size))
                 layer.qkv_weight.fill(part, _ALL, stored(f"{name}.weight"))
@@ -227,7 +231,6 @@ def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -
                     layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
                 start += width(block.size)
             return
-        before += spec.qkv_width(block.size)
     raise RuntimeError(f"heads {heads} are not of this rank")
 
 
