@@ -1,0 +1,129 @@
+"""A neural network as a graph of operators: what graph planners cut and place. Pure.
+
+Operators are numbered in topological order. A tensor has one producer and any number of consumers; where several of them
+are on one device, it travels there once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class Operator(NamedTuple):
+    """`parameters` are indices into `GraphSpec.parameters`; several operators may use one."""
+
+    name: str
+    kind: str  # the ONNX operator type, or the Keras class
+    flops: float
+    parameters: tuple[int, ...] = ()
+
+
+class Parameter(NamedTuple):
+    """A weight (an ONNX initialiser)."""
+
+    name: str
+    num_bytes: int
+
+
+class Tensor(NamedTuple):
+    """An activation. `source` is the operator that makes it, None for an input of the graph."""
+
+    name: str
+    num_bytes: int
+    source: int | None
+    consumers: tuple[int, ...]
+    dtype: str = "float32"
+    shape: tuple[int, ...] = ()
+    is_output: bool = False  # of the graph
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """Raises ValueError when an operator comes before one that it depends on, or an index names nothing."""
+
+    name: str
+    operators: tuple[Operator, ...]
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_operators = len(self.operators)
+        for tensor in self.tensors:
+            first = 0 if tensor.source is None else tensor.source + 1
+            for consumer in tensor.consumers:
+                if not first <= consumer < num_operators:
+                    raise ValueError(f"tensor {tensor.name} of operator {tensor.source} is used by operator {consumer}")
+            if tensor.source is not None and not 0 <= tensor.source < num_operators:
+                raise ValueError(f"tensor {tensor.name} comes from operator {tensor.source}, which does not exist")
+        for operator in self.operators:
+            if any(not 0 <= index < len(self.parameters) for index in operator.parameters):
+                raise ValueError(f"operator {operator.name} uses a parameter that does not exist")
+
+    @property
+    def num_operators(self) -> int:
+        return len(self.operators)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.source is None)
+
+    @cached_property
+    def outputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.is_output)
+
+    @cached_property
+    def consumed(self) -> tuple[tuple[Tensor, ...], ...]:
+        """By operator, the tensors that it takes; inputs of the graph too."""
+        return self._by(lambda tensor: tensor.consumers)
+
+    @cached_property
+    def produced(self) -> tuple[tuple[Tensor, ...], ...]:
+        """By operator, the tensors that it makes."""
+        return self._by(lambda tensor: () if tensor.source is None else (tensor.source,))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sorted({tensor.source for tensor in tensors if tensor.source is not None}))
+            for tensors in self.consumed
+        )
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sorted({consumer for tensor in tensors for consumer in tensor.consumers}))
+            for tensors in self.produced
+        )
+
+    def parameter_bytes(self, operators: Iterable[int]) -> int:
+        """Of the weights that these operators use; shared ones count once."""
+        used = {index for operator in operators for index in self.operators[operator].parameters}
+        return sum(self.parameters[index].num_bytes for index in used)
+
+    def _by(self, operators_of: Callable[[Tensor], Iterable[int]]) -> tuple[tuple[Tensor, ...], ...]:
+        found: list[list[Tensor]] = [[] for _ in self.operators]
+        for tensor in self.tensors:
+            for operator in operators_of(tensor):
+                found[operator].append(tensor)
+        return tuple(map(tuple, found))
+
+
+def from_edges(
+    name: str,
+    operators: Sequence[Operator],
+    out_bytes: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    parameters: Sequence[Parameter] = (),
+) -> GraphSpec:
+    """A graph in which every operator makes one tensor, which all its successors take; sinks make the outputs."""
+    consumers: list[list[int]] = [[] for _ in operators]
+    for source, target in edges:
+        consumers[source].append(target)
+    tensors = tuple(
+        Tensor(operator.name, out_bytes[index], index, tuple(sorted(consumers[index])), is_output=not consumers[index])
+        for index, operator in enumerate(operators)
+    )
+    return GraphSpec(name, tuple(operators), tensors, tuple(parameters))
