@@ -272,6 +272,22 @@ class ModelDoesNotFit(HearthError):
 
 
 @dataclass(eq=False)
+class BadGraph(HearthError):
+    path: str
+    reason: str
+    summary = "The graph {path} cannot be used: {reason}."
+    advice = "Export it again, or correct the file."
+
+
+@dataclass(eq=False)
+class NoPlacement(HearthError):
+    graph: str
+    strategy: str
+    summary = "The strategy {strategy} found no placement of {graph} within the devices' memory."
+    advice = "Use the strategy moirai, which searches all placements, or lend more memory."
+
+
+@dataclass(eq=False)
 class BadPlan(HearthError):
     reason: str
     summary = "The plan cannot be used: {reason}."

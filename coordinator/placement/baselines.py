@@ -1,0 +1,33 @@
+"""The strategies that Moirai is compared with, by name. All are priced by the one simulator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from coordinator.placement.problem import PlacementProblem
+from coordinator.placement.schedule import Placement, Schedule, best_schedule
+from hearth.errors import NoPlacement
+
+Baseline = Callable[[PlacementProblem], Placement]
+
+
+def local(problem: PlacementProblem) -> Schedule:
+    """Everything on the best single device that holds it. Raises NoPlacement."""
+    n = problem.num_operators
+    fitting = [[device] * n for device in range(problem.num_devices) if problem.overflow([device] * n) == 0]
+    if not fitting:
+        raise NoPlacement(graph=problem.name, strategy="local")
+    return min((best_schedule(problem, each, range(n)) for each in fitting), key=lambda each: each.makespan)
+
+
+def _timed(name: str, strategy: Callable[[PlacementProblem], Schedule]) -> Baseline:
+    def place(problem: PlacementProblem) -> Placement:
+        began = time.monotonic()
+        found = strategy(problem)
+        return Placement(name, found, planning_seconds=time.monotonic() - began)
+
+    return place
+
+
+BASELINES: Mapping[str, Baseline] = {name: _timed(name, strategy) for name, strategy in {"local": local}.items()}
