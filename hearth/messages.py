@@ -13,9 +13,10 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
+from hearth.graph.plan import GraphPlan
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Values
-from hearth.profile import BlockProfile, Link
+from hearth.profile import BlockProfile, Link, WireCost
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 4 << 20  # a plan for 256 devices with its chunk list stays below this
@@ -29,6 +30,12 @@ PublicKey = Annotated[str, StringConstraints(min_length=40, max_length=40)]  # Z
 Epoch = Annotated[int, Field(ge=0, lt=1 << 63)]
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 Port = Annotated[int, Field(ge=1, le=65535)]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]  # as the ONNX file has it
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=8)]
+ElementType: TypeAlias = Literal[
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
+    "bool",
+]  # fmt: skip
 
 
 class _Message(BaseModel):
@@ -320,6 +327,117 @@ class StepDone(_Message):
     trace: tuple[TraceEvent, ...] = ()
 
 
+# ---- coordinator to agent: graphs -----------------------------------------------------------------------------------
+
+
+class ProfileGraph(_Message):
+    """Time the operators of a graph. Payload: its ONNX protobuf in frames, one after the other.
+
+    Initialisers whose bytes are left out (external data, at any location) are filled with random values.
+    """
+
+    t: Literal["profile_graph"] = "profile_graph"
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)]
+
+
+class Kernel(_Message):
+    """One node of the graph as onnxruntime runs it. `operators`: the nodes of the given graph that it stands for.
+
+    They are found by name; where onnxruntime gave it another, by the tensors that it makes. None: a node of its own.
+    """
+
+    name: TensorName
+    kind: Name
+    provider: Name
+    seconds: Annotated[float, Field(ge=0)]  # median of a run
+    operators: tuple[TensorName, ...] = ()
+
+
+class GraphProfiled(_Message):
+    """`process_bytes`: the process with onnxruntime and no model. `run_bytes`: what running takes beside the weights."""
+
+    t: Literal["graph_profiled"] = "graph_profiled"
+    kernels: tuple[Kernel, ...] = Field(max_length=100_000)
+    run_seconds: Annotated[float, Field(gt=0)]  # median of a whole run, without the profiler
+    provider: Name
+    process_bytes: Bytes
+    run_bytes: Bytes
+    wire: WireCost
+
+
+class ArrayChunks(_Message):
+    """An initialiser whose bytes (raw, little-endian) are the chunks one after the other."""
+
+    name: TensorName
+    dtype: ElementType
+    shape: Shape
+    chunks: tuple[Hash, ...] = Field(max_length=4096)
+
+
+class SegmentFiles(_Message):
+    """What a segment is made from. `graph`: chunks of its ONNX protobuf, in which `initializers` are external data."""
+
+    graph: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
+    initializers: tuple[ArrayChunks, ...] = Field(default=(), max_length=50_000)
+
+
+class LoadGraph(_Message):
+    """Start a worker for this rank of a graph's plan; its chunks must be in the store already.
+
+    `files`: of this rank's segments, in the plan's order. The answer is `WorkerBound`; `ConnectPeers` comes next.
+    """
+
+    t: Literal["load_graph"] = "load_graph"
+    holder: Name
+    plan: GraphPlan
+    rank: Annotated[int, Field(ge=0)]
+    files: tuple[SegmentFiles, ...] = Field(min_length=1, max_length=4096)
+    max_in_flight: Annotated[int, Field(ge=1, le=4096)] = 16  # requests; one more is answered with QueueFull
+    encrypt_data_plane: bool = True
+    plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]  # opens every data-plane message
+
+
+class RunGraph(_Message):
+    """One request, to every rank of the plan. Payload: the graph inputs that this rank's segments take, in two frames each.
+
+    Steps count up. Several may be in flight. `timeout_seconds`: from here until all of the request has run on this rank.
+    """
+
+    t: Literal["run_graph"] = "run_graph"
+    holder: Name
+    epoch: Epoch
+    step: Annotated[int, Field(ge=0, lt=1 << 32)]
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)]
+    names: tuple[TensorName, ...] = Field(default=(), max_length=MAX_PAYLOAD_FRAMES // 2)
+    trace: bool = False
+
+
+class GraphDone(_Message):
+    """Every segment of this rank has run. Payload: the graph outputs that it made, in two frames each."""
+
+    t: Literal["graph_done"] = "graph_done"
+    names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
+    began_seconds: float  # on the worker's monotonic clock, like the trace
+    ended_seconds: float
+    compute_seconds: tuple[Annotated[float, Field(ge=0)], ...] = Field(max_length=4096)  # of each segment of this rank
+    wire: WireStats  # since the plan was loaded
+    dropped_messages: int
+    trace: tuple[TraceEvent, ...] = ()
+
+
+class AbortGraph(_Message):
+    """Give up one request: it failed elsewhere. `AbortStep` gives up all that are in flight."""
+
+    t: Literal["abort_graph"] = "abort_graph"
+    holder: Name
+    epoch: Epoch
+    step: Annotated[int, Field(ge=0, lt=1 << 32)]
+    reason: Text
+
+
+# ---- coordinator to agent: generation -------------------------------------------------------------------------------
+
+
 class Sampling(_Message):
     """How a next token is chosen. Temperature 0: the likeliest (greedy), and nothing else matters.
 
@@ -415,6 +533,18 @@ class StartWorker(_Message):
     store_path: Text
     bind_host: Name
     ports: tuple[int, int]  # first and last that may be bound; (0, 0): any
+    num_threads: Annotated[int, Field(ge=1)]
+    compute_device: Literal["cpu", "cuda"]
+
+
+class StartGraphWorker(_Message):
+    """`StartWorker` for a graph."""
+
+    t: Literal["start_graph_worker"] = "start_graph_worker"
+    load: LoadGraph
+    store_path: Text
+    bind_host: Name
+    ports: tuple[int, int]
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: Literal["cpu", "cuda"]
 
@@ -550,6 +680,43 @@ class Vectors(_Message):
     traces: tuple[DeviceTrace, ...] = ()
 
 
+class GetModelInfo(_Message):
+    t: Literal["get_model_info"] = "get_model_info"
+
+
+class ArrayInfo(_Message):
+    name: TensorName
+    dtype: ElementType
+    shape: Shape
+
+
+class ModelInfo(_Message):
+    """What the served graph takes and gives."""
+
+    t: Literal["model_info"] = "model_info"
+    name: Name
+    inputs: tuple[ArrayInfo, ...]
+    outputs: tuple[ArrayInfo, ...]
+
+
+class Infer(_Message):
+    """Run the served graph once. Payload: every input, in two frames each. The answer is `Inferred`."""
+
+    t: Literal["infer"] = "infer"
+    names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
+    timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    trace: bool = False
+
+
+class Inferred(_Message):
+    """Payload: the graph's outputs, in two frames each."""
+
+    t: Literal["inferred"] = "inferred"
+    names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
+    latency_seconds: float  # from the start of the request to its last output, without the time in the queue
+    traces: tuple[DeviceTrace, ...] = ()
+
+
 class ListDevices(_Message):
     t: Literal["list_devices"] = "list_devices"
 
@@ -582,6 +749,7 @@ class Status(_Message):
     state: Text
     model_path: Text
     plan: Plan | None
+    graph_plan: GraphPlan | None = None  # where the model is a graph
     queued_requests: int
     served_requests: int
     failed_requests: int
@@ -643,6 +811,13 @@ Message: TypeAlias = (
     | Unload
     | StartWorker
     | AbortStep
+    | ProfileGraph
+    | GraphProfiled
+    | LoadGraph
+    | RunGraph
+    | GraphDone
+    | AbortGraph
+    | StartGraphWorker
     | GenerateTokens
     | TokensGenerated
     | GenerationEnded
@@ -657,6 +832,10 @@ Message: TypeAlias = (
     | TextGenerated
     | TextEnded
     | Vectors
+    | GetModelInfo
+    | ModelInfo
+    | Infer
+    | Inferred
     | ListDevices
     | DeviceList
     | GetStatus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
 from hearth import messages as m
@@ -21,6 +22,17 @@ _EVENT = m.TraceEvent(name="qkv", lane="compute", start_seconds=1.0, end_seconds
 _WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
 _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
 _LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
+_GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
+_LOAD_GRAPH = m.LoadGraph(
+    holder="c", plan=_GRAPH_PLAN, rank=1, max_in_flight=4, plan_token=bytes(range(16)),
+    files=(
+        m.SegmentFiles(
+            graph=(_HASH,),
+            initializers=(m.ArrayChunks(name="w", dtype="float32", shape=(64, 3, 7, 7), chunks=(_HASH,)),),
+        ),
+    ),
+)
+_ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
 
 EXAMPLES: tuple[m.Message, ...] = (
@@ -57,6 +69,28 @@ EXAMPLES: tuple[m.Message, ...] = (
         first_row=2, num_rows=3, began_seconds=1.0, ended_seconds=2.0, wire=_WIRE, dropped_messages=0, trace=(_EVENT,)
     ),
     m.AbortStep(holder="c", epoch=3, reason="a peer is gone"),
+    m.ProfileGraph(timeout_seconds=60.0),
+    m.GraphProfiled(
+        kernels=(
+            m.Kernel(
+                name="conv1_nchwc", kind="Conv", provider="CPUExecutionProvider", seconds=0.001,
+                operators=("conv1", "relu1"),
+            ),
+        ),
+        run_seconds=0.0015, provider="CPUExecutionProvider", process_bytes=60 << 20, run_bytes=1 << 20,
+        wire=device_profile(0, 1.0).blocks.wire,
+    ),
+    _LOAD_GRAPH,
+    m.RunGraph(holder="c", epoch=3, step=9, timeout_seconds=5.0, names=("x",), trace=True),
+    m.GraphDone(
+        names=("y",), began_seconds=1.0, ended_seconds=2.0, compute_seconds=(0.25,), wire=_WIRE, dropped_messages=0,
+        trace=(_EVENT,),
+    ),
+    m.AbortGraph(holder="c", epoch=3, step=9, reason="another device gave it up"),
+    m.StartGraphWorker(
+        load=_LOAD_GRAPH, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
+        compute_device="cpu",
+    ),
     m.Unload(holder="c", epoch=3),
     m.StartWorker(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
@@ -92,6 +126,10 @@ EXAMPLES: tuple[m.Message, ...] = (
         decode_seconds=1.5,
     ),
     m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
+    m.GetModelInfo(),
+    m.ModelInfo(name="resnet50", inputs=(_ARRAY,), outputs=(_ARRAY,)),
+    m.Infer(names=("x",), timeout_seconds=10.0),
+    m.Inferred(names=("y",), latency_seconds=0.25, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
     m.ListDevices(),
     m.DeviceList(
         devices=(m.DeviceInfo(device_id="d", name="a", host="10.0.0.2:47800", state="alive", worker="none", telemetry=None),),
