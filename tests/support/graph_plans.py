@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hearth.graph.plan import GraphDevice, GraphPlan, GraphPrediction, Segment
 from hearth.plan import MemoryUse, WireFormat
 
+_PLAIN_WIRE = WireFormat(lz4="off")
 _NO_MEMORY = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
 
 
@@ -14,7 +15,7 @@ def make_graph_plan(
     segments: Sequence[tuple[int, Sequence[str], Sequence[str]]],
     inputs: Sequence[str],
     outputs: Sequence[str],
-    wire: WireFormat = WireFormat(lz4="off"),
+    wire: WireFormat = _PLAIN_WIRE,
     epoch: int = 1,
     num_ranks: int | None = None,
 ) -> GraphPlan:

@@ -24,7 +24,11 @@ _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
 _LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
 _LOAD_GRAPH = m.LoadGraph(
-    holder="c", plan=_GRAPH_PLAN, rank=1, max_in_flight=4, plan_token=bytes(range(16)),
+    holder="c",
+    plan=_GRAPH_PLAN,
+    rank=1,
+    max_in_flight=4,
+    plan_token=bytes(range(16)),
     files=(
         m.SegmentFiles(
             graph=(_HASH,),
