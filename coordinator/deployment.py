@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,46 +11,29 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from coordinator.distribution import Distribution, Progress
 from coordinator.fleet import Fleet
-from hearth.errors import (
-    BadMessage,
-    BadRequest,
-    DeviceLost,
-    FrameTooLarge,
-    HearthError,
-    QueueFull,
-    StepFailed,
-    WorkerDied,
-)
+from coordinator.workers import Workers, errors_of
+from hearth.errors import BadMessage, BadRequest, FrameTooLarge, QueueFull
 from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
-    AbortStep,
     ChunkRef,
-    ConnectPeers,
     DeviceTrace,
-    Done,
     GenerateTokens,
     GenerationEnded,
     LoadShard,
-    Peer,
     RunStep,
     Sampling,
     StepDone,
     TokensGenerated,
-    Unload,
     WireStats,
-    WorkerBound,
 )
 from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.rpc import Reply
-from hearth.tasks import all_or_first_error
 from hearth.trace import shift_to_common_clock
 
 if TYPE_CHECKING:
     import numpy as np
 
-_LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
-_ABORT_GRACE_SECONDS = 0.5
 # What is wrong with one request and not with the plan: whatever else runs on it goes on.
 _OF_THE_REQUEST = (BadRequest, FrameTooLarge, QueueFull)
 
@@ -67,27 +49,14 @@ class StepResult:
     traces: tuple[DeviceTrace, ...]
 
 
-class Deployment:
-    """Made by `deploy`. `fail` may be called from outside, when a device is lost."""
+class Deployment(Workers):
+    """Of a transformer. Steps run one at a time; generations side by side."""
 
     def __init__(self, fleet: Fleet, plan: Plan) -> None:
+        super().__init__(fleet, plan.devices, plan.epoch)
         self.plan = plan
-        self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
         self.weight_error = 0.0  # of the matrices, for the format that they are kept in; of the worst device
-        self.wire = WireStats()
-        self.dropped_messages = 0
-        self._fleet = fleet
         self._step = 0
-        self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
-
-    @property
-    def failure(self) -> HearthError | None:
-        return self._failed.result() if self._failed.done() else None
-
-    def fail(self, error: HearthError) -> None:
-        """A device or worker of this plan is gone: the running step, if any, ends with `error`."""
-        if not self._failed.done():
-            self._failed.set_result(error)
 
     # ---- bringing it up -------------------------------------------------------------------------------------------
 
@@ -103,52 +72,19 @@ class Deployment:
         self, chunks: Sequence[tuple[ChunkRef, ...]], links: Mapping[tuple[str, str], Link], encrypt: bool
     ) -> None:
         """Start the workers, and connect them when all are bound."""
-        token = secrets.token_bytes(16)
-        devices = self.plan.devices
-        bound = await self._on_all(
-            lambda rank: self._fleet.ask(
-                devices[rank].device_id,
-                LoadShard(
-                    holder=self._fleet.holder,
-                    plan=self.plan,
-                    rank=rank,
-                    chunks=chunks[rank],
-                    encrypt_data_plane=encrypt,
-                    plan_token=token,
-                ),
-                WorkerBound,
-                timeout_seconds=_LOAD_SECONDS,
-            )
-        )
 
-        def connect(rank: int) -> Awaitable[Done]:
-            peers = tuple(
-                Peer(
-                    rank=other,
-                    host=self._fleet.devices[devices[other].device_id].host,
-                    port=bound[other].port,
-                    public_key=bound[other].public_key,
-                    bytes_per_second=links[devices[rank].device_id, devices[other].device_id].bytes_per_second,
-                )
-                for other in range(self.plan.num_ranks)
-                if other != rank
+        def load(rank: int, token: bytes) -> LoadShard:
+            return LoadShard(
+                holder=self._fleet.holder,
+                plan=self.plan,
+                rank=rank,
+                chunks=chunks[rank],
+                encrypt_data_plane=encrypt,
+                plan_token=token,
             )
-            request = ConnectPeers(holder=self._fleet.holder, epoch=self.plan.epoch, peers=peers)
-            return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=35.0)
 
-        await self._on_all(connect)
+        bound = await self.start_workers(load, links)
         self.weight_error = max(each.weight_error for each in bound)
-
-    async def close(self) -> None:
-        """Stop the workers, so that the next plan finds their memory free."""
-        self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
-        request = Unload(holder=self._fleet.holder, epoch=self.plan.epoch)
-        calls = (
-            self._fleet.call(device.device_id, request, timeout_seconds=5.0)
-            for device in self.plan.devices
-            if self._fleet.devices[device.device_id].health == "alive"
-        )
-        await asyncio.gather(*calls, return_exceptions=True)
 
     # ---- running --------------------------------------------------------------------------------------------------
 
@@ -195,11 +131,11 @@ class Deployment:
             return reply.message, unpack_array(reply.payload)
 
         tasks = [asyncio.ensure_future(one(rank)) for rank in range(self.plan.num_ranks)]
-        while (pending := {task for task in tasks if not task.done()}) and not self.failure and not _errors(tasks):
+        while (pending := {task for task in tasks if not task.done()}) and not self.failure and not errors_of(tasks):
             waits: set[asyncio.Future[Any]] = {*pending, self._failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if self.failure is not None or _errors(tasks):
-            raise await self._give_up(tasks)
+        if self.failure is not None or errors_of(tasks):
+            raise await self.give_up(tasks)
         latency = loop.time() - began
         results = [task.result() for task in tasks]
         self.wire = WireStats.sum(done.wire for done, _ in results)
@@ -265,40 +201,12 @@ class Deployment:
         try:
             waits: set[asyncio.Future[Any]] = {following, self._failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            errors = _errors([following])
+            errors = errors_of([following])
             if errors and isinstance(errors[0], _OF_THE_REQUEST):
                 raise errors[0]
             if errors or self.failure is not None:
-                raise await self._give_up([following])
+                raise await self.give_up([following])
             return following.result()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-
-    async def _give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
-        """End the step everywhere, and find the error at the bottom of it."""
-        reason = str(self.failure or _errors(tasks)[0])[:1000]
-        request = AbortStep(holder=self._fleet.holder, epoch=self.plan.epoch, reason=reason)
-        aborts = [
-            asyncio.ensure_future(self._fleet.call(device.device_id, request, timeout_seconds=_ABORT_GRACE_SECONDS))
-            for device in self.plan.devices
-        ]
-        await asyncio.wait([*tasks, *aborts], timeout=_ABORT_GRACE_SECONDS)
-        for task in (*tasks, *aborts):
-            task.cancel()
-        await asyncio.gather(*tasks, *aborts, return_exceptions=True)
-        found = [*([self.failure] if self.failure else []), *_errors(tasks), *_errors(aborts)]
-        return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
-
-    async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        return await all_or_first_error(call(rank) for rank in range(self.plan.num_ranks))
-
-
-def _errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
-    found = []
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            if not isinstance(error, HearthError):
-                raise error
-            found.append(error)
-    return found
