@@ -23,8 +23,8 @@ from hearth.messages import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 
 TOKEN_BYTES = 16
-MAX_DIMS = 4
-_VERSION = 2
+MAX_DIMS = 8  # operators of vision models split axes into windows and heads
+_VERSION = 3
 _COMPRESSED = 0x80
 # version, dtype, encoding, dims, phase; epoch, step, layer, tile, source, chunk; shape
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
@@ -32,9 +32,11 @@ _HEAD_BYTES = TOKEN_BYTES + _HEADER.size
 _ONE_FRAME_BYTES = 32 << 10  # above, copying the buffer costs more than a frame
 _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
-_DTYPES = tuple(np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1"))
+_DTYPES = tuple(
+    np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1", "i1", "?", "<f8", "<i2", "<u2", "<u4", "<u8")
+)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message
+_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message; `TENSOR` may be any
 
 
 class Phase(IntEnum):
@@ -56,6 +58,7 @@ class Phase(IntEnum):
     SUM_MLP = 13
     HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
     CANDIDATES = 15  # for the next token, to rank 0
+    TENSOR = 18  # graphs: `layer` numbers the tensors that leave their rank
 
 
 # No format may change these: they are no activations.
@@ -82,7 +85,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
 
     Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
     """
-    array, dtype_code = _for_wire(array, _TILE_DTYPES)
+    array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
     encoded = link.encode(key.phase.name, array, verbatim=key.phase in _VERBATIM)
     header = _HEADER.pack(
         _VERSION,
@@ -169,13 +172,15 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
         raise BadMessage(reason="a tile carries another plan's token")
     version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
     epoch, step, layer, tile, source, chunk, *dims = rest
-    if version != _VERSION or dtype_code >= len(_DTYPES) or _DTYPES[dtype_code] not in _TILE_DTYPES:
+    if version != _VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
     try:
         key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)
     except ValueError:
         raise BadMessage(reason=f"unknown phase {phase}") from None
     dtype = _DTYPES[dtype_code]
+    if dtype not in _tile_dtypes(key.phase):
+        raise BadMessage(reason=f"{key.phase.name} tiles are not of {dtype}")
     shape = _checked_shape(num_dims, dims, dtype)
     try:
         values = ValueFormat(encoding & ~_COMPRESSED)
@@ -187,6 +192,10 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
     if len(frames) != 1 + num_buffers:
         raise BadMessage(reason=f"{len(frames) - 1} buffers for a tile of {num_buffers}")
     return TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
+
+
+def _tile_dtypes(phase: Phase) -> tuple[np.dtype[Any], ...]:
+    return _DTYPES if phase is Phase.TENSOR else _TILE_DTYPES
 
 
 def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:

@@ -11,7 +11,17 @@ from hypothesis.extra import numpy as hnp
 
 from hearth.codec import Codec
 from hearth.errors import BadMessage, FrameTooLarge
-from hearth.framing import Phase, TileKey, apart, decode_tile, encode_tile, pack_array, peek_key, unpack_array
+from hearth.framing import (
+    MAX_DIMS,
+    Phase,
+    TileKey,
+    apart,
+    decode_tile,
+    encode_tile,
+    pack_array,
+    peek_key,
+    unpack_array,
+)
 from hearth.plan import WireFormat
 
 TOKEN = bytes(range(16))
@@ -112,12 +122,13 @@ def test_a_lying_header_allocates_nothing() -> None:
     frames = frames_of(np.zeros((2, 64), np.float32), WireFormat(lz4="on"))
     assert len(frames[1]) < 2 * 64 * 4  # it is in lz4 indeed
     lying = bytearray(frames[0])
-    lying[-16:-8] = (4096).to_bytes(4, "little") * 2  # 64 MiB: just below the cap, in lz4
+    dims = slice(-4 * MAX_DIMS, 8 - 4 * MAX_DIMS)  # the first two
+    lying[dims] = (4096).to_bytes(4, "little") * 2  # 64 MiB: just below the cap, in lz4
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage):
             decode_tile(TOKEN, [bytes(lying), *frames[1:]])
-        lying[-16:-8] = (1 << 31).to_bytes(4, "little") * 2  # 16 EiB
+        lying[dims] = (1 << 31).to_bytes(4, "little") * 2  # 16 EiB
         with pytest.raises(FrameTooLarge):
             decode_tile(TOKEN, [bytes(lying), *frames[1:]])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
@@ -129,13 +140,13 @@ def test_a_lying_header_allocates_nothing() -> None:
     "shape", [(0, 1 << 24, 1 << 24, 1 << 24), (1 << 20, 1 << 20, 1 << 20, 0), (0, (1 << 32) - 1, 1, 1)]
 )
 def test_a_zero_hides_no_impossible_shape(shape: tuple[int, ...]) -> None:
-    dims = struct.pack("<4I", *shape)
+    dims = struct.pack(f"<{MAX_DIMS}I", *shape, *[0] * (MAX_DIMS - 4))
     tile = frames_of(np.zeros((1, 1, 1, 0), np.float32), WireFormat())
     packed = [bytes(frame) for frame in pack_array(np.zeros((1, 1, 1, 0), np.float32))]
     with pytest.raises(FrameTooLarge):
-        decode_tile(TOKEN, [tile[0][:-16] + dims, tile[1]])
+        decode_tile(TOKEN, [tile[0][: -len(dims)] + dims, tile[1]])
     with pytest.raises(FrameTooLarge):
-        unpack_array([packed[0][:-16] + dims, packed[1]])
+        unpack_array([packed[0][: -len(dims)] + dims, packed[1]])
 
 
 @given(wires, st.integers(0, 4))
@@ -155,10 +166,24 @@ def test_what_the_peer_must_refuse_is_not_sent() -> None:
     for send in (lambda: encode_tile(TOKEN, KEY, large, link), lambda: pack_array(large)):
         with pytest.raises(FrameTooLarge):
             send()
-    for array in (np.zeros(3, np.float64), np.zeros(3, np.int32), np.zeros((1,) * 5, np.float32)):
+    for array in (np.zeros(3, np.float64), np.zeros(3, np.int32), np.zeros((1,) * 9, np.float32)):
         with pytest.raises(ValueError, match=r"none of|dimensions"):
             encode_tile(TOKEN, KEY, array, link)
     assert link.stats.num_tiles == 0
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from(["f4", "f2", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]),
+        hnp.array_shapes(min_dims=0, max_dims=MAX_DIMS, min_side=0, max_side=3),
+    ),
+    wires,
+)
+def test_tensors_of_a_graph_may_have_any_type_and_only_floats_lose(array: np.ndarray, wire: WireFormat) -> None:
+    _, result = decode_tile(TOKEN, frames_of(array, wire, KEY._replace(phase=Phase.TENSOR)))
+    assert (result.shape, result.dtype) == (array.shape, array.dtype)
+    if array.dtype != np.float32 or wire.values == "exact":
+        assert np.array_equal(result, array, equal_nan=array.dtype.kind == "f")
 
 
 @pytest.mark.parametrize("array", [np.arange(6, dtype=">f4"), np.array(3.0, np.float32), np.ones((3, 4), np.float32).T])
