@@ -13,7 +13,7 @@ from coordinator.planners import GenerationRequest, PlanRequest
 from coordinator.planners.base import DEFAULT_SEQUENCES
 from coordinator.prompts import TextTokenizer
 from coordinator.sentences import SentenceTokenizer
-from coordinator.state import ServingGoal
+from coordinator.state import GraphGoal, ServingGoal
 from hearth.errors import BadSetting
 from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
@@ -68,7 +68,7 @@ def _generation(goal: ServingGoal, spec: ModelSpec) -> GenerationRequest | None:
     return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
 
 
-def allowed(goal: ServingGoal, devices: Iterable[_D]) -> list[_D]:
+def allowed(goal: ServingGoal | GraphGoal, devices: Iterable[_D]) -> list[_D]:
     """The devices that the user does not exclude."""
     excluded = set(goal.exclude)
     return [device for device in devices if not {device.name, device.device_id} & excluded]

@@ -8,6 +8,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hearth.errors import BadSetting
+from hearth.graph.plan import GraphPlan
 from hearth.plan import Plan
 from hearth.profile import ClusterProfile
 from hearth.units import format_bytes, parse_bytes
@@ -107,7 +108,7 @@ def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit]) -> Clust
 
 
 def breach(
-    plan: Plan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
+    plan: Plan | GraphPlan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
 ) -> str | None:
     """How a plan made elsewhere goes against the user's wishes, or None. `offered_bytes` is by device id."""
     for device in plan.devices:

@@ -20,9 +20,9 @@ from coordinator.distribution import Progress
 from coordinator.fleet import Fleet
 from coordinator.registry import by_name
 from coordinator.serving import Answer, Server
-from coordinator.state import ServingGoal
+from coordinator.state import ServingGoal, StateFile
 from hearth.discovery import COORDINATOR_SERVICE, Advertiser
-from hearth.errors import AppRevoked, BadRequest, NotAuthorised, ProtocolMismatch
+from hearth.errors import AppRevoked, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.framing import pack_array, unpack_array
 from hearth.messages import (
     PROTOCOL_VERSION,
@@ -85,12 +85,18 @@ class Service:
         self._report = report
 
     async def run(self, goal: ServingGoal | None, plan: Plan | None = None) -> None:
-        """Serve until SIGTERM or SIGINT. Raises what `Server.start` raises, PortInUse."""
+        """Serve until SIGTERM or SIGINT; without a goal, what was served last. Raises NotServing when that is nothing,
+        what `Server.start` raises, PortInUse."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         notifier = Notifier(os.environ)
+        if goal is None:
+            saved = StateFile(self._settings.state_dir).load()
+            goal, plan = saved.goal, saved.plan
+        if goal is None:
+            raise NotServing(state="nothing was served here before")
         self._server.start(goal, plan)
         async with AsyncExitStack() as stack:
             context = zmq.asyncio.Context()
@@ -141,7 +147,7 @@ class Service:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
             return CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
         if isinstance(message, GetReadiness):
-            model = self._server.goal.model_dir if self._server.goal else ""
+            model = self._server.goal.path if self._server.goal else ""
             return Readiness(ready=self._server.ready, state=self._server.state, model=model[-256:])
         if isinstance(message, Embed):
             return _reply(await self._server.embed(message.texts, message.timeout_seconds, message.trace))
@@ -199,7 +205,7 @@ class Service:
             name=self._settings.name,
             version=hearth.__version__,
             state=server.state,
-            model_path=server.goal.model_dir if server.goal else "",
+            model_path=server.goal.path if server.goal else "",
             plan=server.plan,
             queued_requests=server.queued,
             served_requests=server.served,

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.limits import MemoryLimit
+from hearth.graph.plan import GraphPlan, Objective
 from hearth.model.spec import WeightFormat
 from hearth.plan import Plan, Strategy, WireFormat
 
@@ -37,12 +38,38 @@ class ServingGoal(BaseModel):
     # The user gave the plan: no better one takes its place while its devices are there.
     keep_plan: bool = False
 
+    @property
+    def path(self) -> str:
+        return self.model_dir
+
+
+class GraphGoal(BaseModel):
+    """What the user asked to be served, where that is a graph of operators."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: Literal["graph"]
+    model_file: str  # ONNX
+    dims: dict[str, int] = {}  # of dynamic dimensions, by name
+    objective: Objective = "latency"
+    strategy: str = "auto"
+    congestion: bool = True
+    time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # of the search for a plan
+    wire: WireFormat = WireFormat()
+    exclude: tuple[str, ...] = ()
+    limits: tuple[MemoryLimit, ...] = ()
+    keep_plan: bool = False  # the user gave it
+
+    @property
+    def path(self) -> str:
+        return self.model_file
+
 
 class SavedState(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    goal: ServingGoal | None = None
-    plan: Plan | None = None
+    goal: ServingGoal | GraphGoal | None = None
+    plan: Plan | GraphPlan | None = None
     last_epoch: int = 0
 
 

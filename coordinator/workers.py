@@ -31,12 +31,12 @@ class Workers:
     """One worker on each of `devices`, by rank. `fail` may be called from outside, when a device is lost."""
 
     def __init__(self, fleet: Fleet, devices: Sequence[Member], epoch: int) -> None:
+        self.devices = devices
+        self.epoch = epoch
         self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
         self.wire = WireStats()
         self.dropped_messages = 0
         self._fleet = fleet
-        self._devices = devices
-        self._epoch = epoch
         self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
 
     @property
@@ -52,7 +52,7 @@ class Workers:
         self, load: Callable[[int, bytes], Message], links: Mapping[tuple[str, str], Link]
     ) -> list[WorkerBound]:
         """Start them with `load(rank, plan token)`, and connect them when all are bound."""
-        token, devices = secrets.token_bytes(16), self._devices
+        token, devices = secrets.token_bytes(16), self.devices
         bound: list[WorkerBound] = await self._on_all(
             lambda rank: self._fleet.ask(
                 devices[rank].device_id, load(rank, token), WorkerBound, timeout_seconds=_LOAD_SECONDS
@@ -71,7 +71,7 @@ class Workers:
                 for other in range(len(devices))
                 if other != rank
             )
-            request = ConnectPeers(holder=self._fleet.holder, epoch=self._epoch, peers=peers)
+            request = ConnectPeers(holder=self._fleet.holder, epoch=self.epoch, peers=peers)
             return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=35.0)
 
         await self._on_all(connect)
@@ -80,10 +80,10 @@ class Workers:
     async def close(self) -> None:
         """Stop the workers, so that the next plan finds their memory free."""
         self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
-        request = Unload(holder=self._fleet.holder, epoch=self._epoch)
+        request = Unload(holder=self._fleet.holder, epoch=self.epoch)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=5.0)
-            for device in self._devices
+            for device in self.devices
             if self._fleet.devices[device.device_id].health == "alive"
         )
         await asyncio.gather(*calls, return_exceptions=True)
@@ -91,10 +91,10 @@ class Workers:
     async def give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
         """End everywhere what these tasks wait for, and find the error at the bottom of it."""
         reason = str(self.failure or errors_of(tasks)[0])[:1000]
-        request = AbortStep(holder=self._fleet.holder, epoch=self._epoch, reason=reason)
+        request = AbortStep(holder=self._fleet.holder, epoch=self.epoch, reason=reason)
         aborts = [
             asyncio.ensure_future(self._fleet.call(device.device_id, request, timeout_seconds=_ABORT_GRACE_SECONDS))
-            for device in self._devices
+            for device in self.devices
         ]
         await asyncio.wait([*tasks, *aborts], timeout=_ABORT_GRACE_SECONDS)
         for task in (*tasks, *aborts):
@@ -104,7 +104,7 @@ class Workers:
         return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
     async def _on_all(self, call: Callable[[int], Awaitable[Any]]) -> list[Any]:
-        return await all_or_first_error(call(rank) for rank in range(len(self._devices)))
+        return await all_or_first_error(call(rank) for rank in range(len(self.devices)))
 
 
 def errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
