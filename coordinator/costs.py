@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from coordinator.pipeline_graph import pipeline_tasks
 from coordinator.simulator import Task, Timeline, simulate
-from coordinator.step_graph import StepGraph
+from coordinator.step_graph import step_tasks
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Prediction, TransformerPlan, WireFormat
@@ -22,19 +23,23 @@ def predict(
     """Price one step: the prediction, and each rank's busy seconds.
 
     Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
-    differ only at its ends.
+    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole.
     """
+    if body.layers:
+        tasks = pipeline_tasks(spec, body, cluster, seq_len, wire)
+        timeline = simulate(tasks)
+        return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
     modes = [body.mode(layer) for layer in range(spec.num_layers)]
     runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
     shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-    graph = StepGraph(spec, body, cluster, seq_len, wire, shown)
-    timeline = simulate(graph.tasks)
-    ends = [max(timeline.ends[start:stop], default=0.0) for start, stop in graph.layers]
-    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in graph.layers]
-    for layer, (start, stop) in enumerate(graph.layers):
-        for task in graph.tasks[start:stop]:
-            for resource in task.resources:
-                busy[layer][resource] += task.seconds
+    tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
+    timeline = simulate(tasks)
+    ends = [max((timeline.ends[index] for index in indices), default=0.0) for indices in by_layer]
+    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in by_layer]
+    for layer, indices in enumerate(by_layer):
+        for index in indices:
+            for resource in tasks[index].resources:
+                busy[layer][resource] += tasks[index].seconds
     total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
     for _, count in runs:
         last += min(count, _SIMULATED_LAYERS)
@@ -44,8 +49,12 @@ def predict(
             for resource, seconds in busy[last].items():
                 extra[resource] += repeats * seconds
     all_busy = {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
-    compute = tuple(all_busy.get(f"compute:{rank}", 0.0) for rank in range(len(cluster.devices)))
-    links = [seconds for resource, seconds in all_busy.items() if not resource.startswith("compute")]
+    return _prediction(total, all_busy, len(cluster.devices))
+
+
+def _prediction(total: float, busy: Mapping[str, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:
+    compute = tuple(busy.get(f"compute:{rank}", 0.0) for rank in range(num_ranks))
+    links = [seconds for resource, seconds in busy.items() if not resource.startswith("compute")]
     return (
         Prediction(total_seconds=total, compute_seconds=max(compute), transfer_seconds=max(links, default=0.0)),
         compute,
@@ -73,8 +82,12 @@ def predicted_timeline(
     spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> tuple[DeviceTrace, ...]:
     """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`: to be laid beside it."""
-    graph = StepGraph(spec, body, cluster, seq_len, wire)
-    return _as_traces(graph.tasks, simulate(graph.tasks), [device.name for device in cluster.devices])
+    tasks = (
+        pipeline_tasks(spec, body, cluster, seq_len, wire)
+        if body.layers
+        else step_tasks(spec, body, cluster, seq_len, wire)[0]
+    )
+    return _as_traces(tasks, simulate(tasks), [device.name for device in cluster.devices])
 
 
 def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:

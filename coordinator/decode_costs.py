@@ -1,4 +1,5 @@
-"""What one token costs a decoder: tensor parallel on all ranks, every partial sum straight to every peer. Pure.
+"""What one token costs a decoder: tensor parallel on all ranks, every partial sum straight to every peer; or through the
+stages of a pipeline. Pure.
 
 No transfer runs beside a computation here: every exchange waits for what comes before it. So a step is evaluated phase
 by phase rather than as a graph of tasks; what is busy is the same: each rank's compute, and both sides of its network.
@@ -17,7 +18,7 @@ from hearth.geometry import COLUMN_GRAIN
 from hearth.model.sharding import chunk_weights
 from hearth.model.spec import ModelSpec
 from hearth.plan import TransformerPlan, Values, WireFormat
-from hearth.profile import ClusterProfile
+from hearth.profile import BlockProfile, ClusterProfile
 
 _FEW_VALUES = 16  # of candidates, or of an order: the message costs, not its bytes
 _EVALUATED_LAYERS = 2  # each further one takes as long as the last of them
@@ -57,8 +58,11 @@ def decode_seconds(
     """From one token of one sequence to the next, where its KV cache holds `num_tokens`.
 
     From the moment when every rank has the token's word row: all layers, the output head, the candidates to rank 0, its
-    order to all, and the next word row from its owner (the slowest counts) to all.
+    order to all, and the next word row from its owner (the slowest counts) to all. In a pipeline, from the moment when
+    the first stage has chosen the token.
     """
+    if body.layers:
+        return _pipelined_seconds(spec, body, cluster, wire, num_tokens)
     exchanges = _Exchanges(body, cluster, wire)
     blocks = [device.blocks for device in cluster.devices]
     everyone = range(len(blocks))
@@ -90,6 +94,34 @@ def decode_seconds(
     ready = exchanges.run(_later(ready, head), _FEW_VALUES, owners, [0], verbatim=True)
     ready = exchanges.run(ready, _FEW_VALUES, [0], everyone, verbatim=True)
     return max(max(exchanges.run(ready, H, [owner], everyone)) for owner in owners)
+
+
+def token_layer_seconds(spec: ModelSpec, blocks: BlockProfile, num_tokens: float) -> float:
+    """One layer for one token, where its KV cache holds `num_tokens`."""
+    num_bytes = attention_bytes(spec, spec.num_heads, num_tokens) + mlp_bytes(spec, spec.ffn_size)
+    return blocks.decode_seconds_per_byte * num_bytes + blocks.decode_layer_seconds
+
+
+def token_head_seconds(spec: ModelSpec, blocks: BlockProfile) -> float:
+    """What the first stage does once for a token: its order, the word row, the output head, and the choice."""
+    head = blocks.decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
+    return head + _STEP_LAYERS * blocks.decode_layer_seconds
+
+
+def _pipelined_seconds(
+    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat, num_tokens: float
+) -> float:
+    """From one token of one sequence to the next: its order to all, stage after stage, and its row back to the first."""
+    exchanges = _Exchanges(body, cluster, wire)
+    blocks = [device.blocks for device in cluster.devices]
+    ranks = range(len(blocks))
+    ready = exchanges.run([0.0 for _ in ranks], _FEW_VALUES, [0], ranks, verbatim=True)
+    for rank in ranks:
+        ready[rank] += body.layers[rank] * token_layer_seconds(spec, blocks[rank], num_tokens)
+        following = (rank + 1) % len(blocks)
+        if following != rank:
+            ready = exchanges.run(ready, spec.hidden_size, [rank], [following])
+    return ready[0] + token_head_seconds(spec, blocks[0])
 
 
 def _later(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:

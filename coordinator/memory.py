@@ -55,9 +55,10 @@ def layer_bytes(spec: ModelSpec, held: Holding) -> int:
     )
 
 
-def kv_bytes(spec: ModelSpec, heads: int, generation: Generation) -> int:
-    """The KV cache of so many query heads, for all tokens that are promised."""
-    return 2 * spec.kv_width(heads) * spec.num_layers * generation.kv_tokens * COMPUTE_BYTES
+def kv_bytes(spec: ModelSpec, heads: int, generation: Generation, num_layers: int | None = None) -> int:
+    """The KV cache of so many query heads, for all tokens that are promised; without `num_layers`, of all layers."""
+    layers = spec.num_layers if num_layers is None else num_layers
+    return 2 * spec.kv_width(heads) * layers * generation.kv_tokens * COMPUTE_BYTES
 
 
 def step_rows(seq_len: int, generation: Generation | None) -> int:
@@ -97,22 +98,28 @@ def memory_use(
     Activations: the gathered input and a partial sum [S,H] each with its receive buffer, the rank's rows and their
     residual [s,H] counted as [S,H] each (a decoder's are normalised beside the residual: one more); and the larger of
     attention and the MLP. With `generation`, what it promises: the KV cache of the rank's heads, logits of its share of
-    the vocabulary, decoding's partial sums [B,H] of every rank, and on rank 0 the candidates of all ranks.
+    the vocabulary, decoding's partial sums [B,H] of every rank, and on rank 0 the candidates of all ranks. In a pipeline,
+    of the rank's own layers; in place of partial sums the rows of the steps that may be in flight.
     """
     vocabulary = spans(body.vocabulary)[rank]
-    holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body)]
+    holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
+    seq_len = min(seq_len, body.chunk_rows or seq_len)
     weights = sum(count * layer_bytes(spec, held) for held, count in holdings)
     embeddings = weights_of(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
     if spec.has_separate_head:
         embeddings += weights_of(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
-    embeddings += chunk_weights(spec, "embedding") * COMPUTE_BYTES
+    if not body.layers or body.embeds(rank):  # else allocated on every rank
+        embeddings += chunk_weights(spec, "embedding") * COMPUTE_BYTES
     heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
     columns = max(held.columns.size for held, _ in holdings)
     values = (7 if spec.causal else 6) * step_rows(seq_len, generation) * spec.hidden_size
     values += max(attention_values(spec, heads, seq_len, generation), mlp_values(spec, columns, seq_len, generation))
     if generation is not None:
         values += logit_values(vocabulary.size, generation)
-        values += len(body.heads) * generation.max_sequences * spec.hidden_size
+        if body.layers:
+            values += body.max_steps_in_flight * step_rows(seq_len, generation) * spec.hidden_size
+        else:
+            values += len(body.heads) * generation.max_sequences * spec.hidden_size
         values += _VALUES_PER_CANDIDATE * spec.vocab_size if rank == 0 else 0
     takes_part = body.has_rows(rank) or heads or columns or spec.causal
     return MemoryUse(
@@ -120,14 +127,17 @@ def memory_use(
         embeddings=embeddings,
         activations=values * COMPUTE_BYTES if takes_part else 0,
         workspace=WORKER_PROCESS_BYTES + largest_chunk_bytes(spec),
-        kv_cache=kv_bytes(spec, body.heads[rank], generation) if generation else 0,
+        kv_cache=kv_bytes(spec, body.heads[rank], generation, body.layers_of(rank, spec.num_layers).size)
+        if generation
+        else 0,
     )
 
 
-def _runs_of_layers(spec: ModelSpec, body: TransformerPlan) -> list[tuple[int, int]]:
+def _runs_of_layers(spec: ModelSpec, body: TransformerPlan, rank: int) -> list[tuple[int, int]]:
     """Of layers in a row of which a rank holds the same: the first, and how many."""
     if not body.modes:
-        return [(0, spec.num_layers)]
+        own = body.layers_of(rank, spec.num_layers)
+        return [(own.start, own.size)]
     runs = (list(same) for _, same in groupby(range(spec.num_layers), key=body.mode))
     return [(run[0], len(run)) for run in runs]
 

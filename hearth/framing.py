@@ -58,11 +58,13 @@ class Phase(IntEnum):
     SUM_MLP = 13
     HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
     CANDIDATES = 15  # for the next token, to rank 0
+    STAGE_ROWS = 16  # pipeline: hidden rows, to the next stage
+    STEP_DONE = 17  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
     TENSOR = 18  # graphs: `layer` numbers the tensors that leave their rank
 
 
 # No format may change these: they are no activations.
-_VERBATIM = frozenset({Phase.ORDER, Phase.CANDIDATES})
+_VERBATIM = frozenset({Phase.ORDER, Phase.CANDIDATES, Phase.STEP_DONE})
 
 
 class TileKey(NamedTuple):

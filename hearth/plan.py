@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -10,14 +11,14 @@ from hearth.errors import BadPlan
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.model.spec import ModelSpec
 
-Strategy = Literal["local", "megatron-tp", "sp", "hmp"]
+Strategy = Literal["local", "megatron-tp", "sp", "hmp", "pipeline"]
 Values = Literal["exact", "bf16", "fp16", "int8"]
 Placement = Literal["sharded", "replicated"]
 # A step may take this many times its predicted time before a wait inside it gives up ...
 _WAIT_FACTOR = 20.0
 # ... but never less: the prediction knows nothing of a cold cache or a busy household.
 _MIN_WAIT_SECONDS = 2.0
-STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp")
+STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp", "pipeline")
 
 
 class WireFormat(BaseModel):
@@ -96,6 +97,11 @@ class TransformerPlan(BaseModel):
     items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `modes` holds
     one mode per layer under `hmp`; empty: every layer is sharded. Under `sp` every layer is `SEQUENCE`. `exact_links` are
     pairs (sender, receiver) of ranks between which a lossy wire format would save no time: they carry exact values.
+
+    A `pipeline` splits layers instead: rank r is the stage of `layers[r]` whole layers, with all their heads and columns.
+    The first stage holds the vocabulary: it looks words up, and the last one hands a decoder's rows back to it, so that
+    tied weights are held once and what travels for a token is its hidden row. Who gets the rows in the end has all of
+    `row_weights`: a decoder's first stage, an encoder's last. A decoder's prompt passes in chunks of `chunk_rows`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -109,6 +115,35 @@ class TransformerPlan(BaseModel):
     vocabulary: tuple[int, ...]
     modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
     exact_links: tuple[tuple[int, int], ...] = Field(default=(), max_length=1 << 16)
+    layers: tuple[int, ...] = Field(default=(), max_length=256)  # pipeline only: of each rank
+    chunk_rows: int = Field(default=0, ge=0)  # pipeline only: of a prefill step at most; 0: as many as there may be
+
+    @classmethod
+    def pipeline(
+        cls, spec: ModelSpec, layers: Sequence[int], chunk_rows: int = 0, exact_links: Sequence[tuple[int, int]] = ()
+    ) -> TransformerPlan:
+        """Stages of so many layers."""
+        num_ranks = len(layers)
+        owner = 0 if spec.causal else num_ranks - 1
+        return cls(
+            strategy="pipeline",
+            heads=(spec.num_heads,) * num_ranks,
+            columns=(spec.ffn_size,) * num_ranks,
+            row_weights=tuple(float(rank == owner) for rank in range(num_ranks)),
+            vocabulary=(spec.vocab_size, *[0] * (num_ranks - 1)),
+            exact_links=tuple(exact_links),
+            layers=tuple(layers),
+            chunk_rows=chunk_rows,
+        )
+
+    def layers_of(self, rank: int, num_layers: int) -> Span:
+        """The layers that a rank holds of: all but in a pipeline."""
+        return spans(self.layers)[rank] if self.layers else Span(0, num_layers)
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """How many steps of a generation may be under way: in a pipeline one in each stage and on each way between two."""
+        return max(2 * len(self.layers) - 1, 1)
 
     def values_on(self, source: int, target: int, values: Values) -> Values:
         """The value format on one link, where the plan's is `values`."""
@@ -134,8 +169,15 @@ class TransformerPlan(BaseModel):
         """Whether the rank has rows of its own to normalise; under megatron-tp everyone repeats that for all rows."""
         return self.strategy == "megatron-tp" or self.row_weights[rank] > 0
 
+    def embeds(self, rank: int) -> bool:
+        """Whether the rank needs what is beside the words: positions, types, and the norm that goes with them."""
+        return rank == 0 if self.layers else self.has_rows(rank)
+
     def holding(self, rank: int, layer: int) -> Holding:
-        """A replicated group is held whole by the ranks that have rows, and not at all by the others."""
+        """A replicated group is held whole by the ranks that have rows, and not at all by the others; a pipeline's layer
+        by its stage."""
+        if self.layers:
+            return self._stage_holding(rank, layer)
         mode, rows = self.mode(layer), self.has_rows(rank)
         heads, columns = spans(self.heads), spans(self.columns)
 
@@ -145,6 +187,13 @@ class TransformerPlan(BaseModel):
             return Span(0, shares[-1].stop if rows else 0)
 
         return Holding(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
+
+    def _stage_holding(self, rank: int, layer: int) -> Holding:
+        stage = spans(self.layers)[rank]
+        inside = stage.start <= layer < stage.stop
+        heads = Span(0, self.heads[rank] if inside else 0)
+        columns = Span(0, self.columns[rank] if inside else 0)
+        return Holding(heads, heads, columns, inside)
 
 
 class Prediction(BaseModel):
@@ -217,6 +266,28 @@ class Plan(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
         body, model = self.body, self.model
+        if body.strategy == "pipeline":
+            self._check_pipeline()
+        elif body.layers or body.chunk_rows:
+            raise ValueError("layers and chunk_rows are for the strategy pipeline")
+        else:
+            self._check_shares()
+        if len(body.row_weights) != self.num_ranks or min(body.row_weights) < 0 or sum(body.row_weights) <= 0:
+            raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
+        if body.modes and (body.strategy != "hmp" or len(body.modes) != model.num_layers):
+            raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
+        if any(not 0 <= rank < self.num_ranks for link in body.exact_links for rank in link):
+            raise ValueError(f"exact_links {body.exact_links} name ranks that there are not")
+        if body.strategy == "local" and self.num_ranks != 1:
+            raise ValueError("the strategy local takes exactly one device")
+        if self.generation is not None and body.strategy != "pipeline":
+            self._check_decoding()
+        if len({device.device_id for device in self.devices}) != self.num_ranks:
+            raise ValueError("a device stands in the plan twice")
+        return self
+
+    def _check_shares(self) -> None:
+        body, model = self.body, self.model
         for name, shares, total in (
             ("heads", body.heads, model.num_heads),
             ("columns", body.columns, model.ffn_size),
@@ -233,19 +304,19 @@ class Plan(BaseModel):
         ):
             for span in spans(shares):
                 grains_of(span, total, grain)
-        if len(body.row_weights) != self.num_ranks or min(body.row_weights) < 0 or sum(body.row_weights) <= 0:
-            raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
-        if body.modes and (body.strategy != "hmp" or len(body.modes) != model.num_layers):
-            raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
-        if any(not 0 <= rank < self.num_ranks for link in body.exact_links for rank in link):
-            raise ValueError(f"exact_links {body.exact_links} name ranks that there are not")
-        if body.strategy == "local" and self.num_ranks != 1:
-            raise ValueError("the strategy local takes exactly one device")
-        if self.generation is not None:
-            self._check_decoding()
-        if len({device.device_id for device in self.devices}) != self.num_ranks:
-            raise ValueError("a device stands in the plan twice")
-        return self
+
+    def _check_pipeline(self) -> None:
+        body, model = self.body, self.model
+        if len(body.layers) != self.num_ranks:
+            raise ValueError(f"layers has {len(body.layers)} stages for {self.num_ranks} devices")
+        if min(body.layers) < 1 or sum(body.layers) != model.num_layers:
+            raise ValueError(f"layers {body.layers} must be positive and sum to {model.num_layers}")
+        whole = TransformerPlan.pipeline(model, body.layers)
+        for name in ("heads", "columns", "vocabulary"):
+            if getattr(body, name) != getattr(whole, name):
+                raise ValueError(f"{name} of a pipeline are {getattr(whole, name)}: a stage's layers are whole")
+        if tuple(weight > 0 for weight in body.row_weights) != tuple(weight > 0 for weight in whole.row_weights):
+            raise ValueError(f"row_weights of this pipeline are {whole.row_weights}: one stage has all rows in the end")
 
     def _check_decoding(self) -> None:
         """Ranks decode with their own heads and columns: replicated or not, they must hold them."""

@@ -21,15 +21,23 @@ from hearth.geometry import Span
 
 
 class Collectives:
-    """The collectives of one step. `tiles[k]` are the rows of rank k."""
+    """The collectives of one step. `tiles[k]` are the rows of rank k; without `step` it is the one that runs."""
 
-    def __init__(self, communicator: Communicator, staging: Staging, tiles: Sequence[Span], overlap: bool) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        staging: Staging,
+        tiles: Sequence[Span],
+        overlap: bool,
+        step: int | None = None,
+    ) -> None:
         self.rank = communicator.rank
         self.num_ranks = communicator.num_ranks
         self.tiles = tuple(tiles)
         self._communicator = communicator
         self._staging = staging
         self._overlap = overlap
+        self._step = step
         self._next = (self.rank + 1) % self.num_ranks
         self._previous = (self.rank - 1) % self.num_ranks
 
@@ -104,6 +112,10 @@ class Collectives:
             if rows is not None:
                 self._send(target, layer, phase, target, rows)
 
+    def send_rows(self, target: int, layer: int, phase: Phase, rows: Tensor) -> None:
+        """Send rows to one peer, in one hop; it has them by `collect_rows`."""
+        self._send(target, layer, phase, target, rows)
+
     def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
         """Send the same rows to every peer, in one hop."""
         self.scatter_rows(layer, phase, lambda target: rows)
@@ -138,15 +150,20 @@ class Collectives:
         for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
             self._take_in(tile, into[slice(*chunk)], add)
 
+    def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
+        """Whether `collect_rows` would not wait."""
+        keys = self._keys(layer, phase, self.rank, source, len(self._chunks(into)))
+        return self._communicator.has_arrived(keys)
+
     def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(rows)):
-            key = self._communicator.key(layer, phase, tile, self.rank, index)
+            key = self._communicator.key(layer, phase, tile, self.rank, index, self._step)
             staged = self._staging.to_wire(rows[slice(*chunk)])
             self._communicator.when_ready(staged, partial(self._communicator.send, target, key))
 
     def _reduce(self, layer: int, phase: Phase, tile: int, sums: Tensor) -> None:
         for index, chunk in enumerate(self._chunks(sums)):
-            key = self._communicator.key(layer, phase, tile, self._previous, index)
+            key = self._communicator.key(layer, phase, tile, self._previous, index, self._step)
             staged = self._staging.to_wire(sums[slice(*chunk)])
             self._communicator.when_ready(staged, partial(self._communicator.reduce, key))
 
@@ -154,7 +171,7 @@ class Collectives:
         return schedules.chunks(rows.shape[0], rows.shape[1] * rows.element_size())
 
     def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
-        return [self._communicator.key(layer, phase, tile, source, chunk) for chunk in range(num_chunks)]
+        return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]
 
     def _take_in(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
         if tile.shape != tuple(into.shape):

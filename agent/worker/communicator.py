@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-# A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended.
+# A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended. In a
+# pipeline, where several are in flight, more: see `look_ahead`.
 STEPS_AHEAD = 2
 _RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
 _INLINE_SLICE_SECONDS = 0.1  # how soon a wait of the compute thread notices that the step was aborted
@@ -60,6 +61,8 @@ DIRECT = frozenset(
         Phase.SUM_MLP,
         Phase.HEAD_ROWS,
         Phase.CANDIDATES,
+        Phase.STAGE_ROWS,
+        Phase.STEP_DONE,
     }
 )
 
@@ -91,7 +94,8 @@ class Communicator:
         self._codec_locks = {peer: threading.Lock() for peer in codecs}  # both threads send to the next rank
         self._previous = (self.rank - 1) % self.num_ranks
         self._next = (self.rank + 1) % self.num_ranks
-        self._step = 0
+        self._step = self._oldest_step = 0
+        self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
         self._arrived: dict[TileKey, Array] = {}
@@ -126,6 +130,10 @@ class Communicator:
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
+    def look_ahead(self, num_steps: int) -> None:
+        """Keep the tiles of as many steps beyond the running one as peers can be ahead."""
+        self._steps_ahead = max(num_steps, STEPS_AHEAD)
+
     def begin_step(
         self,
         step: int,
@@ -133,22 +141,24 @@ class Communicator:
         recorder: Recorder,
         values: Mapping[int, str] | None = None,
         after_failure: bool = True,
+        oldest_step: int | None = None,
     ) -> None:
         """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
 
         `values` is the format of this step's tiles to each peer; None: the plan's. Not `after_failure`: what failed
-        stays failed.
+        stays failed. From `oldest_step` on, steps before this one are in flight still.
         """
         for peer, codec in self._codecs.items():
             codec.use(values[peer] if values is not None else None)
         self.waited_seconds = 0.0
         with self._changed:
             self._step = step
+            self._oldest_step = oldest = step if oldest_step is None else oldest_step
             self._timeout_seconds = timeout_seconds
             self._recorder = recorder
             if after_failure:
                 self._failure = None
-            self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= step}
+            self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
             self._partials = {}
 
     def abort(self, error: HearthError) -> None:
@@ -161,8 +171,9 @@ class Communicator:
         """What the codecs of all outgoing links did since the plan was loaded."""
         return WireStats.sum(codec.stats for codec in self._codecs.values())
 
-    def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0) -> TileKey:
-        return TileKey(self._epoch, self._step, layer, phase, tile, source, chunk)
+    def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0, step: int | None = None) -> TileKey:
+        """Of the running step, or of one that is in flight still."""
+        return TileKey(self._epoch, self._step if step is None else step, layer, phase, tile, source, chunk)
 
     def send(self, target: int, key: TileKey, tile: Array) -> None:
         """Encode for that link and queue. The array must not change afterwards."""
@@ -203,6 +214,15 @@ class Communicator:
             self._resume.clear()
         else:
             self._resume.set()
+
+    def has_arrived(self, keys: Sequence[TileKey]) -> bool:
+        """Whether all of `keys` are there; waits for nothing."""
+        known = -1
+        while self._inline and known != len(self._arrived):
+            known = len(self._arrived)
+            self._receive_here(0.0)
+        with self._changed:
+            return all(key in self._arrived for key in keys)
 
     def take(self, keys: Sequence[TileKey]) -> list[Array]:
         """All of `keys`, in their order."""
@@ -276,7 +296,7 @@ class Communicator:
     def _accept(self, received: Received) -> None:
         header = read_header(self._token, received.frames)
         key = header.key
-        if key.epoch != self._epoch or not self._step <= key.step <= self._step + STEPS_AHEAD:
+        if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
         expected = key.source if key.phase in DIRECT else self._previous

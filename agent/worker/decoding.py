@@ -23,7 +23,9 @@ from hearth.plan import Plan
 
 
 def own_layers(plan: Plan, rank: int, shard: Shard) -> list[LayerShard]:
-    """Views of what this rank decodes with: its own heads and columns of every layer."""
+    """Views of what this rank decodes with: its own heads and columns of every layer; in a pipeline, of its layers all."""
+    if plan.body.layers:
+        return shard.layers
     heads, columns = spans(plan.body.heads)[rank], spans(plan.body.columns)[rank]
     return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
 

@@ -1,12 +1,15 @@
 """Generation on one rank: executes orders, step by step. Rank 0 gives them (`scheduler`), the others follow.
 
 There is no coordinator round trip per token: rank 0 tells all what the next step is, everyone computes, each owner of
-vocabulary rows sends its candidates, and rank 0 chooses.
+vocabulary rows sends its candidates, and rank 0 chooses. In a pipeline the last stage sends rank 0, which holds the
+vocabulary, the rows whose next token is wanted; meanwhile rank 0 may begin further steps, which every stage runs in order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,16 @@ from hearth.plan import Plan
 LEADER = 0
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step of a pipeline that rank 0 has begun, and whose rows come back from the last stage."""
+
+    collectives: Collectives
+    phase: Phase
+    into: Tensor  # the rows, or what only says that the step is done
+    sampled: tuple[int, ...]  # the sequence of each row
+
+
 class Generation:
     """The state of all running sequences on one rank. `communicator` is started already, and owned by the caller."""
 
@@ -40,19 +53,52 @@ class Generation:
         self._communicator = communicator
         self._staging = staging
         self._caches: dict[int, SequenceCache] = {}
+        self._flights: deque[_Flight | dict[int, int]] = deque()  # begun and not finished, the oldest first
         self._step = 0
         self._wait_seconds = plan.wait_seconds(plan.seq_len)
+        self._last_rank = plan.num_ranks - 1
+        self._in_stages = plan.body.strategy == "pipeline" and plan.num_ranks > 1
+        communicator.look_ahead(plan.body.max_steps_in_flight + 1)
 
     @property
     def num_sequences(self) -> int:
         return len(self._caches)
 
-    def lead(self, order: StepOrder) -> dict[int, int]:
-        """Run a step on all ranks: the next token of every sequence whose rows ask for one. Raises StepFailed."""
-        self._begin()
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that rank 0 has begun and not finished."""
+        return len(self._flights)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether there may be one more."""
+        return len(self._flights) < self._plan.body.max_steps_in_flight
+
+    def begin(self, order: StepOrder) -> None:
+        """Begin a step on all ranks. Raises StepFailed."""
+        self._begin(self._step + 1 - len(self._flights))
         message_1n = torch.frombuffer(bytearray(encode(order)), dtype=torch.uint8)[None]
         self._collectives(1).broadcast(0, Phase.ORDER, message_1n)
-        return self._execute(order)
+        chosen = self._execute(order)
+        self._flights.append(self._flight(order) if self._in_stages else chosen)
+
+    def has_ended(self) -> bool:
+        """Whether `finish` would not wait."""
+        if not self._flights:
+            return False
+        oldest = self._flights[0]
+        return isinstance(oldest, dict) or oldest.collectives.has_arrived(0, oldest.phase, self._last_rank, oldest.into)
+
+    def finish(self) -> dict[int, int]:
+        """The next token of every sequence whose rows ask for one, of the oldest step that was begun. Raises StepFailed."""
+        oldest = self._flights[0]
+        if not isinstance(oldest, dict):
+            with torch.inference_mode():
+                oldest.collectives.collect_rows(0, oldest.phase, self._last_rank, oldest.into)
+                self._flights[0] = self._sampled(oldest)
+        chosen = self._flights.popleft()
+        assert isinstance(chosen, dict)
+        return chosen
 
     def follow(self) -> StepOrder:
         """Wait for the next order, however long, and execute it. Raises StepFailed, BadMessage."""
@@ -66,14 +112,18 @@ class Generation:
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, oldest_step: int | None = None) -> None:
         self._step += 1
-        self._communicator.begin_step(self._step, self._wait_seconds, Recorder(False), after_failure=False)
+        self._communicator.begin_step(
+            self._step, self._wait_seconds, Recorder(False), after_failure=False, oldest_step=oldest_step
+        )
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
         for sequence in order.freed:
             self._caches.pop(sequence, None)
         if not order.rows:
+            if self._in_stages:
+                self._hand_back(self._collectives(1), None)
             return {}
         for rows in order.rows:
             self._announce(rows)
@@ -86,7 +136,8 @@ class Generation:
     def _announce(self, rows: SequenceRows) -> None:
         if rows.new is not None:
             heads = self._plan.body.heads[self._rank]
-            cache = SequenceCache(self._plan.model, heads, rows.new, self._staging.device)
+            layers = self._plan.body.layers_of(self._rank, self._plan.model.num_layers)
+            cache = SequenceCache(self._plan.model, heads, rows.new, self._staging.device, layers)
             self._caches[rows.sequence] = cache
         if rows.sequence not in self._caches:
             raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
@@ -100,13 +151,48 @@ class Generation:
         self._communicator.receive_inline(order.kind == "decode")
         collectives = self._collectives(len(ids))
         step = strategies.Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
+        wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
+        if self._in_stages:
+            rows_TH = strategies.run_stage(step)
+            self._hand_back(collectives, rows_TH[wanted] if wanted else None)
+            return {}
         if order.kind == "decode":
             last_NH = decoding.decode(step, self._layers)
         else:
-            wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
             last_NH = self._last_rows(collectives, strategies.run(step), wanted)
-        sampled = [rows.sequence for rows in order.rows if rows.sample]
-        return self._next_tokens(collectives, last_NH, sampled)
+        return self._next_tokens(last_NH, _sampled(order))
+
+    # ---- a pipeline's last stage, and what it hands back to the first -------------------------------------------------
+
+    def _hand_back(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
+        """Every step is answered, so that rank 0 never begins more than the stages have room for."""
+        if self._rank == self._last_rank:
+            if wanted_NH is None:
+                collectives.send_rows(LEADER, 0, Phase.STEP_DONE, self._done())
+            else:
+                collectives.send_rows(LEADER, 0, Phase.HEAD_ROWS, wanted_NH)
+
+    def _done(self) -> Tensor:
+        return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
+
+    def _flight(self, order: StepOrder) -> _Flight:
+        sampled = _sampled(order)
+        collectives = Collectives(self._communicator, self._staging, (), False, self._step)
+        if not sampled:
+            return _Flight(collectives, Phase.STEP_DONE, self._done(), sampled)
+        into_NH = torch.empty(len(sampled), self._plan.model.hidden_size, device=self._staging.device)
+        return _Flight(collectives, Phase.HEAD_ROWS, into_NH, sampled)
+
+    def _sampled(self, flight: _Flight) -> dict[int, int]:
+        """Of the sequences that were not freed meanwhile."""
+        running = [row for row, sequence in enumerate(flight.sampled) if sequence in self._caches]
+        if not running:
+            return {}
+        spec, norm = self._plan.model, self._shard.embedding.norm
+        last_NH = blocks.normalise(flight.into[running], norm, spec.norm_eps)
+        return self._next_tokens(last_NH, [flight.sampled[row] for row in running])
+
+    # ---- what tensor parallelism samples from ------------------------------------------------------------------------
 
     def _collectives(self, num_rows: int) -> Collectives:
         tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
@@ -128,7 +214,7 @@ class Generation:
                 parts.append(received)
         return torch.cat(parts)
 
-    def _next_tokens(self, collectives: Collectives, last_NH: Tensor, sampled: Sequence[int]) -> dict[int, int]:
+    def _next_tokens(self, last_NH: Tensor, sampled: Sequence[int]) -> dict[int, int]:
         """Rank 0 gets every owner's candidates and chooses; on the others the answer is empty."""
         embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
         assert embedding.head is not None
@@ -170,3 +256,8 @@ class Generation:
     def _index(cache: SequenceCache) -> int:
         """How many tokens of the answer were generated before."""
         return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
+
+
+def _sampled(order: StepOrder) -> tuple[int, ...]:
+    """The sequences whose next token is wanted."""
+    return tuple(rows.sequence for rows in order.rows if rows.sample)

@@ -1,4 +1,4 @@
-"""The keys and values of running sequences, for the KV heads of this rank."""
+"""The keys and values of running sequences, for the KV heads and the layers of this rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hearth.errors import StepFailed
+from hearth.geometry import Span
 from hearth.messages import NewSequence
 from hearth.model.spec import ModelSpec
 
@@ -16,9 +17,13 @@ class SequenceCache:
     Memory is taken once, for all layers [layers, 2, kv heads, capacity, head_dim], so that it is given back at once.
     """
 
-    def __init__(self, spec: ModelSpec, heads: int, new: NewSequence, device: torch.device) -> None:
-        """`heads` are the query heads of this rank."""
-        shape = (spec.num_layers, 2, heads // spec.group_size, new.capacity, spec.head_dim)
+    def __init__(
+        self, spec: ModelSpec, heads: int, new: NewSequence, device: torch.device, layers: Span | None = None
+    ) -> None:
+        """`heads` are the query heads of this rank, `layers` its layers (None: all)."""
+        layers = layers or Span(0, spec.num_layers)
+        shape = (layers.size, 2, heads // spec.group_size, new.capacity, spec.head_dim)
+        self._first_layer = layers.start
         self._store = torch.empty(shape, dtype=torch.float32, device=device)
         self.capacity = new.capacity
         self.sampling = new.sampling
@@ -36,14 +41,16 @@ class SequenceCache:
             )
         self.tokens.extend(token_ids)
 
-    def store(self, layer: int, k_skd: Tensor, v_skd: Tensor) -> None:
-        """Keys and values [s, kv heads, d] of the rows that `extend` announced."""
-        rows = slice(self.length, self.length + k_skd.shape[0])
+    def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
+        """Keys and values [s, kv heads, d] of rows that `extend` announced, from the position `start` on."""
+        rows = slice(start, start + k_skd.shape[0])
+        layer -= self._first_layer
         self._store[layer, 0, :, rows] = k_skd.transpose(0, 1)
         self._store[layer, 1, :, rows] = v_skd.transpose(0, 1)
 
     def keys_and_values(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Of the first `length` rows: [kv heads, length, d] each."""
+        layer -= self._first_layer
         return self._store[layer, 0, :, :length], self._store[layer, 1, :, :length]
 
     def advance(self) -> None:

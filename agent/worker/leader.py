@@ -36,14 +36,15 @@ class Leader:
         self._promise = plan.generation
         self._generation = generation
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
-        self._scheduler = Scheduler(plan.generation, self._whole_prompts)
+        self._num_groups = _num_groups(plan)
+        self._scheduler = self._new_scheduler()
         self._asked: dict[int, _Asked] = {}  # by the sequence's number
         self._last_number = 0
         self._failure: HearthError | None = None
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self._scheduler.idle and (self._failure is not None or not self._generation.num_in_flight)
 
     def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
         """Queue a request. Raises BadRequest, or what broke this plan."""
@@ -69,20 +70,31 @@ class Leader:
             self._forget(number)
 
     def step(self) -> Answers:
-        """Run one step on all ranks. When it fails, so do all requests, and those that follow."""
-        order = self._scheduler.next_order()
-        began = time.monotonic()
-        for rows in order.rows:
-            if rows.new is not None:
-                self._asked[rows.sequence].started = began
+        """Begin a step on all ranks, or finish the oldest of those that were begun: as many are in flight as the plan has
+        room for. When one fails, so do all requests, and those that follow."""
         try:
-            chosen = self._generation.lead(order)
+            if not self._generation.has_ended() and self._begin() and self._generation.may_begin:
+                return []
+            chosen = self._generation.finish()
         except HearthError as error:
             return self._fail(error)
         answers: Answers = []
         for number, token in chosen.items():
-            answers += self._take(number, token)
+            if number in self._asked:  # it may have been cancelled meanwhile
+                answers += self._take(number, token)
         return answers
+
+    def _begin(self) -> bool:
+        """Whether there was something to begin."""
+        order = self._scheduler.next_order()
+        if order is None:
+            return False
+        began = time.monotonic()
+        for rows in order.rows:
+            if rows.new is not None:
+                self._asked[rows.sequence].started = began
+        self._generation.begin(order)
+        return True
 
     def _take(self, number: int, token: int) -> Answers:
         sequence, asked = self._scheduler.running[number], self._asked[number]
@@ -110,9 +122,23 @@ class Leader:
     def _fail(self, error: HearthError) -> Answers:
         self._failure = error
         failed, self._asked = list(self._asked.values()), {}
-        self._scheduler = Scheduler(self._promise, self._whole_prompts)
+        self._scheduler = self._new_scheduler()
         return [(asked.request_id, Failed.of(error)) for asked in failed]
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._promise, self._whole_prompts, self._num_groups)
 
     def _forget(self, number: int) -> None:
         self._scheduler.remove(number)
         del self._asked[number]
+
+
+def _num_groups(plan: Plan) -> int:
+    """In how many groups sequences decode: as many stages as are busy at once when the slowest always is.
+
+    More would make the others wait for that one, which reads its weights once for every group.
+    """
+    if plan.body.strategy != "pipeline":
+        return 1
+    busy = [device.compute_seconds for device in plan.devices]
+    return max(round(sum(busy) / max(busy)), 1) if max(busy) > 0 else plan.num_ranks

@@ -2,6 +2,9 @@
 
 A sequence is admitted, in the order of arrival, when the whole of its context has room. Then its prompt is prefilled, in
 chunks where it is long; a step of decoding comes between two of prefilling, so that running answers go on.
+
+An order may be given while others are still in flight: sequences that wait for a token have nothing pending, and are
+left out. So that the stages of a pipeline decode at the same time, sequences then take turns in a few groups.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ class Sequence:
     num_prompt_tokens: int
     generated: list[int] = field(default_factory=list)
     started: bool = False
+    last_turn: int = 0  # the order that it was last in
 
     @property
     def capacity(self) -> int:
@@ -44,11 +48,14 @@ class Scheduler:
     """`promise` is the plan's. Sequences are numbered by the caller, and never twice.
 
     `whole_prompts`: none comes in chunks (where attention is split by rows, earlier chunks are not at hand).
+    `num_groups`: the sequences that decode are spread over as many steps.
     """
 
-    def __init__(self, promise: Generation, whole_prompts: bool = False) -> None:
+    def __init__(self, promise: Generation, whole_prompts: bool = False, num_groups: int = 1) -> None:
         self._promise = promise
         self._whole_prompts = whole_prompts
+        self._num_groups = num_groups
+        self._num_orders = 0
         self._waiting: deque[Sequence] = deque()
         self._running: dict[int, Sequence] = {}
         self._freed: list[int] = []
@@ -84,17 +91,21 @@ class Scheduler:
             self._freed.append(number)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
 
-    def next_order(self) -> StepOrder:
-        """The next step; it is taken to be executed."""
+    def next_order(self) -> StepOrder | None:
+        """The next step; it is taken to be executed. None: there is nothing to do before a step in flight has ended."""
         self._admit()
+        ready = [sequence for sequence in self._running.values() if sequence.pending]
+        new = [sequence for sequence in ready if not sequence.prefilled]
+        old = [sequence for sequence in ready if sequence.prefilled]
+        if not (ready or self._freed):
+            return None
         freed, self._freed = tuple(self._freed), []
-        new = [sequence for sequence in self._running.values() if not sequence.prefilled]
-        old = [sequence for sequence in self._running.values() if sequence.prefilled]
+        self._num_orders += 1
         if new and not (old and self._prefilled_last):
             self._prefilled_last = True
             return StepOrder(kind="prefill", rows=self._chunks(new), freed=freed)
         self._prefilled_last = False
-        rows = tuple(self._rows(sequence, 1) for sequence in old)
+        rows = tuple(self._rows(sequence, 1) for sequence in self._group(old))
         return StepOrder(kind="decode", rows=rows, freed=freed)
 
     def take(self, number: int, token: int) -> None:
@@ -112,6 +123,11 @@ class Scheduler:
             used += first.capacity
             self._running[first.number] = self._waiting.popleft()
 
+    def _group(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those whose turn it is: who has waited longest comes first."""
+        num_decoding = sum(sequence.prefilled for sequence in self._running.values())
+        return sorted(sequences, key=lambda sequence: sequence.last_turn)[: -(-num_decoding // self._num_groups)]
+
     def _chunks(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
         room = self._promise.prefill_rows
         found = []
@@ -125,6 +141,7 @@ class Scheduler:
 
     def _rows(self, sequence: Sequence, count: int) -> SequenceRows:
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
+        sequence.last_turn = self._num_orders
         new = None
         if not sequence.started:
             sequence.started = True

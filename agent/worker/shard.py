@@ -78,9 +78,12 @@ class EmbeddingShard:
 
 @dataclass
 class Shard:
+    """`layers` are those from `first_layer` on: in a pipeline a rank holds some of them, else all."""
+
     spec: ModelSpec
     embedding: EmbeddingShard
     layers: list[LayerShard]
+    first_layer: int = 0
 
     def num_bytes(self) -> int:
         """Tied weights count once."""
@@ -139,9 +142,13 @@ def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], de
     )
 
 
-def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> EmbeddingShard:
+def empty_embedding(
+    spec: ModelSpec, vocabulary: Span, device: torch.device, beside_words: bool = True
+) -> EmbeddingShard:
+    """Memory for words and head; for positions, types and norm only with `beside_words`."""
     new = _Empty(spec, device)
     H = spec.hidden_size
+    num_positions = spec.max_positions + spec.position_offset if beside_words else 0
     word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16
     word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
     head: Matrix | None = None
@@ -151,21 +158,23 @@ def empty_embedding(spec: ModelSpec, vocabulary: Span, device: torch.device) -> 
         vocabulary=vocabulary,
         word=word,
         head=head,
-        position=new.where(spec.rotary is None, spec.max_positions + spec.position_offset, H),
-        token_type=new.where(spec.type_vocab_size > 0, spec.type_vocab_size, H),
-        norm=new.norm(H),
+        position=new.where(spec.rotary is None, num_positions, H),
+        token_type=new.where(spec.type_vocab_size > 0, spec.type_vocab_size if beside_words else 0, H),
+        norm=new.norm(H if beside_words else 0),
     )
 
 
 def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
     """Memory for all that a rank holds."""
     spec, body = plan.model, plan.body
-    layers = []
-    for index in range(spec.num_layers):
+    layers, own = [], body.layers_of(rank, spec.num_layers)
+    for index in range(own.start, own.stop):
         held, mode = body.holding(rank, index), body.mode(index)
         by_rank = mode.qkv == "replicated" and held.qkv.size
         layers.append(empty_layer(spec, held, spans(body.heads) if by_rank else (held.qkv,), device))
-    return Shard(spec, empty_embedding(spec, spans(body.vocabulary)[rank], device), layers)
+    beside_words = body.embeds(rank) if body.layers else True
+    embedding = empty_embedding(spec, spans(body.vocabulary)[rank], device, beside_words)
+    return Shard(spec, embedding, layers, own.start)
 
 
 def load_shard(
@@ -199,7 +208,7 @@ def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
         _copy(embedding.token_type, stored, "type.weight")
         _copy_norm(embedding.norm, stored, "final" if spec.causal else "norm")
         return
-    layer = shard.layers[chunk.layer]
+    layer = shard.layers[chunk.layer - shard.first_layer]
     if chunk.kind == "qkv":
         _copy_qkv(spec, layer, chunk.grain, stored)
     elif chunk.kind == "out":

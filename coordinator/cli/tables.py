@@ -15,6 +15,7 @@ from hearth.profile import ClusterProfile, Link
 from hearth.units import format_bytes, format_rate, format_seconds
 
 _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
+_SHARED = ("heads", "columns", "rows", "vocabulary", "busy")  # of each device
 
 
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
@@ -77,7 +78,8 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
     memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
     shares.add_column("device", overflow="fold")
     memory.add_column("device", overflow="fold")
-    for heading in ("heads", "columns", "rows", "vocabulary", "busy"):
+    staged = plan.body.strategy == "pipeline"
+    for heading in ("layers", "rows", "vocabulary", "busy") if staged else _SHARED:
         shares.add_column(heading, justify="right")
     # One more kind for a decoder, and one column less, so that it fits a terminal of 80 columns.
     decodes = plan.generation is not None
@@ -89,11 +91,15 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
     rows = rows_for(plan.body.row_weights, plan.seq_len)
     whole = plan.body.strategy == "sp" and not decodes  # a decoder decodes with its share
     for rank, device in enumerate(plan.devices):
-        shares.add_row(
-            device.name,
+        stage = plan.body.layers_of(rank, plan.model.num_layers)
+        of_layers = [
             str(plan.model.num_heads if whole else plan.body.heads[rank]),
             str(plan.model.ffn_size if whole else plan.body.columns[rank]),
-            str(plan.seq_len if plan.body.strategy == "megatron-tp" else rows[rank]),
+        ]
+        shares.add_row(
+            device.name,
+            *([f"{stage.start} to {stage.stop - 1}"] if staged else of_layers),
+            str(plan.seq_len if staged or plan.body.strategy == "megatron-tp" else rows[rank]),
             str(plan.body.vocabulary[rank]),
             format_seconds(device.compute_seconds),
         )

@@ -9,6 +9,7 @@ from coordinator.planners.auto import AutoPlanner, plan_strategy
 from coordinator.planners.base import GenerationRequest, Planner, PlanRequest, on_subset
 from coordinator.planners.exact import ExactPlanner
 from coordinator.planners.galaxy import GalaxyPlanner, capacity
+from coordinator.planners.pipeline import PipelinePlanner
 from coordinator.planners.wire import exact_where_free
 from hearth.errors import ModelDoesNotFit
 from hearth.plan import Alternative, Plan
@@ -18,6 +19,7 @@ __all__ = [
     "ExactPlanner",
     "GalaxyPlanner",
     "GenerationRequest",
+    "PipelinePlanner",
     "PlanRequest",
     "Planner",
     "make_plan",

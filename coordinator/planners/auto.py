@@ -10,6 +10,7 @@ from coordinator.costs import seconds_of
 from coordinator.planners.base import PlanRequest, missing_bytes, on_subset, price
 from coordinator.planners.exact import ExactPlanner
 from coordinator.planners.galaxy import capacity, row_capacity
+from coordinator.planners.pipeline import PipelinePlanner
 from coordinator.planners.replicated import replicate
 from coordinator.planners.ring import best_ring
 from coordinator.planners.shares import body_of
@@ -26,7 +27,8 @@ _REPLICATE_FROM = 2  # of the best sharded plans; each costs some twenty simulat
 
 
 class AutoPlanner:
-    """Tries `local` on every device, and every other strategy on the fastest two, three, ... devices."""
+    """Tries `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
+    devices that suit it best."""
 
     name = "auto"
 
@@ -99,6 +101,8 @@ def plan_strategy(request: PlanRequest, strategy: Strategy) -> Plan:
 
     `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for `sp` where a decoder rules it out.
     """
+    if strategy == "pipeline":
+        return PipelinePlanner().plan(request)
     request = replace(request, cluster=best_ring(request.cluster))
     if strategy in ("hmp", "megatron-tp"):
         return ExactPlanner(strategy).plan(request)
@@ -159,6 +163,8 @@ def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], Plan]]
             if strategy == "sp" and not request.attention_by_rows:
                 continue
             yield f"{strategy} {where}", partial(plan_strategy, subset, strategy)
+        if count <= request.spec.num_layers:
+            yield f"pipeline {where}", partial(PipelinePlanner().on_some, request, count)
     if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:  # the slow link may belong to a fast device
         for left_out in devices:
             rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))

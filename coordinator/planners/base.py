@@ -110,7 +110,8 @@ def price(
     generation = request.promise
     if generation is not None:
         seconds = decode_seconds(request.spec, body, cluster, request.wire, request.num_cached_tokens)
-        generation = generation.model_copy(update={"decode_seconds": seconds})
+        rows = min(generation.prefill_rows, body.chunk_rows or generation.prefill_rows)
+        generation = generation.model_copy(update={"decode_seconds": seconds, "prefill_rows": rows})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,

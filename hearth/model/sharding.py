@@ -197,7 +197,8 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: Plan, rank: int) -> tuple[
     vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
     held = [body.holding(rank, layer) for layer in range(spec.num_layers)]
     # When a token is decoded, every rank that has any share repeats the norms: the row cannot be split.
-    repeats = spec.causal and max(body.heads[rank], body.columns[rank], body.vocabulary[rank]) > 0
+    shares = max(body.heads[rank], body.columns[rank], body.vocabulary[rank])
+    repeats = spec.causal and not body.layers and shares > 0
     needed: list[dict[ChunkKind, range]] = [
         {
             "qkv": grains_of(each.qkv, spec.num_heads, spec.group_size),
@@ -206,7 +207,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: Plan, rank: int) -> tuple[
             "connective": range(1 if each.connective or repeats else 0),
             "vocabulary": vocabulary,
             "head": vocabulary,
-            "embedding": range(1 if body.has_rows(rank) or repeats else 0),
+            "embedding": range(1 if body.embeds(rank) or repeats else 0),
         }
         for each in held
     ]

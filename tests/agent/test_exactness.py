@@ -47,7 +47,7 @@ def distilbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("distilbert"), small_distilbert(), seed=1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])  # which no split makes
 @pytest.mark.parametrize(
     ("family", "split"),
     [*(("bert", split) for split in SPLITS), ("distilbert", (3, 1)), ("distilbert", (1, 0, 2))],

@@ -78,12 +78,12 @@ def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_firs
     assert priced[0].plan is chosen
     assert len({option.label for option in priced}) == len(priced)
     assert [option.seconds for option in priced[1:]] == sorted(option.seconds for option in priced[1:])
-    assert {option.strategy for option in priced} == {"local", "hmp", "sp", "megatron-tp"}
+    assert {option.strategy for option in priced} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
     assert {option.devices for option in priced if option.strategy == "local"} == {(name,) for name in NAMES}
     best = best_of_each_strategy(priced)
     assert best[0] is chosen
-    assert len({plan.body.strategy for plan in best}) == 4
-    assert 4 <= len(best) <= 5  # replicating is one more, where it is worth anything
+    assert len({plan.body.strategy for plan in best}) == 5
+    assert 5 <= len(best) <= 6  # replicating is one more, where it is worth anything
     for plan in best[1:]:
         same = [option.seconds for option in priced[1:] if option.plan and same_kind(option.plan, plan)]
         assert plan.predicted.total_seconds == min(same)
@@ -339,7 +339,7 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
 def test_plans_are_run_one_after_the_other_and_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     fleet, lines = FakeFleet(broken="sp"), list[str]()
     results = run_fake(fleet, tmp_path, lines)
-    assert {result.plan.body.strategy for result in results} == {"local", "hmp", "sp", "megatron-tp"}
+    assert {result.plan.body.strategy for result in results} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
     for result in results:
         broken = result.plan.body.strategy == "sp"
         assert result.step_seconds == (() if broken else (0.25,) * 3)
@@ -395,7 +395,7 @@ def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_pa
             printed, said = third.communicate(timeout=40)
         assert third.returncode == 0, said
         plans = json.loads(printed)["plans"]
-        assert {plan["strategy"] for plan in plans} == {"local", "hmp", "sp", "megatron-tp"}, said
+        assert {plan["strategy"] for plan in plans} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}, said
         for plan in plans:
             assert plan["failure"] is None
             assert len(plan["step_seconds"]) == 2

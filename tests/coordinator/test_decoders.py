@@ -27,6 +27,7 @@ from coordinator.memory import memory_use
 from coordinator.planners import GenerationRequest, PlanRequest, plan_strategy
 from coordinator.planners import make_plan as plan_for
 from coordinator.planners.base import over_budget
+from coordinator.planners.replicated import replicate
 from coordinator.planners.shares import Budget, body_of
 from coordinator.prompts import TextTokenizer
 from coordinator.state import ServingGoal
@@ -453,7 +454,10 @@ def test_four_devices_and_32_layers_are_planned_in_time(budget_bytes: int) -> No
 def test_encoders_are_planned_as_before() -> None:
     budgets = (900, 1200, 8000)
     devices = [device_profile(i, speed, budget_bytes=budgets[i] << 20) for i, speed in enumerate((1, 0.7, 0.4))]
-    plan = plan_for(PlanRequest(BERT_LARGE, cluster(devices, 60), 284))
+    asked = PlanRequest(BERT_LARGE, cluster(devices, 60), 284)
+    assert plan_for(asked).body.strategy == "pipeline"
+    asked = replace(asked, cluster=asked.cluster.subset(("id1", "id2")))
+    plan = replicate(asked, plan_strategy(asked, "hmp"))
     assert plan.generation is None
     assert (plan.body.heads, plan.body.columns, plan.body.vocabulary) == ((10, 6), (2624, 1472), (15360, 15162))
     assert [mode.mlp for mode in plan.body.modes] == ["replicated"] * 5 + ["sharded"] * 19

@@ -159,7 +159,7 @@ modes = st.sampled_from([SHARDED, SEQUENCE]) | st.builds(LayerMode, qkv=placemen
 @given(
     st.sampled_from([BERT_LARGE, DECODER]),
     ranks,
-    st.sampled_from([strategy for strategy in STRATEGIES if strategy != "local"]),
+    st.sampled_from([strategy for strategy in STRATEGIES if strategy not in ("local", "pipeline")]),
     st.none() | st.tuples(modes, modes, modes),
 )
 def test_the_ranks_of_any_plan_hold_what_they_need_and_nothing_else(

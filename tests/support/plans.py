@@ -56,9 +56,32 @@ def make_plan(
     if generation is None and spec.causal:
         length = spec.max_positions
         generation = Generation(kv_tokens=4 * length, max_sequences=8, prefill_rows=length, context=length)
+    memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
+    devices = tuple(
+        PlannedDevice(device_id=f"id{r}", name=f"device{r}", memory=memory, budget_bytes=0, compute_seconds=0.0)
+        for r in range(len(weights))
+    )
+    predicted = Prediction(total_seconds=0.1, compute_seconds=0.1, transfer_seconds=0.0)
+    return Plan(
+        epoch=epoch, model=spec, planner="test", seq_len=spec.max_positions, devices=devices,
+        body=_body(spec, strategy, weights, row_weights, overlap, modes), wire=wire, predicted=predicted,
+        generation=generation,
+    )  # fmt: skip
+
+
+def _body(
+    spec: ModelSpec,
+    strategy: Strategy,
+    weights: Sequence[float],
+    row_weights: Sequence[float] | None,
+    overlap: bool,
+    modes: Sequence[LayerMode],
+) -> TransformerPlan:
+    if strategy == "pipeline":
+        return TransformerPlan.pipeline(spec, largest_remainder(weights, spec.num_layers))
     columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
     vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
-    body = TransformerPlan(
+    return TransformerPlan(
         strategy=strategy,
         overlap=overlap,
         heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
@@ -67,16 +90,6 @@ def make_plan(
         vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
         modes=tuple(modes),
     )
-    memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
-    devices = tuple(
-        PlannedDevice(device_id=f"id{r}", name=f"device{r}", memory=memory, budget_bytes=0, compute_seconds=0.0)
-        for r in range(len(weights))
-    )
-    predicted = Prediction(total_seconds=0.1, compute_seconds=0.1, transfer_seconds=0.0)
-    return Plan(
-        epoch=epoch, model=spec, planner="test", seq_len=spec.max_positions, devices=devices, body=body, wire=wire,
-        predicted=predicted, generation=generation,
-    )  # fmt: skip
 
 
 def device_profile(
