@@ -264,6 +264,34 @@ class UnsupportedArchitecture(HearthError):
 
 
 @dataclass(eq=False)
+class BadModelFile(HearthError):
+    path: str
+    reason: str
+    summary = "The model {path} cannot be used: {reason}."
+    advice = "Copy or export it again."
+
+
+@dataclass(eq=False)
+class DynamicShape(HearthError):
+    """Dimensions of a graph's inputs that the model leaves open. `options` has one `--dim` for each."""
+
+    tensor: str
+    axis: int
+    options: str
+    summary = "The model does not say how large axis {axis} of its input '{tensor}' is, and no value was given."
+    advice = "Fix every open dimension: {options}."
+
+
+@dataclass(eq=False)
+class UnsupportedOperator(HearthError):
+    operator: str
+    node: str
+    reason: str
+    summary = "The operator {operator} (node '{node}') cannot be used: {reason}."
+    advice = "Export the model without it, or cut the model before it."
+
+
+@dataclass(eq=False)
 class ModelDoesNotFit(HearthError):
     model: str
     missing_bytes: int
