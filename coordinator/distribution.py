@@ -1,18 +1,19 @@
 """Brings every device the chunks that its shard needs and that it lacks: from devices that have them, else from here.
 
-Each chunk leaves the coordinator at most once; who needs the same one gets it from the first device that has it. Nothing
-is sent that a store already has, so that an interrupted push goes on where it was.
+Each chunk leaves the coordinator at most once, and is passed on as soon as a device has it (`spread` decides). Nothing is
+sent that a store already has, so that an interrupted push goes on where it was.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from coordinator.fleet import Fleet
+from coordinator.spread import Spread
 from hearth.errors import HearthError
 from hearth.messages import (
     ChunkRef,
@@ -27,54 +28,21 @@ from hearth.messages import (
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
 from hearth.plan import Plan
+from hearth.rpc import RpcClient
 from hearth.tasks import all_or_first_error
 
 Progress = Callable[[str, int, int], None]  # device name, bytes that came, bytes to come in all
 
-_CHUNKS_IN_FLIGHT = 4  # per device: hides the round trip, bounds the coordinator's memory
+# On their way from here: enough per device to hide the round trip and the writing on its disk, and a bound in all on
+# what the coordinator holds of a model. A device to which nothing is on its way always gets a chunk.
+_DEVICE_WINDOW_BYTES = 8 << 20
+_WINDOW_BYTES = 32 << 20
 _CHUNK_SECONDS = 120.0
-_BATCH_BYTES = 32 << 20  # that a device fetches from another before it reports
-_BATCH_SECONDS = 55.0  # for one batch; what has not come by then comes from here
-
-
-class Transfer(NamedTuple):
-    """One chunk to one device. `source` is the device that sends it; None: the coordinator."""
-
-    target: str
-    source: str | None
-    chunk: ChunkRef
-
-
-def assign(
-    lacking: Mapping[str, Sequence[ChunkRef]], held: Mapping[str, Collection[str]]
-) -> tuple[list[Transfer], list[Transfer]]:
-    """Who sends what: transfers that can begin at once, and those of chunks that these bring.
-
-    `lacking` are the chunks that each device needs and has not, `held` the hashes that each device has. Of several that
-    have a chunk, the one with the least to send sends it.
-    """
-    to_send: dict[str, int] = defaultdict(int)
-    owners: dict[str, list[str]] = defaultdict(list)
-    for device, hashes in held.items():
-        for each in hashes:
-            owners[each].append(device)
-    first: list[Transfer] = []
-    then: list[Transfer] = []
-    brought: dict[str, list[str]] = defaultdict(list)
-    for target, chunks in lacking.items():
-        for chunk in chunks:
-            having = [device for device in owners[chunk.hash] if device != target]
-            following = not having and bool(brought[chunk.hash])
-            candidates = having or brought[chunk.hash]
-            source = min(candidates, key=lambda device: to_send[device]) if candidates else None
-            if source is not None:
-                to_send[source] += chunk.num_bytes
-            if following:
-                then.append(Transfer(target, source, chunk))
-            else:
-                first.append(Transfer(target, source, chunk))
-                brought[chunk.hash].append(target)
-    return first, then
+# What a device fetches from another before it reports: some seconds' worth, so that a slow one is noticed in time.
+_LEAST_BATCH_BYTES = 4 << 20
+_MOST_BATCH_BYTES = 32 << 20
+_BATCH_AIM_SECONDS = 3.0
+_BATCH_SECONDS = 55.0  # for one batch; what has not come by then comes from elsewhere
 
 
 class Distribution:
@@ -89,6 +57,9 @@ class Distribution:
         self._names = {device.device_id: device.name for device in plan.devices}
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = defaultdict(int)
+        self._in_flight: dict[str, int] = defaultdict(int)  # bytes on their way from here, by device
+        self._spread = Spread({}, {})
+        self._changed = asyncio.Event()  # replaced at every change
 
     async def run(self, model_dir: Path, cache_dir: Path) -> list[tuple[ChunkRef, ...]]:
         """Returns each rank's chunks, which its device now has. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
@@ -102,9 +73,14 @@ class Distribution:
             for device, chunks in lacking.items():
                 self._totals[device] = sum(chunk.num_bytes for chunk in chunks)
                 self._progress(self._names[device], 0, self._totals[device])
-            for transfers in assign(lacking, held):
-                late = await self._fetch([each for each in transfers if each.source is not None], checkpoint, transfers)
-                await self._send(late, checkpoint)
+            self._spread = Spread(lacking, held)
+            targets = [device for device, chunks in lacking.items() if chunks]
+            await all_or_first_error(
+                [
+                    *(self._send_to(target, checkpoint) for target in targets),
+                    *(self._pass_on(one, other) for one in {*held, *targets} for other in targets if one != other),
+                ]
+            )
         return per_rank
 
     async def _lacking(self, needed: Mapping[str, Sequence[ChunkRef]]) -> dict[str, list[ChunkRef]]:
@@ -128,43 +104,88 @@ class Distribution:
                 return set()
 
         devices = [device.device_id for device in self._fleet.usable()]
-        return dict(zip(devices, await asyncio.gather(*map(of, devices)), strict=True))
+        held = dict(zip(devices, await asyncio.gather(*map(of, devices)), strict=True))
+        return {device: found for device, found in held.items() if found}
 
     async def _missing(self, device: str, hashes: Sequence[str]) -> set[str]:
         request = FindMissing(holder=self._fleet.holder, hashes=tuple(hashes))
         return set((await self._fleet.ask(device, request, ChunksMissing)).hashes)
 
-    # ---- moving them ------------------------------------------------------------------------------------------------
+    def _change(self) -> None:
+        """Wake all that wait for something to do."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _fetch(
-        self, transfers: Sequence[Transfer], checkpoint: Checkpoint, together: Sequence[Transfer]
-    ) -> list[Transfer]:
-        """Move what devices pass on, while the coordinator sends its own part of `together`; what did not come."""
-        pairs: dict[tuple[str, str], list[Transfer]] = defaultdict(list)
-        for each in transfers:
-            assert each.source is not None
-            pairs[each.source, each.target].append(each)
-        own = [each for each in together if each.source is None]
-        late: list[Transfer] = (await all_or_first_error([self._fetch_all(pairs), self._send(own, checkpoint)]))[0]
-        return late
+    def _came(self, source: str | None, target: str, chunks: Sequence[ChunkRef]) -> None:
+        self._spread.arrived(source, target, chunks)
+        num_bytes = sum(chunk.num_bytes for chunk in chunks)
+        if source is None:
+            self.sent_bytes += num_bytes
+        else:
+            self.passed_bytes += num_bytes
+        self._done[target] += num_bytes
+        self._progress(self._names[target], self._done[target], self._totals[target])
 
-    async def _fetch_all(self, pairs: Mapping[tuple[str, str], Sequence[Transfer]]) -> list[Transfer]:
-        found = await all_or_first_error(self._fetch_from(*pair, transfers) for pair, transfers in pairs.items())
-        return [each for late in found for each in late]
+    # ---- from here --------------------------------------------------------------------------------------------------
 
-    async def _fetch_from(self, source: str, target: str, transfers: Sequence[Transfer]) -> list[Transfer]:
-        late: list[Transfer] = []
-        for batch in _batches(transfers):
-            missing = await self._fetch_batch(source, target, batch)
-            late += [each for each in batch if each.chunk.hash in missing]
-            came = sum(each.chunk.num_bytes for each in batch if each.chunk.hash not in missing)
-            self.passed_bytes += came
-            self._came(target, came)
-        return late
+    async def _send_to(self, target: str, checkpoint: Checkpoint) -> None:
+        """Whatever has to come from here, until `target` has all."""
+        puts: set[asyncio.Task[None]] = set()
+        try:
+            async with self._fleet.bulk(target) as connection:
+                while not self._spread.complete(target):
+                    while self._has_room(target) and (chunk := self._spread.from_here(target)) is not None:
+                        self._in_flight[target] += chunk.num_bytes
+                        puts.add(asyncio.ensure_future(self._put(connection, target, chunk, checkpoint)))
+                    await self._changed.wait()
+                    for put in [put for put in puts if put.done()]:
+                        puts.remove(put)
+                        put.result()
+        finally:
+            for put in puts:
+                put.cancel()
+            await asyncio.gather(*puts, return_exceptions=True)
 
-    async def _fetch_batch(self, source: str, target: str, batch: Sequence[Transfer]) -> set[str]:
+    def _has_room(self, target: str) -> bool:
+        own = self._in_flight[target]
+        return own == 0 or (own < _DEVICE_WINDOW_BYTES and sum(self._in_flight.values()) < _WINDOW_BYTES)
+
+    async def _put(self, connection: RpcClient, target: str, chunk: ChunkRef, checkpoint: Checkpoint) -> None:
+        spec = self._plan.model
+        try:
+            data = await asyncio.to_thread(chunk_bytes, checkpoint, spec, chunk.kind, chunk.layer, chunk.grain)
+            request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
+            await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
+            self._came(None, target, [chunk])
+        finally:
+            self._in_flight[target] -= chunk.num_bytes
+            self._change()
+
+    # ---- from device to device --------------------------------------------------------------------------------------
+
+    async def _pass_on(self, source: str, target: str) -> None:
+        """Have `target` fetch what `source` has, batch by batch, as long as there may be any."""
+        most_bytes = _LEAST_BATCH_BYTES
+        while not self._spread.gives_up(source, target):
+            batch = self._spread.from_device(source, target, _LEAST_BATCH_BYTES, most_bytes)
+            if not batch:
+                await self._changed.wait()
+                continue
+            began = time.monotonic()
+            missing = await self._fetch(source, target, batch)
+            seconds = time.monotonic() - began
+            came = [chunk for chunk in batch if chunk.hash not in missing]
+            self._came(source, target, came)
+            if missing:
+                late = [chunk for chunk in batch if chunk.hash in missing]
+                self._spread.missed(source, target, late, nothing_came=not came)
+            rate = sum(chunk.num_bytes for chunk in came) / seconds
+            most_bytes = int(min(max(rate * _BATCH_AIM_SECONDS, 1), _MOST_BATCH_BYTES))
+            self._change()
+
+    async def _fetch(self, source: str, target: str, batch: Sequence[ChunkRef]) -> set[str]:
         """The hashes that did not come: the source is slow, or gone, or its chunk is damaged."""
-        hashes = tuple(each.chunk.hash for each in batch)
+        hashes = tuple(chunk.hash for chunk in batch)
         there, here = self._fleet.devices[source], self._fleet.devices[target]
         try:
             opened = OpenLinkProbe(peer_public_key=here.welcome.device_public_key, seconds=_BATCH_SECONDS + 5.0)
@@ -181,39 +202,3 @@ class Distribution:
         except HearthError:
             return await self._missing(target, hashes)
         return set(fetched.missing)
-
-    async def _send(self, transfers: Iterable[Transfer], checkpoint: Checkpoint) -> None:
-        """From here, to all devices at once."""
-        by_target: dict[str, list[ChunkRef]] = defaultdict(list)
-        for each in transfers:
-            by_target[each.target].append(each.chunk)
-        await all_or_first_error(self._send_to(target, chunks, checkpoint) for target, chunks in by_target.items())
-
-    async def _send_to(self, target: str, chunks: Sequence[ChunkRef], checkpoint: Checkpoint) -> None:
-        spec, in_flight = self._plan.model, asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
-
-        async def put(chunk: ChunkRef) -> None:
-            async with in_flight:
-                data = await asyncio.to_thread(chunk_bytes, checkpoint, spec, chunk.kind, chunk.layer, chunk.grain)
-                request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
-                await self._fleet.call(target, request, [data], timeout_seconds=_CHUNK_SECONDS)
-            self.sent_bytes += chunk.num_bytes
-            self._came(target, chunk.num_bytes)
-
-        await all_or_first_error(put(chunk) for chunk in chunks)
-
-    def _came(self, target: str, num_bytes: int) -> None:
-        self._done[target] += num_bytes
-        self._progress(self._names[target], self._done[target], self._totals[target])
-
-
-def _batches(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-    batches: list[list[Transfer]] = []
-    size = _BATCH_BYTES
-    for each in transfers:
-        if size + each.chunk.num_bytes > _BATCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(each)
-        size += each.chunk.num_bytes
-    return batches

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -142,6 +142,19 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             async with aclosing(stream) as replies:
                 async for reply in replies:
                     yield reply
+
+    @asynccontextmanager
+    async def bulk(self, device_id: str) -> AsyncIterator[RpcClient]:
+        """A connection of its own to one agent, for so much data that heartbeats would come too late behind it.
+
+        That the device is gone is raised as DeviceLost.
+        """
+        with self._reaching(device_id) as client:
+            apart = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
+            try:
+                yield apart
+            finally:
+                await apart.close()
 
     @contextmanager
     def _reaching(self, device_id: str) -> Iterator[RpcClient]:

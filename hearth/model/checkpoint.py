@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_BLOCK_BYTES = 4 << 20  # of a file that a copy maps at a time
 # The format's names: ours, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
 SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
+_CAN_LET_GO = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -82,6 +84,12 @@ class _File:
         if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise self._bad(f"the tensor {name} has {stop - start} bytes for the shape {shape} of {dtype}")
         return _Tensor(self, dtype, shape, data_start + start, data_start + stop)
+
+    def let_go(self, start: int, stop: int) -> None:
+        """These bytes are read no more just now: their pages need not be resident for us (the page cache keeps them)."""
+        start -= start % mmap.PAGESIZE
+        if _CAN_LET_GO and stop > start:
+            self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _bad(self, reason: str) -> BadCheckpoint:
         return BadCheckpoint(path=str(self.path), reason=reason)
@@ -148,6 +156,25 @@ class Checkpoint:
         dtype = np.dtype(_DTYPES[tensor.dtype][1])
         flat = np.frombuffer(tensor.file.map, dtype, count=math.prod(tensor.shape), offset=tensor.start)
         return flat.reshape(tensor.shape)
+
+    def copied(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy, C-contiguous, of part of `array(name)`. No more of the file stays resident, whatever its size."""
+        import numpy as np
+
+        copy, file = np.empty(view.shape, view.dtype), self._tensor(name).file
+        if not copy.size:
+            return copy
+        begin = np.frombuffer(file.map, np.uint8).ctypes.data
+        slowest = int(np.argmax(view.strides))  # the axis along which the file is passed through once
+        here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
+        count = max(_BLOCK_BYTES // there.strides[0], 1)
+        for first in range(0, there.shape[0], count):
+            block = there[first : first + count]
+            here[first : first + count] = block
+            start = block.ctypes.data - begin
+            extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
+            file.let_go(start, start + extent + block.itemsize)
+        return copy
 
     def _add(self, path: Path, names: set[str] | None) -> None:
         file = _File(path)

@@ -106,7 +106,7 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
             array = array[slice(*part.rows)]
         if part.columns is not None:
             array = array[:, slice(*part.columns)]
-        tensors[part.tensor] = array
+        tensors[part.tensor] = checkpoint.copied(source.name, array)
     return _safetensors_blob(tensors, SAFETENSORS_DTYPES[spec.dtype])
 
 
@@ -123,7 +123,7 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in tensors.values())])
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.data for array in tensors.values())])
 
 
 def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: str) -> np.ndarray[Any, Any]:

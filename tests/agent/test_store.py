@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,20 @@ def test_only_files_named_by_a_hash_in_its_own_folder_are_chunks(tmp_path: Path)
     store = ShardStore(tmp_path, 1000, "d")
     assert store.total_bytes == 0
     assert store.missing(["f" * 64, "cd" * 32]) == ("f" * 64, "cd" * 32)
+
+
+def test_chunks_that_come_at_once_share_the_room(tmp_path: Path) -> None:
+    """None takes the place that another is just being written to."""
+    store = ShardStore(tmp_path, 1000, "d")
+    chunks = [chunk(index, size=100) for index in range(40)]
+
+    def put(each: tuple[str, bytes]) -> None:
+        store.put(*each)
+        assert store.total_bytes <= 1000
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, chunks))
+    kept = [name for name, _ in chunks if not store.missing([name])]
+    assert len(kept) == 10
+    assert sum(file.stat().st_size for file in tmp_path.glob("??/*")) == 1000
+    assert ShardStore(tmp_path, 1000, "d").missing(kept) == ()

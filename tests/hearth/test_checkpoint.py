@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support.checkpoints import CONFIGS, HEADS, tensors_of, write_model
 
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
@@ -24,6 +25,29 @@ def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Pat
         for name, array in expected.items():
             assert np.array_equal(checkpoint.array(name), array)
             assert not checkpoint.array(name).flags.writeable
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is resident")
+def test_a_copy_leaves_nothing_of_the_file_resident(tmp_path: Path) -> None:
+    """So that cutting a checkpoint takes no more memory for a larger one."""
+    whole = np.arange(6000 * 2000, dtype=np.float32).reshape(6000, 2000)  # 46 MiB
+    save_file({"w": whole}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        array = checkpoint.array("w")
+        for stored, expected in ((array, whole), (array.T, whole.T)):
+            for part in (np.s_[:, 64:128], np.s_[1000:1900], np.s_[7:7], np.s_[:, ::2]):
+                copy = checkpoint.copied("w", stored[part])
+                assert copy.flags.c_contiguous
+                assert np.array_equal(copy, expected[part])
+                assert resident_bytes(tmp_path / "model.safetensors") < 8 << 20
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file that this process maps."""
+    _, _, after = Path("/proc/self/smaps").read_text().partition(str(path))
+    found = re.search(r"^Rss:\s*(\d+) kB$", after, re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
 
 
 @pytest.mark.parametrize(
