@@ -1,0 +1,253 @@
+"""Simple paths of k vertices: colour coding (Alon, Yuster and Zwick 1995), as the paper's Algorithm 2 needs it. Pure.
+
+Vertices get random colours; a path whose colours all differ visits no vertex twice, and such paths are found by dynamic
+programming over sets of colours. A path that is found is one; that none is found says that there is none but for a
+probability that is stated. Before that, what can be told for certain is told for certain: a path that a short search
+finds, and that no walk of that length, or no component of that size, is left.
+
+A graph is a list of bit masks: bit b of `graph[a]` is set where an edge leads from vertex a to vertex b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from random import Random
+
+Graph = Sequence[int]
+_Words = NDArray[np.uint64]
+_Tables = dict[tuple[int, ...], _Words]  # by set of colours
+
+# That a path which exists is missed. A miss costs a step of the binary search, not correctness.
+FAILURE_PROBABILITY = 0.01
+# More colours than vertices of the path make a good colouring likelier and the tables larger.
+_COLOURS_PER_VERTEX = 1.3
+# Tables grow as 2^colours times trials; beyond this (k about 12) a path is what the search finds.
+_MAX_TABLE = 1 << 24
+_SEARCH_STEPS = 40  # per vertex of the path
+
+
+def k_path(
+    graph: Graph,
+    allowed: int,
+    k: int,
+    start: int | None,
+    end: int | None,
+    chance: Random,
+    failure_probability: float = FAILURE_PROBABILITY,
+) -> tuple[int, ...] | None:
+    """A simple path of k vertices out of `allowed` (a mask), from `start` to `end` where these are given.
+
+    `start` and `end` need not be in `allowed`. None: there is none, or, with at most `failure_probability`, it was missed.
+    """
+    ends = [each for each in (start, end) if each is not None]
+    free = k - len(ends)
+    allowed &= ~sum(1 << each for each in ends)
+    if free < 0 or free > allowed.bit_count():
+        return None
+    if free == 0:
+        path = tuple(ends)
+        return path if all(graph[a] >> b & 1 for a, b in zip(path, path[1:], strict=False)) else None
+    first = allowed if start is None else graph[start] & allowed
+    last = allowed if end is None else allowed & sum(1 << each for each in vertices(allowed) if graph[each] >> end & 1)
+    for part in _components(graph, allowed):
+        layers = _walks(graph, part, free, first & part, last & part)
+        if layers is None:
+            continue
+        found = _search(graph, layers, _SEARCH_STEPS * free)
+        found = found or colour_coded_path(graph, layers, chance, failure_probability)
+        if found is not None:
+            return (*([] if start is None else [start]), *found, *([] if end is None else [end]))
+    return None
+
+
+def vertices(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def neighbours(graph: Graph, mask: int) -> int:
+    """All that an edge from a vertex of the mask leads to."""
+    found = 0
+    while mask:
+        low = mask & -mask
+        found |= graph[low.bit_length() - 1]
+        mask ^= low
+    return found
+
+
+def colour_coded_path(
+    graph: Graph, layers: Sequence[int], chance: Random, failure_probability: float
+) -> tuple[int, ...] | None:
+    """A simple path whose i-th vertex is in the mask `layers[i]`, or None, wrongly with at most `failure_probability`.
+
+    None as well where the tables would be too large (`num_trials`).
+    """
+    k = len(layers)
+    used = sorted({vertex for mask in layers for vertex in vertices(mask)})
+    num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
+    trials = num_trials(k, failure_probability)
+    if len(used) < k or trials << num_colours > _MAX_TABLE:
+        return None
+    place = {vertex: index for index, vertex in enumerate(used)}
+    words = -(-len(used) // 64)
+    colours = np.frombuffer(chance.randbytes(4 * trials * len(used)), dtype=np.uint32) % np.uint32(num_colours)
+    of_colour = np.zeros((num_colours, trials, words), dtype=np.uint64)
+    for index, column in enumerate(colours.reshape(trials, len(used)).T):
+        of_colour[column, np.arange(trials), index // 64] |= np.uint64(1 << index % 64)
+    reaches = _lookup(graph, used, place, words)
+    masks = [_words(sum(1 << place[vertex] for vertex in vertices(mask)), words) for mask in layers]
+    # tables[i][set of i + 1 colours] [trials, words]: where paths of i + 1 vertices in these colours may end.
+    tables: list[_Tables] = [{(colour,): of_colour[colour] & masks[0] for colour in range(num_colours)}]
+    for mask in masks[1:]:
+        sets = list(combinations(range(num_colours), len(tables) + 1))
+        ends = {key: _onward(table, reaches) & mask for key, table in tables[-1].items()}
+        grown: _Tables = {}
+        for key in sets:
+            grown[key] = np.bitwise_or.reduce(
+                [ends[key[:i] + key[i + 1 :]] & of_colour[colour] for i, colour in enumerate(key)]
+            )
+        tables.append(grown)
+    for key, table in tables[-1].items():
+        hits = np.flatnonzero(table.any(axis=1))
+        if hits.size:
+            return _walk_back(graph, tables, of_colour, key, int(hits[0]), used)
+    return None
+
+
+def num_trials(k: int, failure_probability: float) -> int:
+    """How many colourings make it likely enough that one of them gives the k vertices of a path different colours."""
+    num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
+    success = math.perm(num_colours, k) / num_colours**k
+    return 1 if success >= 1 else math.ceil(math.log(failure_probability) / math.log1p(-success))
+
+
+# ---- what can be told for certain -------------------------------------------------------------------------------------
+
+
+def _components(graph: Graph, allowed: int) -> Iterator[int]:
+    """Vertices that edges join, in either direction; largest first."""
+    joined = [graph[each] & allowed if allowed >> each & 1 else 0 for each in range(len(graph))]
+    for vertex in vertices(allowed):
+        for other in vertices(joined[vertex]):
+            joined[other] |= 1 << vertex
+    parts, left = [], allowed
+    while left:
+        part = grown = left & -left
+        while grown:
+            grown = neighbours(joined, grown) & ~part
+            part |= grown
+        parts.append(part)
+        left &= ~part
+    return iter(sorted(parts, key=lambda part: -part.bit_count()))
+
+
+def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[int] | None:
+    """By position, the vertices that walks of k vertices from `first` to `last` pass there; None where there is no walk,
+    or too few vertices for a path."""
+    if allowed.bit_count() < k or not first or not last:
+        return None
+    layers = [first]
+    for _ in range(k - 1):
+        layers.append(neighbours(graph, layers[-1]) & allowed)
+    layers[-1] &= last
+    for index in range(k - 2, -1, -1):
+        after = layers[index + 1]
+        layers[index] = sum(1 << each for each in vertices(layers[index]) if graph[each] & after)
+    if not layers[0]:
+        return None
+    union = 0
+    for mask in layers:
+        union |= mask
+    return layers if union.bit_count() >= k else None
+
+
+def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
+    """Depth first, the vertex with the fewest ways on first; gives up after so many steps."""
+    k = len(layers)
+    path: list[int] = []
+    used = 0
+    todo = [_by_ways_on(graph, layers[0], layers, 0, 0)]
+    while todo and steps:
+        if not todo[-1]:
+            todo.pop()
+            if path:
+                used ^= 1 << path.pop()
+            continue
+        steps -= 1
+        vertex = todo[-1].pop()
+        path.append(vertex)
+        used |= 1 << vertex
+        if len(path) == k:
+            return tuple(path)
+        ahead = graph[vertex] & layers[len(path)] & ~used
+        todo.append(_by_ways_on(graph, ahead, layers, len(path), used))
+    return None
+
+
+def _by_ways_on(graph: Graph, mask: int, layers: Sequence[int], position: int, used: int) -> list[int]:
+    """The best last."""
+    after = layers[position + 1] & ~used if position + 1 < len(layers) else 0
+    ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in vertices(mask))
+    if after:
+        ranked = [pair for pair in ranked if pair[0]]
+    return [each for _, each in reversed(ranked)]
+
+
+# ---- tables of bit masks, one for each trial ----------------------------------------------------------------------------
+
+
+def _words(mask: int, words: int) -> _Words:
+    return np.frombuffer(mask.to_bytes(8 * words, "little"), dtype="<u8").astype(np.uint64)
+
+
+def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int) -> NDArray[np.uint64]:
+    """[bytes, 256, words]: where edges lead from the vertices of each value of each byte of a mask."""
+    onward = [
+        _words(sum(1 << place[other] for other in vertices(graph[vertex]) if other in place), words) for vertex in used
+    ]
+    found = np.zeros((8 * words, 256, words), dtype=np.uint64)
+    for index, reach in enumerate(onward):
+        values = np.arange(256) >> index % 8 & 1 == 1
+        found[index // 8, values] |= reach
+    return found
+
+
+def _onward(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
+    """[trials, words] of masks to the masks of all that their vertices lead to."""
+    found = np.zeros_like(table)
+    for index, byte in enumerate(table.view(np.uint8).T):
+        found |= reaches[index, byte]
+    return found
+
+
+def _walk_back(
+    graph: Graph,
+    tables: Sequence[_Tables],
+    of_colour: NDArray[np.uint64],
+    key: tuple[int, ...],
+    trial: int,
+    used: Sequence[int],
+) -> tuple[int, ...]:
+    """The path that one trial's tables hold, from its end to its start."""
+
+    def held(table: _Words) -> list[int]:
+        mask = int.from_bytes(table[trial].astype("<u8").tobytes(), "little")
+        return [used[index] for index in vertices(mask)]
+
+    path = [held(tables[-1][key])[0]]
+    for table in reversed(tables[:-1]):
+        colour = next(each for each in key if path[-1] in held(of_colour[each]))
+        key = tuple(each for each in key if each != colour)
+        path.append(next(each for each in held(table[key]) if graph[each] >> path[-1] & 1))
+    return tuple(reversed(path))
