@@ -6,9 +6,10 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -35,6 +36,7 @@ _PROFILE_TIMEOUT_SECONDS = 150.0
 _CACHE_VERSION = 2
 
 Report = Callable[[str], None]
+_T = TypeVar("_T")
 
 
 class Profiler:
@@ -66,7 +68,7 @@ class Profiler:
             for device in devices
             if device.device_id in blocks and device.telemetry is not None
         )
-        connected = _fully_linked([profile.device_id for profile in profiles], links)
+        connected = fully_linked([profile.device_id for profile in profiles], links)
         profiles = tuple(profile for profile in profiles if profile.device_id in connected)
         if not profiles:
             raise NoDevices(seconds=0)
@@ -78,22 +80,10 @@ class Profiler:
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
     async def _blocks(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
-        """Profile all devices at once, but agents on one machine in turn: they would slow each other down."""
-        by_host: dict[str, list[Device]] = {}
-        for device in devices:
-            host = device.telemetry.host_id if device.telemetry else device.device_id
-            by_host.setdefault(host, []).append(device)
-        result: dict[str, BlockProfile] = {}
-
-        async def one_host(group: list[Device]) -> None:
-            for device in group:
-                try:
-                    result[device.device_id] = await self._profile(device, spec, seq_len)
-                except HearthError as error:
-                    self._report(f"{device.name} is left out: {error}")
-
-        await asyncio.gather(*(one_host(group) for group in by_host.values()))
-        return result
+        profiles, failures = await on_each(devices, lambda device: self._profile(device, spec, seq_len))
+        for name, error in failures.items():
+            self._report(f"{name} is left out: {error}")
+        return profiles
 
     async def _profile(self, device: Device, spec: ModelSpec, seq_len: int) -> BlockProfile:
         path = self._cache_dir / f"blocks-{_blocks_key(device, spec, seq_len)}.json"
@@ -197,6 +187,31 @@ class Profiler:
         return self._cache_dir / f"link-{_digest(source, target)}.json"
 
 
+async def on_each(
+    devices: Sequence[Device], measure: Callable[[Device], Awaitable[_T]]
+) -> tuple[dict[str, _T], dict[str, HearthError]]:
+    """Measure all devices at once, but agents on one machine in turn: they would slow each other down.
+
+    What was measured, by device id; and what failed, by the device's name.
+    """
+    by_host: dict[str, list[Device]] = {}
+    for device in devices:
+        host = device.telemetry.host_id if device.telemetry else device.device_id
+        by_host.setdefault(host, []).append(device)
+    result: dict[str, _T] = {}
+    failures: dict[str, HearthError] = {}
+
+    async def one_host(group: list[Device]) -> None:
+        for device in group:
+            try:
+                result[device.device_id] = await measure(device)
+            except HearthError as error:
+                failures[device.name] = error
+
+    await asyncio.gather(*(one_host(group) for group in by_host.values()))
+    return result, failures
+
+
 def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps([_CACHE_VERSION, *map(str, parts)]).encode()).hexdigest()[:24]
 
@@ -226,7 +241,7 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
     return [members for _, members in rounds]
 
 
-def _fully_linked(device_ids: Sequence[str], links: dict[tuple[str, str], Link]) -> set[str]:
+def fully_linked(device_ids: Sequence[str], links: dict[tuple[str, str], Link]) -> set[str]:
     """The devices that are left when each one with an unmeasured link is dropped, worst first."""
     left = set(device_ids)
     while True:

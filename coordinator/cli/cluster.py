@@ -17,7 +17,7 @@ from coordinator.goal import Model, allowed
 from coordinator.limits import require_known
 from coordinator.profiling import Profiler
 from coordinator.registry import Device
-from coordinator.state import ServingGoal, write_atomically
+from coordinator.state import GraphGoal, ServingGoal, write_atomically
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.messages import AcquireLease, LeaseGranted
 from hearth.model.spec import ModelSpec
@@ -57,6 +57,19 @@ async def live_cluster(
 
     Raises NoDevices, AgentBusy when another coordinator holds one that is wanted, BadSetting for an unknown name.
     """
+    async with reached(goal, reach, settings, lease_name, on_change) as (fleet, profiler, chosen):
+        yield LiveCluster(fleet, profiler, await profiler.cluster(chosen, model.spec, model.seq_len))
+
+
+@asynccontextmanager
+async def reached(
+    goal: ServingGoal | GraphGoal,
+    reach: Reach,
+    settings: CoordinatorSettings,
+    lease_name: str | None = None,
+    on_change: Callable[[Device], None] | None = None,
+) -> AsyncIterator[tuple[Fleet, Profiler, list[Device]]]:
+    """As `live_cluster`, with nothing profiled yet."""
     credential = resolve_credential(reach.key)
     if not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="profile devices")
@@ -82,10 +95,10 @@ async def live_cluster(
         if not chosen:
             raise BadSetting(setting="--exclude", reason="no device is left")
         profiler = Profiler(fleet, settings.state_dir / "profiles", lambda line: err.print(line, soft_wrap=True))
-        yield LiveCluster(fleet, profiler, await profiler.cluster(chosen, model.spec, model.seq_len))
+        yield fleet, profiler, chosen
 
 
-def check_names(goal: ServingGoal, devices: list[Device] | list[DeviceProfile]) -> None:
+def check_names(goal: ServingGoal | GraphGoal, devices: list[Device] | list[DeviceProfile]) -> None:
     """Raise BadSetting for a limit or an exclusion of a device that is not there: it was probably mistyped."""
     require_known("--limit", [limit.device for limit in goal.limits], devices)
     require_known("--exclude", goal.exclude, devices)

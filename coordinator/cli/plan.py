@@ -12,6 +12,8 @@ import typer
 from coordinator.cli.cluster import Reach, live_cluster, load_cluster, save_cluster
 from coordinator.cli.compare import compare as compare_plans
 from coordinator.cli.compare import print_comparison, run_interruptibly
+from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, TimeLimit, graph_goal_of, refuse
+from coordinator.cli.graph_plan import GraphOutput, plan_graph_command
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import alternatives_table, generation_lines, options_list, plan_tables
@@ -19,6 +21,7 @@ from coordinator.config import load_settings
 from coordinator.costs import predicted_timeline
 from coordinator.explanation import option_as_json, options, why_won
 from coordinator.goal import Model, open_model, plan_request
+from coordinator.graphs.model import kind_of
 from coordinator.limits import parse_limit
 from coordinator.planners import PlanRequest, make_plan
 from coordinator.state import ServingGoal, write_atomically
@@ -33,7 +36,11 @@ _NUM_OTHERS = 3  # alternatives that are shown without --explain
 _DEFAULT_ROUNDS = 5
 
 StrategyOption = Annotated[
-    str, typer.Option(help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work.", metavar="NAME")
+    str,
+    typer.Option(
+        help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work. Of a graph: see --objective.",
+        metavar="NAME",
+    ),
 ]
 SeqLen = Annotated[
     Optional[int],  # noqa: UP045
@@ -103,15 +110,38 @@ def goal_of(
 
 @handles_errors
 def plan(
-    model: Annotated[Path, typer.Argument(help="Model directory: config.json, *.safetensors, tokenizer.json.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Model directory: config.json, *.safetensors, tokenizer.json; or a graph of operators: an ONNX file, or "
+            "JSON without weights (then with --cluster)."
+        ),
+    ],
     strategy: StrategyOption = "auto",
+    objective: ObjectiveOption = None,
+    dim: Dims = [],  # noqa: B006 (typer's way to say "none")
+    time_limit: TimeLimit = None,
+    no_congestion: NoCongestion = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a graph: plan for the devices of this file (TOML or JSON) instead of live ones: mbit_per_second, a "
+            "number or a matrix from row to column; latency_seconds likewise; and devices, each with name, memory, "
+            "flops_per_second, seconds_per_operator, operator_seconds.",
+            metavar="FILE",
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Of a graph: draw it coloured by device, as .svg or .png.", metavar="FILE"),
+    ] = None,
     seq_len: SeqLen = None,
     context: Context = None,
     sequences: Sequences = None,
     weights: Weights = "float32",
     wire: Wire = "exact",
     lz4: Lz4 = "auto",
-    exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
+    exclude: Exclude = [],  # noqa: B006
     limit: Limit = [],  # noqa: B006
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every plan that was priced, and why it was not taken.")
@@ -148,6 +178,26 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a model on the devices of this home: shares, bytes against budgets, predicted time, alternatives."""
+    if kind_of(model) != "transformer":
+        refuse(
+            {
+                "--seq-len": seq_len, "--context": context, "--sequences": sequences, "--weights": weights != "float32",
+                "--compare": compare, "--rounds": rounds, "--timeline": timeline, "--save-profile": save_profile,
+                "--load-profile": load_profile,
+            },
+            "it is for transformers",
+        )  # fmt: skip
+        wishes = graph_goal_of(model, strategy, objective, dim, time_limit, no_congestion, wire, lz4, exclude, limit)
+        output = GraphOutput(explain, picture, save, as_json)
+        plan_graph_command(wishes, Reach(key, static or "", mdns_interfaces, wait), cluster, output)
+        return
+    refuse(
+        {
+            "--objective": objective, "--dim": dim, "--time-limit": time_limit, "--no-congestion": no_congestion,
+            "--cluster": cluster, "--picture": picture,
+        },
+        f"it is for graphs of operators, and {model} is none",
+    )  # fmt: skip
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
@@ -169,22 +219,22 @@ def plan(
         print_comparison(results, opened, rounds, as_json)
         return
     if load_profile is not None:
-        cluster = load_cluster(load_profile, goal, opened)
+        profile = load_cluster(load_profile, goal, opened)
     else:
-        cluster = asyncio.run(_measure(goal, opened, reach))
+        profile = asyncio.run(_measure(goal, opened, reach))
     if save_profile is not None:
-        save_cluster(save_profile, cluster, opened)
-    request = plan_request(goal, opened, cluster)
+        save_cluster(save_profile, profile, opened)
+    request = plan_request(goal, opened, profile)
     made = make_plan(request)
     if save is not None:
         _save("--save", save, made.model_dump_json(indent=1))
     if timeline is not None:
-        _save("--timeline", timeline, _timeline(made, cluster))
+        _save("--timeline", timeline, _timeline(made, profile))
     if as_json:
         printed = made.model_dump(mode="json")
         if explain:
             priced = options(request, made)
-            printed["priced"] = [option_as_json(option, made, cluster, request.strategy) for option in priced]
+            printed["priced"] = [option_as_json(option, made, profile, request.strategy) for option in priced]
         print_json(printed)
         return
     _print(made, request, explain)

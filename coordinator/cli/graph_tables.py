@@ -1,0 +1,169 @@
+"""Plans for graphs as tables and lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from coordinator.graphs.pricing import Price, transfers_of
+from coordinator.graphs.request import Candidate, Planned, seconds_of
+from hearth.graph.plan import GraphPlan, Objective
+from hearth.graph.spec import GraphSpec
+from hearth.units import format_bytes, format_seconds
+
+_NUM_TRANSFERS = 12  # that are listed, the largest first
+
+
+def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
+    """Per device: what it runs and its busy time for a request; and its bytes by kind against the budget.
+
+    `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
+    """
+    devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
+    title = f"Plan: {plan.model} by {plan.planner} on {devices}, for {plan.objective}"
+    work = Table(title=title, title_justify="left", show_edge=False)
+    memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
+    work.add_column("device", overflow="fold")
+    memory.add_column("device", overflow="fold")
+    for heading in ("operators", "segments", "busy for a request"):
+        work.add_column(heading, justify="right")
+    for heading in ("weights", "activa-\ntions", "work-\nspace", "total", "budget"):
+        memory.add_column(heading, justify="right", no_wrap=True)
+    if peaks:
+        memory.add_column("peak\nso far", justify="right", no_wrap=True)
+    for rank, device in enumerate(plan.devices):
+        segments = plan.segments_of(rank)
+        num_operators = sum(len(segment.operators) for segment in segments)
+        work.add_row(device.name, str(num_operators), str(len(segments)), format_seconds(device.compute_seconds))
+        use = device.memory
+        kinds = (use.weights, use.activations, use.workspace, use.total, device.budget_bytes)
+        peak = (format_bytes(peaks.get(device.device_id, 0)),) if peaks else ()
+        memory.add_row(device.name, *map(format_bytes, kinds), *peak)
+    return work, memory
+
+
+def prediction_line(plan: GraphPlan) -> str:
+    predicted = plan.predicted
+    rate = 1 / predicted.bottleneck_seconds if predicted.bottleneck_seconds > 0 else float("inf")
+    return (
+        f"predicted: {format_seconds(predicted.latency_seconds)} for one request; a full pipeline takes "
+        f"{format_seconds(predicted.bottleneck_seconds)} for each ({rate:.3g} a second)"
+    )
+
+
+def proof_line(planned: Planned, unit: str) -> str:
+    """What the planner says of its own answer."""
+    answer = planned.chosen.answer
+    assert answer is not None
+    value = _amount(answer.objective_value, unit)
+    took = f"found in {format_seconds(answer.planning_seconds)}"
+    if answer.proven_optimal:
+        return f"{answer.strategy}: {value}, proven optimal, {took}"
+    if answer.bound > 0:
+        gap = answer.objective_value / answer.bound - 1
+        return f"{answer.strategy}: {value}, at most {gap:.1%} above the optimum (bound {_amount(answer.bound, unit)}), {took}"
+    return f"{answer.strategy}: {value}, {took}"
+
+
+def one_device_line(planned: Planned) -> str:
+    """Where sharing the work does not pay, that is said in so many words."""
+    chosen, plan = planned.chosen, planned.chosen.plan
+    shared = [each for each in planned.candidates if each.plan is not None and each.plan.num_ranks > 1]
+    if plan is None or plan.num_ranks > 1 or not shared:
+        return ""
+    objective = plan.objective
+    best = min(shared, key=lambda each: each.seconds(objective))
+    seconds, alone = best.seconds(objective), chosen.seconds(objective)
+    if alone <= seconds:
+        factor = f"{seconds / alone:.2f}x as long" if alone > 0 else "longer"
+        return f"one device is faster: the best plan on several ({best.label}) takes {factor}"
+    return (
+        f"one device is as fast but for a hair: the best plan on several ({best.label}) takes {format_seconds(seconds)}"
+    )
+
+
+def candidates_table(planned: Planned, objective: Objective, unit: str, most: int | None = None) -> Table:
+    """All that was looked at, the chosen one first; at most so many others."""
+    others = [each for each in planned.candidates if each.label != planned.chosen.label]
+    shown = others if most is None else others[:most]
+    left = len(others) - len(shown)
+    table = Table(
+        title="Priced, all by the same simulator" if most is None else "Not taken",
+        title_justify="left",
+        show_edge=False,
+        caption=f"and {left} more; --explain shows all" if left else None,
+        caption_justify="left",
+    )
+    table.add_column("strategy")
+    table.add_column("one request" if objective == "latency" else "per request", justify="right", no_wrap=True)
+    if most is None:
+        table.add_column("devices", justify="right")
+        table.add_column("planned in", justify="right")
+    table.add_column("why")
+    reasons = {
+        other.strategy: other.reason for other in (planned.chosen.plan.alternatives if planned.chosen.plan else ())
+    }
+    for each in ([planned.chosen] if most is None else []) + list(shown):
+        seconds = _amount(each.seconds(objective), unit) if each.answer else "-"
+        why = "[green]chosen[/]" if each is planned.chosen else reasons.get(each.label) or _slower(each, planned)
+        more = (
+            (str(each.num_devices or "-"), format_seconds(each.answer.planning_seconds) if each.answer else "-")
+            if most is None
+            else ()
+        )
+        table.add_row(each.label, seconds, *more, why)
+    return table
+
+
+def _slower(each: Candidate, planned: Planned) -> str:
+    if each.answer is None or planned.chosen.answer is None:
+        return each.reason
+    return f"slower by {each.answer.objective_value / planned.chosen.answer.objective_value:.2f}x"
+
+
+def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:
+    """What the time goes to, and what travels."""
+    kind, _, rest = priced.bottleneck.partition(":")
+    names = [device.name for device in plan.devices]
+    rank = int(rest.split()[0])
+    what = {"compute": "the compute of", "send": "what is sent by", "receive": "what is received by"}[kind]
+    share = priced.bottleneck_seconds / priced.latency_seconds if priced.latency_seconds > 0 else 0.0
+    lines = [
+        f"busiest in a full pipeline: {what} {names[rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
+        f"({share:.0%} of the time that one alone takes)"
+    ]
+    transfers = sorted(transfers_of(spec, plan.segments), key=lambda each: -each.num_bytes)
+    if transfers:
+        total = sum(each.num_bytes for each in transfers)
+        lines.append(f"{len(transfers)} transfers of {format_bytes(total)} in all for a request:")
+        lines += [
+            f"  {names[each.source]} to {names[each.target]}: {each.tensor}, {format_bytes(each.num_bytes)}"
+            for each in transfers[:_NUM_TRANSFERS]
+        ]
+        if len(transfers) > _NUM_TRANSFERS:
+            lines.append(f"  and {len(transfers) - _NUM_TRANSFERS} smaller ones")
+    return lines
+
+
+def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
+    """Each segment in the order in which they run."""
+    lines = []
+    for index, segment in enumerate(plan.segments):
+        first, last = (spec.operators[segment.operators[end]].name for end in (0, -1))
+        span = first if len(segment.operators) == 1 else f"{first} … {last}"
+        device = plan.devices[segment.rank].name
+        lines.append(
+            f"  {index}: {len(segment.operators)} operators on {device}, {format_seconds(segment.seconds)}: {span}"
+        )
+    return lines
+
+
+def title_of(plan: GraphPlan) -> str:
+    """Of a picture."""
+    what = "one request" if plan.objective == "latency" else "per request"
+    return f"{plan.model} by {plan.planner}: {format_seconds(seconds_of(plan))} {what}"
+
+
+def _amount(value: float, unit: str) -> str:
+    return format_seconds(value) if unit == "s" else f"{value:.6g}"

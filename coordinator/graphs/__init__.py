@@ -1,0 +1,1 @@
+"""Graphs of operators (ONNX): planned, deployed, served. Transformers have planners of their own (`coordinator.planners`)."""

@@ -1,0 +1,218 @@
+"""Where the boxes of a drawn graph lie: layers by the longest path, few crossings, columns where it would get too tall. Pure.
+
+A graph of many operators is drawn coarser, until it can be read: chains on one device become one box, then whole parts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MOST_BOXES = 140  # more cannot be read on a page
+_SWEEPS = 6  # of ordering each layer by its neighbours
+_MAX_ROUTED = 8  # an edge over more layers than this is drawn straight
+_LINE, _GAP_X, _GAP_Y, _PAD = 15.0, 14.0, 26.0, 14.0
+_CHARACTER = 6.3  # width of a label's, at 11 px
+_COLUMN_HEIGHT = 1500.0
+_COLUMN_GAP = 46.0
+_THREAD = 10.0  # width that an edge takes where it passes a layer
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+@dataclass(frozen=True)
+class Box:
+    lines: tuple[str, ...]
+    device: int
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A line through `points`. `crosses`: from one device to another."""
+
+    points: tuple[Point, ...]
+    crosses: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    boxes: tuple[Box, ...]
+    edges: tuple[Edge, ...]
+    width: float
+    height: float
+
+
+class Part(NamedTuple):
+    """Operators that are drawn as one box; all on one device."""
+
+    operators: tuple[int, ...]
+    device: int
+
+
+def parts_of(
+    assignment: Sequence[int], edges: Sequence[tuple[int, int]], most: int = MOST_BOXES
+) -> tuple[list[Part], list[tuple[int, int]]]:
+    """As fine as can be read: operators; else chains on one device; else all that a device does between two exchanges."""
+    num_operators = len(assignment)
+    for grouping in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
+        members: dict[int, list[int]] = {}
+        for operator, group in enumerate(grouping):
+            members.setdefault(group, []).append(operator)
+        if len(members) <= most:
+            break
+    number = {group: index for index, group in enumerate(members)}
+    parts = [Part(tuple(operators), assignment[operators[0]]) for operators in members.values()]
+    between = {(number[grouping[a]], number[grouping[b]]) for a, b in edges}
+    return parts, sorted((a, b) for a, b in between if a != b)
+
+
+def _chains(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """By operator, the first one of its chain."""
+    out, into = Counter(a for a, _ in edges), Counter(b for _, b in edges)
+    group = list(range(len(assignment)))
+    for a, b in sorted(edges, key=lambda edge: edge[1]):
+        if out[a] == 1 and into[b] == 1 and assignment[a] == assignment[b]:
+            group[b] = group[a]
+    return group
+
+
+def _stages(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """By operator, the first one of its device and stage: as many exchanges lie before all of them.
+
+    From a stage one gets only to later ones, or stays on its device, so that groups never wait for each other in turn.
+    """
+    stage = [0] * len(assignment)
+    for a, b in sorted(edges, key=lambda edge: edge[1]):
+        stage[b] = max(stage[b], stage[a] + (assignment[a] != assignment[b]))
+    first: dict[tuple[int, int], int] = {}
+    return [first.setdefault((stage[each], assignment[each]), each) for each in range(len(assignment))]
+
+
+# ---- layers -----------------------------------------------------------------------------------------------------------
+
+
+def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
+    """Boxes with these lines of text, from top to bottom; every edge leads to a later box, or down."""
+    level = _levels(len(labels), edges)
+    layers: list[list[int]] = [[] for _ in range(max(level, default=0) + 1)]
+    for node, on in enumerate(level):
+        layers[on].append(node)
+    # An edge that passes layers is a thread of points, one in each, which take their place among the boxes.
+    routes: list[list[int]] = []
+    num_nodes = len(labels)
+    neighbours: list[tuple[int, int]] = []
+    for a, b in edges:
+        route = [a]
+        if level[b] - level[a] <= _MAX_ROUTED:
+            for on in range(level[a] + 1, level[b]):
+                layers[on].append(num_nodes)
+                route.append(num_nodes)
+                num_nodes += 1
+        route.append(b)
+        routes.append(route)
+        neighbours += zip(route, route[1:], strict=False)
+    _reduce_crossings(layers, neighbours, num_nodes)
+    widths = [max(len(line) for line in lines) * _CHARACTER + _PAD for lines in labels]
+    widths += [_THREAD] * (num_nodes - len(labels))
+    height = max((len(lines) for lines in labels), default=1) * _LINE + 8.0
+    return _place(labels, devices, routes, layers, widths, height)
+
+
+def _levels(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Longest path from a source. A part's number says nothing of its place, so it is found by counting down."""
+    waiting = Counter(b for _, b in edges)
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    for a, b in edges:
+        after[a].append(b)
+    level = [0] * num_nodes
+    ready = [node for node in range(num_nodes) if not waiting[node]]
+    while ready:
+        node = ready.pop()
+        for follower in after[node]:
+            level[follower] = max(level[follower], level[node] + 1)
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+    return level
+
+
+def _reduce_crossings(layers: list[list[int]], neighbours: Sequence[tuple[int, int]], num_nodes: int) -> None:
+    """Sort each layer by where its nodes' neighbours stand in the layer before, then after, in turn (barycentres)."""
+    before: list[list[int]] = [[] for _ in range(num_nodes)]
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    for a, b in neighbours:
+        after[a].append(b)
+        before[b].append(a)
+    for sweep in range(_SWEEPS):
+        place = {node: index - (len(layer) - 1) / 2 for layer in layers for index, node in enumerate(layer)}
+        down = sweep % 2 == 0
+        near = before if down else after
+        for layer in layers if down else layers[::-1]:
+            weight = {
+                node: sum(place[each] for each in near[node]) / len(near[node]) if near[node] else place[node]
+                for node in layer
+            }
+            layer.sort(key=lambda node: weight[node])
+            place.update({node: index - (len(layer) - 1) / 2 for index, node in enumerate(layer)})
+
+
+def _place(
+    labels: Sequence[Sequence[str]],
+    devices: Sequence[int],
+    routes: Sequence[Sequence[int]],
+    layers: Sequence[Sequence[int]],
+    widths: Sequence[float],
+    height: float,
+) -> Layout:
+    """Coordinates; layers that do not fit below each other go on in the next column."""
+    step = height + _GAP_Y
+    per_column = max(int(_COLUMN_HEIGHT // step), 1)
+    num_columns = -(-len(layers) // per_column)
+    per_column = -(-len(layers) // num_columns)  # of equal height
+    spans = [sum(widths[node] for node in layer) + _GAP_X * (len(layer) - 1) for layer in layers]
+    top: dict[int, Point] = {}
+    bottom: dict[int, Point] = {}
+    column_left: dict[int, float] = {}
+    boxes: dict[int, Box] = {}
+    left = 0.0
+    for column in range(num_columns):
+        first = column * per_column
+        members = range(first, min(first + per_column, len(layers)))
+        width = max(spans[on] for on in members)
+        for on in members:
+            x, y = left + (width - spans[on]) / 2, (on - first) * step
+            for node in layers[on]:
+                middle = x + widths[node] / 2
+                top[node], bottom[node] = Point(middle, y), Point(middle, y + height)
+                column_left[node] = left
+                if node < len(labels):
+                    boxes[node] = Box(tuple(labels[node]), devices[node], x, y, widths[node], height)
+                x += widths[node] + _GAP_X
+        left += width + _COLUMN_GAP
+    edges = []
+    for route in routes:
+        points = [bottom[route[0]]]
+        for node in route[1:]:
+            (x, y), (x2, y2) = points[-1], top[node]
+            if y2 < y:  # to the next column: below the box, up in the gap, and in from above
+                gap, half = column_left[node] - _COLUMN_GAP / 2, _GAP_Y / 2
+                points += [Point(x, y + half), Point(gap, y + half), Point(gap, y2 - half), Point(x2, y2 - half)]
+            points.append(top[node])
+            if node != route[-1]:
+                points.append(bottom[node])
+        edges.append(Edge(tuple(points), devices[route[0]] != devices[route[-1]]))
+    return Layout(
+        boxes=tuple(boxes[node] for node in range(len(labels))),
+        edges=tuple(edges),
+        width=max(left - _COLUMN_GAP, 0.0),
+        height=per_column * step - _GAP_Y / 2,
+    )

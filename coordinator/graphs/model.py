@@ -1,0 +1,87 @@
+"""The file that a graph comes from: an ONNX model, a graph without weights, or a published placement problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from coordinator.graphs.cluster import GraphCluster
+from coordinator.graphs.request import GraphRequest
+from coordinator.state import GraphGoal
+from hearth.errors import BadGraph, BadSetting
+from hearth.graph.json_reader import read_json
+from hearth.graph.spec import GraphSpec
+
+if TYPE_CHECKING:
+    from hearth.graph.onnx_reader import OnnxModel
+
+Kind = Literal["transformer", "onnx", "graph", "instance"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`model` is there where it can be run: of an ONNX file."""
+
+    path: Path
+    spec: GraphSpec
+    model: OnnxModel | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.model.fingerprint if self.model is not None else ""
+
+
+def kind_of(path: Path) -> Kind:
+    """What a MODEL on the command line is. Raises BadGraph for a .json that cannot be read."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix not in (".onnx", ".json"):
+        return "transformer"
+    if suffix == ".onnx":
+        return "onnx"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
+    return "instance" if isinstance(content, dict) and "K" in content and "devices" in content else "graph"
+
+
+def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
+    """Read the graph. Raises BadGraph, BadSetting for dimensions that it does not have, ..."""
+    if kind_of(path) == "onnx":
+        from hearth.graph.onnx_reader import read_onnx
+
+        model = read_onnx(path, dims)
+        return Graph(path, model.spec, model)
+    if dims:
+        raise BadSetting(setting="--dim", reason=f"{path} has no dynamic dimensions")
+    return Graph(path, read_json(path))
+
+
+def graph_request(goal: GraphGoal, graph: Graph, cluster: GraphCluster) -> GraphRequest:
+    """What to ask a planner."""
+    return GraphRequest(
+        spec=graph.spec,
+        cluster=cluster,
+        objective=goal.objective,
+        strategy=goal.strategy,
+        congestion=goal.congestion,
+        time_limit_seconds=goal.time_limit_seconds,
+        wire=goal.wire,
+        model_hash=graph.fingerprint,
+    )
+
+
+def parse_dims(texts: Sequence[str]) -> dict[str, int]:
+    """`batch=1` and the like. Raises BadSetting."""
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, separator, size = text.rpartition("=")
+        if not separator or not name.strip() or not size.strip().isdecimal() or int(size) < 1:
+            raise BadSetting(setting="--dim", reason=f"'{text}' is not of the form NAME=N, such as batch=1")
+        dims[name.strip()] = int(size)
+    return dims
