@@ -354,13 +354,18 @@ class Kernel(_Message):
 
 
 class GraphProfiled(_Message):
-    """`process_bytes`: the process with onnxruntime and no model. `run_bytes`: what running takes beside the weights."""
+    """The process with onnxruntime holds `process_bytes`, a loaded graph `load_bytes` more, running it `run_bytes` more.
+
+    `peak_bytes` is the most that the whole process held while it loaded.
+    """
 
     t: Literal["graph_profiled"] = "graph_profiled"
     kernels: tuple[Kernel, ...] = Field(max_length=100_000)
     run_seconds: Annotated[float, Field(gt=0)]  # median of a whole run, without the profiler
     provider: Name
     process_bytes: Bytes
+    load_bytes: Bytes
+    peak_bytes: Bytes
     run_bytes: Bytes
     wire: WireCost
 
@@ -369,7 +374,7 @@ class ArrayChunks(_Message):
     """An initialiser whose bytes (raw, little-endian) are the chunks one after the other."""
 
     name: TensorName
-    dtype: ElementType
+    dtype: Name  # numpy's, or ml_dtypes'
     shape: Shape
     chunks: tuple[Hash, ...] = Field(max_length=4096)
 
