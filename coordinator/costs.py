@@ -7,7 +7,7 @@ from itertools import groupby
 
 from coordinator.pipeline_graph import pipeline_tasks
 from coordinator.simulator import Task, Timeline, simulate
-from coordinator.step_graph import step_tasks
+from coordinator.step_graph import StepGraph
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Prediction, TransformerPlan, WireFormat
@@ -32,14 +32,14 @@ def predict(
     modes = [body.mode(layer) for layer in range(spec.num_layers)]
     runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
     shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-    tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
-    timeline = simulate(tasks)
-    ends = [max((timeline.ends[index] for index in indices), default=0.0) for indices in by_layer]
-    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in by_layer]
-    for layer, indices in enumerate(by_layer):
-        for index in indices:
-            for resource in tasks[index].resources:
-                busy[layer][resource] += tasks[index].seconds
+    graph = StepGraph(spec, body, cluster, seq_len, wire, shown)
+    timeline = simulate(graph.tasks)
+    ends = [max(timeline.ends[start:stop], default=0.0) for start, stop in graph.layers]
+    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in graph.layers]
+    for layer, (start, stop) in enumerate(graph.layers):
+        for task in graph.tasks[start:stop]:
+            for resource in task.resources:
+                busy[layer][resource] += task.seconds
     total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
     for _, count in runs:
         last += min(count, _SIMULATED_LAYERS)
@@ -85,7 +85,7 @@ def predicted_timeline(
     tasks = (
         pipeline_tasks(spec, body, cluster, seq_len, wire)
         if body.layers
-        else step_tasks(spec, body, cluster, seq_len, wire)[0]
+        else StepGraph(spec, body, cluster, seq_len, wire).tasks
     )
     return _as_traces(tasks, simulate(tasks), [device.name for device in cluster.devices])
 

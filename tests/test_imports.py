@@ -40,6 +40,7 @@ PURE = (
     "coordinator.decode_costs",
     "coordinator.step_graph",
     "coordinator.memory",
+    "coordinator.pipeline_graph",
     "coordinator.planners",
     "coordinator.registry",
     "coordinator.simulator",
