@@ -26,6 +26,8 @@ from hearth.messages import (
     TokensGenerated,
     WireStats,
 )
+from hearth.model.checkpoint import Checkpoint
+from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
 from hearth.plan import Plan, Values
 from hearth.profile import Link
 from hearth.rpc import Reply
@@ -62,11 +64,20 @@ class Deployment(Workers):
 
     async def push(self, model_dir: Path, cache_dir: Path, progress: Progress) -> list[tuple[ChunkRef, ...]]:
         """Bring every device the chunks that it needs and does not have. Returns each rank's chunks."""
-        distribution = Distribution(self._fleet, self.plan, progress)
-        try:
-            return await distribution.run(model_dir, cache_dir)
-        finally:
-            self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
+        plan = self.plan
+        with Checkpoint(model_dir) as checkpoint:
+            manifest = await asyncio.to_thread(cached_manifest, checkpoint, plan.model, cache_dir)
+            per_rank = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
+
+            def read(chunk: ChunkRef) -> bytes:
+                return chunk_bytes(checkpoint, plan.model, chunk.kind, chunk.layer, chunk.grain)
+
+            distribution = Distribution(self._fleet, self.devices, read, progress)
+            try:
+                await distribution.run(per_rank)
+            finally:
+                self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
+        return per_rank
 
     async def load(
         self, chunks: Sequence[tuple[ChunkRef, ...]], links: Mapping[tuple[str, str], Link], encrypt: bool

@@ -10,13 +10,13 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from typing import Generic
 
 from coordinator.fleet import Fleet
-from coordinator.spread import Spread
+from coordinator.spread import C, Spread
+from coordinator.workers import Member
 from hearth.errors import HearthError
 from hearth.messages import (
-    ChunkRef,
     ChunksFetched,
     ChunksMissing,
     Done,
@@ -25,9 +25,6 @@ from hearth.messages import (
     OpenLinkProbe,
     PutChunk,
 )
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.sharding import cached_manifest, chunk_bytes, chunks_for_rank
-from hearth.plan import Plan
 from hearth.rpc import RpcClient
 from hearth.tasks import all_or_first_error
 
@@ -45,45 +42,46 @@ _BATCH_AIM_SECONDS = 3.0
 _BATCH_SECONDS = 55.0  # for one batch; what has not come by then comes from elsewhere
 
 
-class Distribution:
-    """One plan's chunks. `sent_bytes` left the coordinator, `passed_bytes` went from device to device."""
+class Distribution(Generic[C]):
+    """One plan's chunks. `sent_bytes` left the coordinator, `passed_bytes` went from device to device.
 
-    def __init__(self, fleet: Fleet, plan: Plan, progress: Progress) -> None:
+    `read` gives the bytes of a chunk; it is called in threads.
+    """
+
+    def __init__(
+        self, fleet: Fleet, devices: Sequence[Member], read: Callable[[C], bytes | memoryview], progress: Progress
+    ) -> None:
         self.sent_bytes = 0
         self.passed_bytes = 0
         self._fleet = fleet
-        self._plan = plan
+        self._devices = devices
+        self._read = read
         self._progress = progress
-        self._names = {device.device_id: device.name for device in plan.devices}
+        self._names = {device.device_id: device.name for device in devices}
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = defaultdict(int)
         self._in_flight: dict[str, int] = defaultdict(int)  # bytes on their way from here, by device
-        self._spread = Spread({}, {})
+        self._spread: Spread[C] = Spread({}, {})
         self._changed = asyncio.Event()  # replaced at every change
 
-    async def run(self, model_dir: Path, cache_dir: Path) -> list[tuple[ChunkRef, ...]]:
-        """Returns each rank's chunks, which its device now has. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
-        plan = self._plan
-        with Checkpoint(model_dir) as checkpoint:
-            manifest = await asyncio.to_thread(cached_manifest, checkpoint, plan.model, cache_dir)
-            per_rank = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
-            needed = {device.device_id: chunks for device, chunks in zip(plan.devices, per_rank, strict=True)}
-            lacking = await self._lacking(needed)
-            held = await self._held({chunk.hash for chunks in lacking.values() for chunk in chunks})
-            for device, chunks in lacking.items():
-                self._totals[device] = sum(chunk.num_bytes for chunk in chunks)
-                self._progress(self._names[device], 0, self._totals[device])
-            self._spread = Spread(lacking, held)
-            targets = [device for device, chunks in lacking.items() if chunks]
-            await all_or_first_error(
-                [
-                    *(self._send_to(target, checkpoint) for target in targets),
-                    *(self._pass_on(one, other) for one in {*held, *targets} for other in targets if one != other),
-                ]
-            )
-        return per_rank
+    async def run(self, per_rank: Sequence[Sequence[C]]) -> None:
+        """Each device gets what its rank needs and it has not. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
+        needed = {device.device_id: chunks for device, chunks in zip(self._devices, per_rank, strict=True)}
+        lacking = await self._lacking(needed)
+        held = await self._held({chunk.hash for chunks in lacking.values() for chunk in chunks})
+        for device, chunks in lacking.items():
+            self._totals[device] = sum(chunk.num_bytes for chunk in chunks)
+            self._progress(self._names[device], 0, self._totals[device])
+        self._spread = Spread(lacking, held)
+        targets = [device for device, chunks in lacking.items() if chunks]
+        await all_or_first_error(
+            [
+                *(self._send_to(target) for target in targets),
+                *(self._pass_on(one, other) for one in {*held, *targets} for other in targets if one != other),
+            ]
+        )
 
-    async def _lacking(self, needed: Mapping[str, Sequence[ChunkRef]]) -> dict[str, list[ChunkRef]]:
+    async def _lacking(self, needed: Mapping[str, Sequence[C]]) -> dict[str, list[C]]:
         missing = await all_or_first_error(
             self._missing(device, [chunk.hash for chunk in chunks]) for device, chunks in needed.items()
         )
@@ -116,7 +114,7 @@ class Distribution:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _came(self, source: str | None, target: str, chunks: Sequence[ChunkRef]) -> None:
+    def _came(self, source: str | None, target: str, chunks: Sequence[C]) -> None:
         self._spread.arrived(source, target, chunks)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
         if source is None:
@@ -128,7 +126,7 @@ class Distribution:
 
     # ---- from here --------------------------------------------------------------------------------------------------
 
-    async def _send_to(self, target: str, checkpoint: Checkpoint) -> None:
+    async def _send_to(self, target: str) -> None:
         """Whatever has to come from here, until `target` has all."""
         puts: set[asyncio.Task[None]] = set()
         try:
@@ -136,7 +134,7 @@ class Distribution:
                 while not self._spread.complete(target):
                     while self._has_room(target) and (chunk := self._spread.from_here(target)) is not None:
                         self._in_flight[target] += chunk.num_bytes
-                        puts.add(asyncio.ensure_future(self._put(connection, target, chunk, checkpoint)))
+                        puts.add(asyncio.ensure_future(self._put(connection, target, chunk)))
                     await self._changed.wait()
                     for put in [put for put in puts if put.done()]:
                         puts.remove(put)
@@ -150,10 +148,9 @@ class Distribution:
         own = self._in_flight[target]
         return own == 0 or (own < _DEVICE_WINDOW_BYTES and sum(self._in_flight.values()) < _WINDOW_BYTES)
 
-    async def _put(self, connection: RpcClient, target: str, chunk: ChunkRef, checkpoint: Checkpoint) -> None:
-        spec = self._plan.model
+    async def _put(self, connection: RpcClient, target: str, chunk: C) -> None:
         try:
-            data = await asyncio.to_thread(chunk_bytes, checkpoint, spec, chunk.kind, chunk.layer, chunk.grain)
+            data = await asyncio.to_thread(self._read, chunk)
             request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
             await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
             self._came(None, target, [chunk])
@@ -183,7 +180,7 @@ class Distribution:
             most_bytes = int(min(max(rate * _BATCH_AIM_SECONDS, 1), _MOST_BATCH_BYTES))
             self._change()
 
-    async def _fetch(self, source: str, target: str, batch: Sequence[ChunkRef]) -> set[str]:
+    async def _fetch(self, source: str, target: str, batch: Sequence[C]) -> set[str]:
         """The hashes that did not come: the source is slow, or gone, or its chunk is damaged."""
         hashes = tuple(chunk.hash for chunk in batch)
         there, here = self._fleet.devices[source], self._fleet.devices[target]
