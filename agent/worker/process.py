@@ -1,27 +1,22 @@
 """The worker process: `python -m agent.worker.process SOCKET`, started by the daemon, one per deployed plan.
 
-A control thread speaks with the daemon over a private ipc socket; the main thread computes; the communicator has its
-own thread. When the daemon goes away, so does the worker.
+A control thread speaks with the daemon; the main thread computes; the communicator has its own thread.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import queue
-import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import zmq
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.communicator import Communicator, link_codecs
+from agent.worker.control import Control, become_a_worker
 from agent.worker.engine import Engine
 from agent.worker.generation import LEADER, Generation
 from agent.worker.leader import Leader
@@ -40,16 +35,11 @@ from hearth.messages import (
     RunStep,
     StartWorker,
     WorkerBound,
-    decode,
-    encode,
 )
 from hearth.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 
 log = logging.getLogger("hearth.worker")
-
-_OOM_SCORE_ADJUST = "500"  # when memory runs out the kernel takes the worker, never the daemon
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -120,41 +110,13 @@ class Worker:
             self._transport.close()
 
 
-class _Control:
-    """The control thread: requests from the daemon into a queue, answers from the main thread back to the daemon."""
+class _Control(Control):
+    worker: Worker | None = None
 
-    def __init__(self, address: str) -> None:
-        self.requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]]] = queue.SimpleQueue()
-        self.worker: Worker | None = None
-        self._context: zmq.Context[Any] = zmq.Context.instance()
-        self._answers = self._context.socket(zmq.PAIR)
-        self._answers.bind("inproc://answers")
-        self._address = address
-        threading.Thread(target=self._loop, name="control", daemon=True).start()
-
-    def answer(self, request_id: bytes, message: Message, payload: list[Any]) -> None:
-        self._answers.send_multipart([request_id, encode(message), *payload])
-
-    def _loop(self) -> None:
-        daemon = self._context.socket(zmq.PAIR)
-        daemon.connect(self._address)
-        answers = self._context.socket(zmq.PAIR)
-        answers.connect("inproc://answers")
-        poller = zmq.Poller()
-        poller.register(daemon, zmq.POLLIN)
-        poller.register(answers, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if answers in ready:
-                daemon.send_multipart(answers.recv_multipart())
-            if daemon in ready:
-                request_id, body, *payload = daemon.recv_multipart()
-                message = decode(body)
-                if isinstance(message, AbortStep):
-                    if self.worker is not None:
-                        self.worker.abort(message.reason)
-                else:
-                    self.requests.put((request_id, message, payload))
+    def urgent(self, request_id: bytes, message: Message, payload: list[bytes]) -> bool:
+        if isinstance(message, AbortStep) and self.worker is not None:
+            self.worker.abort(message.reason)
+        return isinstance(message, AbortStep)
 
 
 def _handle(control: _Control, message: Message, payload: list[bytes]) -> tuple[Message, list[Any]]:
@@ -214,24 +176,9 @@ def _follow(generation: Generation) -> None:
         log.warning("following rank %d has ended: %s", LEADER, error)
 
 
-def _die_with_the_daemon() -> None:
-    """Linux sends SIGKILL when the parent dies; if it died before we asked, leave at once."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def main() -> None:
-    _die_with_the_daemon()
+    become_a_worker()
     keep_freed_buffers()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the daemon, which ends us in order
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
-    try:
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
-    except OSError as error:
-        log.info("oom_score_adj was not raised: %s", error)
     control = _Control(sys.argv[1])
     while True:
         request_id, message, payload = control.requests.get()
