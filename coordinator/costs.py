@@ -7,7 +7,7 @@ from itertools import groupby
 
 from coordinator.pipeline_graph import pipeline_tasks
 from coordinator.simulator import Task, Timeline, simulate
-from coordinator.step_graph import StepGraph
+from coordinator.step_graph import step_tasks
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
 from hearth.plan import Plan, Prediction, TransformerPlan, WireFormat
@@ -23,23 +23,23 @@ def predict(
     """Price one step: the prediction, and each rank's busy seconds.
 
     Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
-    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole.
+    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole; so are
+    micro-batches, since an early one runs layers ahead of a late one.
     """
-    if body.layers:
-        tasks = pipeline_tasks(spec, body, cluster, seq_len, wire)
-        timeline = simulate(tasks)
+    if body.layers or body.micro_batches > 1:
+        timeline = simulate(_all_tasks(spec, body, cluster, seq_len, wire))
         return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
     modes = [body.mode(layer) for layer in range(spec.num_layers)]
     runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
     shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-    graph = StepGraph(spec, body, cluster, seq_len, wire, shown)
-    timeline = simulate(graph.tasks)
-    ends = [max(timeline.ends[start:stop], default=0.0) for start, stop in graph.layers]
-    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in graph.layers]
-    for layer, (start, stop) in enumerate(graph.layers):
-        for task in graph.tasks[start:stop]:
-            for resource in task.resources:
-                busy[layer][resource] += task.seconds
+    tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
+    timeline = simulate(tasks)
+    ends = [max((timeline.ends[index] for index in indices), default=0.0) for indices in by_layer]
+    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in by_layer]
+    for layer, indices in enumerate(by_layer):
+        for index in indices:
+            for resource in tasks[index].resources:
+                busy[layer][resource] += tasks[index].seconds
     total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
     for _, count in runs:
         last += min(count, _SIMULATED_LAYERS)
@@ -82,12 +82,16 @@ def predicted_timeline(
     spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> tuple[DeviceTrace, ...]:
     """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`: to be laid beside it."""
-    tasks = (
-        pipeline_tasks(spec, body, cluster, seq_len, wire)
-        if body.layers
-        else StepGraph(spec, body, cluster, seq_len, wire).tasks
-    )
+    tasks = _all_tasks(spec, body, cluster, seq_len, wire)
     return _as_traces(tasks, simulate(tasks), [device.name for device in cluster.devices])
+
+
+def _all_tasks(
+    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+) -> list[Task]:
+    if body.layers:
+        return pipeline_tasks(spec, body, cluster, seq_len, wire)
+    return step_tasks(spec, body, cluster, seq_len, wire)[0]
 
 
 def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:

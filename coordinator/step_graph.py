@@ -27,8 +27,40 @@ def wire_seconds(cost: WireCost, values: float, format_: Values, converted: floa
     )
 
 
+def step_tasks(
+    spec: ModelSpec,
+    body: TransformerPlan,
+    cluster: ClusterProfile,
+    seq_len: int,
+    wire: WireFormat,
+    modes: Sequence[LayerMode] | None = None,
+) -> tuple[list[Task], list[list[int]]]:
+    """The tasks of one step, all its micro-batches, and which of them belong to each layer.
+
+    A later micro-batch attends when the keys and values of those before it are there.
+    """
+    tasks: list[Task] = []
+    by_layer: list[list[int]] = [[] for _ in (modes if modes is not None else range(spec.num_layers))]
+    edges = [seq_len * index // body.micro_batches for index in range(body.micro_batches + 1)]
+    kept: dict[tuple[int, str], list[int]] = {}  # by layer and device: the projections of the micro-batch before
+    for start, stop in zip(edges, edges[1:], strict=False):
+        graph = StepGraph(spec, body, cluster, stop - start, wire, modes, start, stop == seq_len)
+        offset, keeps = len(tasks), dict[tuple[int, str], list[int]]()
+        tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in graph.tasks]
+        for layer, (first, end) in enumerate(graph.layers):
+            for index in range(first + offset, end + offset):
+                by_layer[layer].append(index)
+                kind, where = tasks[index].name.split()[2], (layer, tasks[index].resources[0])
+                if kind == "qkv":
+                    keeps.setdefault(where, []).append(index)
+                elif kind in ("out", "attention") and where in kept:
+                    tasks[index] = tasks[index]._replace(after=(*tasks[index].after, *kept[where]))
+        kept = keeps
+    return tasks, by_layer
+
+
 class StepGraph:
-    """Builds the tasks of one step. Every phase method appends its tasks for all ranks.
+    """Builds the tasks of one step, or of one micro-batch of it. Every phase method appends its tasks for all ranks.
 
     `self._last[r]` are the tasks that rank r's next compute must wait for. `layers` are the spans of tasks of each layer.
     `modes` stand for the plan's own when fewer layers will do.
@@ -42,7 +74,10 @@ class StepGraph:
         seq_len: int,
         wire: WireFormat,
         modes: Sequence[LayerMode] | None = None,
+        earlier_rows: int = 0,
+        is_last: bool = True,
     ) -> None:
+        """Of a micro-batch: `earlier_rows` of the step come before its `seq_len`; the last one samples."""
         self.tasks: list[Task] = []
         self.layers: list[tuple[int, int]] = []
         self._spec = spec
@@ -63,6 +98,9 @@ class StepGraph:
         }
         # A profile taken at another length is scaled by the rows; planning profiles at its own length.
         self._scale = [seq_len / blocks.seq_len for blocks in self._blocks]
+        attended = (earlier_rows + seq_len) ** 2 - earlier_rows**2
+        self._core_scale = [attended / blocks.seq_len**2 for blocks in self._blocks]
+        self._is_last = is_last
         self._tile_factor = [[blocks.tile_factor(rows) for rows in self._rows] for blocks in self._blocks]
         self._whole = [blocks.qkv(spec.num_heads) for blocks in self._blocks]
         self._last: list[tuple[int, ...]] = [()] * self._num_ranks
@@ -80,7 +118,7 @@ class StepGraph:
             else:
                 self._hybrid_layer(mode)
             self.layers.append((start, len(self.tasks)))
-        if self._spec.causal:
+        if self._spec.causal and self._is_last:
             self._head()
 
     # ---- layers ---------------------------------------------------------------------------------------------------
@@ -123,7 +161,7 @@ class StepGraph:
         """Attention of a tile's rows and their output projection, tile by tile."""
         out = self._tiled(lambda r: self._blocks[r].out(self._body.heads[r]))
         for rank in self._ranks:
-            core = self._blocks[rank].core(self._body.heads[rank]) * self._scale[rank] ** 2
+            core = self._blocks[rank].core(self._body.heads[rank]) * self._core_scale[rank]
             out[rank] = [s + core * rows / self._seq_len for s, rows in zip(out[rank], self._rows, strict=True)]
         self._scatter("out", "reduce_attention", out)
 
@@ -141,7 +179,7 @@ class StepGraph:
     def _exchange_out(self) -> None:
         """Our heads' outputs leave for the owners of their rows; own rows are projected part by part as they come."""
         heads, S = self._body.heads, self._seq_len
-        core = [self._blocks[r].core(heads[r]) * self._scale[r] ** 2 for r in self._ranks]
+        core = [self._blocks[r].core(heads[r]) * self._core_scale[r] for r in self._ranks]
         arrived = self._exchange(
             "exchange_heads",
             "attention tile",
@@ -162,7 +200,7 @@ class StepGraph:
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
         for phase in ("gather_keys", "gather_values"):
             self._gather("", phase, nothing, row_values=self._spec.kv_width(heads))
-        core = [self._blocks[r].core(heads) * self._scale[r] ** 2 * self._rows[r] / self._seq_len for r in self._ranks]
+        core = [self._blocks[r].core(heads) * self._core_scale[r] * self._rows[r] / self._seq_len for r in self._ranks]
         self._compute("attention", core)
         self._compute("out", [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
 

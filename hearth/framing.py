@@ -210,14 +210,16 @@ def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> 
 
 def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     # A zero counts as one: it must not hide other dimensions whose product no array can have.
-    num_bytes = math.prod(max(dim, 1) for dim in shape) * dtype.itemsize
+    num_bytes = math.prod(shape if all(shape) else [max(dim, 1) for dim in shape]) * dtype.itemsize
     if num_bytes > MAX_PAYLOAD_FRAME_BYTES:
         raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
 
 
 def _for_wire(array: Array, allowed: Sequence[np.dtype[Any]]) -> tuple[Array, int]:
     """The array in little-endian order, and the code of its type."""
-    dtype = array.dtype.newbyteorder("<")
+    dtype = array.dtype
+    if dtype not in allowed:
+        dtype = dtype.newbyteorder("<")
     if dtype not in allowed:
         raise ValueError(f"{array.dtype} is none of {', '.join(str(each) for each in allowed)}")
     if array.ndim > MAX_DIMS:

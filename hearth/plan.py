@@ -97,6 +97,8 @@ class TransformerPlan(BaseModel):
     items that lie on the sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `modes` holds
     one mode per layer under `hmp`; empty: every layer is sharded. Under `sp` every layer is `SEQUENCE`. `exact_links` are
     pairs (sender, receiver) of ranks between which a lossy wire format would save no time: they carry exact values.
+    A decoder's prefill step is cut into `micro_batches` of rows, which are in flight at once: one's communication hides
+    under another's compute.
 
     A `pipeline` splits layers instead: rank r is the stage of `layers[r]` whole layers, with all their heads and columns.
     The first stage holds the vocabulary: it looks words up, and the last one hands a decoder's rows back to it, so that
@@ -116,6 +118,7 @@ class TransformerPlan(BaseModel):
     modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
     exact_links: tuple[tuple[int, int], ...] = Field(default=(), max_length=1 << 16)
     layers: tuple[int, ...] = Field(default=(), max_length=256)  # pipeline only: of each rank
+    micro_batches: int = Field(default=1, ge=1, le=4)  # of a decoder's prefill step, in flight at once
     chunk_rows: int = Field(default=0, ge=0)  # pipeline only: of a prefill step at most; 0: as many as there may be
 
     @classmethod
@@ -163,7 +166,8 @@ class TransformerPlan(BaseModel):
             if (count := sum(getattr(mode, group) == "replicated" for mode in self.modes))
         ]
         by_rows = ", attention by rows" if any(mode.attention == "rows" for mode in self.modes) else ""
-        return f"{self.strategy} with {', '.join(groups)} replicated{by_rows}" if groups else self.strategy
+        replicated = f" with {', '.join(groups)} replicated{by_rows}" if groups else ""
+        return self.strategy + replicated + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
 
     def has_rows(self, rank: int) -> bool:
         """Whether the rank has rows of its own to normalise; under megatron-tp everyone repeats that for all rows."""
@@ -276,6 +280,10 @@ class Plan(BaseModel):
             raise ValueError(f"row_weights {body.row_weights} must be non-negative, one per device, not all zero")
         if body.modes and (body.strategy != "hmp" or len(body.modes) != model.num_layers):
             raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
+        if body.micro_batches > 1 and (
+            body.strategy not in ("hmp", "megatron-tp") or any(mode.attention == "rows" for mode in body.modes)
+        ):
+            raise ValueError("micro_batches are for hmp with attention by heads, and for megatron-tp")
         if any(not 0 <= rank < self.num_ranks for link in body.exact_links for rank in link):
             raise ValueError(f"exact_links {body.exact_links} name ranks that there are not")
         if body.strategy == "local" and self.num_ranks != 1:

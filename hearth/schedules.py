@@ -6,6 +6,7 @@ The worker's collectives run these steps; the simulator turns the same steps int
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from hearth.geometry import Span
@@ -59,6 +60,7 @@ def forwards_to(num_ranks: int, rank: int, tile: int) -> int | None:
     return None if following == tile or num_ranks == 1 else following
 
 
+@lru_cache(maxsize=256)
 def chunks(num_rows: int, row_bytes: int) -> tuple[Span, ...]:
     """The rows of a tile as they travel: a few chunks of about CHUNK_BYTES; none for an empty tile."""
     if num_rows == 0:

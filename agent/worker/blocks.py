@@ -48,6 +48,23 @@ class PackedRows:
     def num_rows(self) -> int:
         return int(self.token_ids.shape[0])
 
+    def part(self, span: Span) -> PackedRows:
+        """Some rows of the step, as a micro-batch: what comes before them is in the caches when they are attended."""
+        found = [
+            (n, start, stop)
+            for n, sequence in enumerate(self.sequences)
+            if (start := max(sequence.start, span.start)) < (stop := min(sequence.stop, span.stop))
+        ]
+        rows = slice(*span)
+        return PackedRows(
+            self.token_ids[rows],
+            self.positions[rows],
+            tuple(Span(start - span.start, stop - span.start) for _, start, stop in found),
+            tuple(self.starts[n] + start - self.sequences[n].start for n, start, _ in found),
+            tuple(self.caches[n] for n, _, _ in found),
+            None if self.turns is None else (self.turns[0][rows], self.turns[1][rows]),
+        )
+
 
 def pack(
     spec: ModelSpec,
@@ -148,9 +165,9 @@ def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor,
 def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
     """Put the keys and values of all rows of the step into their sequences' caches."""
     k, v = (x.unflatten(-1, (-1, spec.head_dim)) for x in (k_Tk, v_Tk))
-    for span, cache in zip(rows.sequences, rows.caches, strict=True):
+    for span, start, cache in zip(rows.sequences, rows.starts, rows.caches, strict=True):
         if cache is not None:
-            cache.store(layer, k[slice(*span)], v[slice(*span)])
+            cache.store(layer, start, k[slice(*span)], v[slice(*span)])
 
 
 def attention(

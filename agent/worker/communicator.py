@@ -100,14 +100,16 @@ class Communicator:
         self._recorder = Recorder(enabled=False)
         self._arrived: dict[TileKey, Array] = {}
         self._partials: dict[TileKey, Array] = {}  # ours, waiting for the sum that comes from the previous rank
-        self._awaited: Sequence[set[TileKey]] = ()  # what the compute thread waits for: the first set to be empty
+        # What each thread that waits waits for: the first of its sets to be empty.
+        self._awaited: list[list[set[TileKey]]] = []
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._closing = False
         self._inline = False
         self._resume = threading.Event()  # unset: the communication thread pauses
         self._resume.set()
-        self._receiving = threading.Lock()  # held by the thread that is in `receive`
+        self._receiving = threading.Lock()  # held by the thread that receives
+        self._receives_here = False  # the compute thread holds it: nothing but an abort changes behind its back
         self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._receive_loop, name="communication", daemon=True),
@@ -213,6 +215,7 @@ class Communicator:
         if on:
             self._resume.clear()
         else:
+            self._stop_receiving_here()
             self._resume.set()
 
     def has_arrived(self, keys: Sequence[TileKey]) -> bool:
@@ -220,12 +223,14 @@ class Communicator:
         known = -1
         while self._inline and known != len(self._arrived):
             known = len(self._arrived)
-            self._receive_here(0.0)
+            self._receive_here((), 0.0)
         with self._changed:
             return all(key in self._arrived for key in keys)
 
     def take(self, keys: Sequence[TileKey]) -> list[Array]:
         """All of `keys`, in their order."""
+        if self._inline and self._start_receiving_here():
+            return self._take_here(keys)
         return self.take_first([keys])[1]
 
     def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
@@ -238,23 +243,47 @@ class Communicator:
 
     def _take_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
         with self._changed:
-            self._awaited = [{key for key in group if key not in self._arrived} for group in groups]
+            awaited = [{key for key in group if key not in self._arrived} for group in groups]
+            self._awaited.append(awaited)
+        try:
+            return self._await(groups, awaited, deadline)
+        finally:
+            with self._changed:
+                self._awaited = [other for other in self._awaited if other is not awaited]
+
+    def _await(
+        self, groups: Sequence[Sequence[TileKey]], awaited: list[set[TileKey]], deadline: float
+    ) -> tuple[int, list[Array]]:
         while True:
             with self._changed:
                 if self._failure is not None:
+                    self._stop_receiving_here()
                     raise self._failure
-                for index, missing in enumerate(self._awaited):
+                for index, missing in enumerate(awaited):
                     if not missing:
-                        self._awaited = ()
                         return index, [self._arrived.pop(key) for key in groups[index]]
                 now = time.monotonic()
                 if deadline <= now:
-                    raise self._too_late(min(self._awaited[0]))
+                    raise self._too_late(min(awaited[0]))
                 if not self._inline:
                     self._changed.wait(min(deadline - now, _RECEIVE_SLICE_SECONDS))
             if self._inline:
-                self._receive_here(min(deadline - now, _INLINE_SLICE_SECONDS))
+                self._receive_here(awaited, min(deadline - now, _INLINE_SLICE_SECONDS))
             self.waited_seconds += time.monotonic() - now
+
+    def _take_here(self, keys: Sequence[TileKey]) -> list[Array]:
+        """As `take`, where this thread alone receives: a token waits for this 2 times a layer, and locks cost."""
+        began = time.monotonic()
+        deadline = began + self._timeout_seconds
+        for key in keys:
+            while key not in self._arrived:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or self._failure is not None:
+                    self._stop_receiving_here()
+                    raise self._failure or self._too_late(key)
+                self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
+        self.waited_seconds += time.monotonic() - began
+        return [self._arrived.pop(key) for key in keys]
 
     def _too_late(self, key: TileKey) -> StepFailed:
         return StepFailed(
@@ -263,26 +292,37 @@ class Communicator:
             f"layer {key.layer} from rank {key.source}",
         )
 
-    def _receive_here(self, timeout_seconds: float) -> None:
+    def _receive_here(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
         """One message, in the compute thread; unless the communication thread is still waiting for its last one."""
-        if self._receiving.acquire(blocking=False):
-            try:
-                received = self._transport.receive(timeout_seconds)
-            finally:
-                self._receiving.release()
-            self._accept_or_drop(received)
+        if self._start_receiving_here():
+            self._accept_or_drop(self._transport.receive(timeout_seconds))
             return
         with self._changed:
-            if all(self._awaited):
+            if all(awaited):
                 self._changed.wait(_HAND_OVER_SECONDS)
+
+    def _start_receiving_here(self) -> bool:
+        """Whether this thread receives from now on; not while the communication thread waits for its last message."""
+        if not self._receives_here:
+            self._receives_here = self._receiving.acquire(blocking=False)
+        return self._receives_here
+
+    def _stop_receiving_here(self) -> None:
+        if self._receives_here:
+            self._receives_here = False
+            self._receiving.release()
 
     # ---- the two threads ------------------------------------------------------------------------------------------
 
     def _receive_loop(self) -> None:
         while not self._closing:
             self._resume.wait()
-            with self._receiving:
+            if not self._receiving.acquire(timeout=_RECEIVE_SLICE_SECONDS):
+                continue
+            try:
                 received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
+            finally:
+                self._receiving.release()
             self._accept_or_drop(received)
 
     def _accept_or_drop(self, received: Received | None) -> None:
@@ -313,7 +353,7 @@ class Communicator:
             partial = self._partials.pop(key, None)
             if partial is None:
                 self._arrived[key] = tile
-                for missing in self._awaited:
+                for missing in (each for awaited in self._awaited for each in awaited):
                     missing.discard(key)
                     if not missing:
                         self._changed.notify_all()

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker import blocks, decoding, sampling, strategies
+from agent.worker import blocks, decoding, micro_batches, sampling, strategies
 from agent.worker.collectives import Collectives
 from agent.worker.communicator import Communicator
 from agent.worker.kv_cache import SequenceCache
@@ -25,7 +26,7 @@ from agent.worker.staging import Staging
 from agent.worker.tracing import Recorder
 from hearth.errors import BadMessage, StepFailed
 from hearth.framing import Phase
-from hearth.geometry import rows_for, spans
+from hearth.geometry import Span, rows_for, spans
 from hearth.messages import SequenceRows, StepOrder, decode, encode
 from hearth.plan import Plan
 
@@ -58,7 +59,7 @@ class Generation:
         self._wait_seconds = plan.wait_seconds(plan.seq_len)
         self._last_rank = plan.num_ranks - 1
         self._in_stages = plan.body.strategy == "pipeline" and plan.num_ranks > 1
-        communicator.look_ahead(plan.body.max_steps_in_flight + 1)
+        communicator.look_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
 
     @property
     def num_sequences(self) -> int:
@@ -158,9 +159,48 @@ class Generation:
             return {}
         if order.kind == "decode":
             last_NH = decoding.decode(step, self._layers)
+        elif len(parts := self._micro_batches(packed)) > 1:
+            last_NH = self._run_at_once(parts, wanted)
         else:
             last_NH = self._last_rows(collectives, strategies.run(step), wanted)
         return self._next_tokens(last_NH, _sampled(order))
+
+    # ---- prefill in micro-batches -------------------------------------------------------------------------------------
+
+    def _micro_batches(self, packed: blocks.PackedRows) -> list[tuple[Span, blocks.PackedRows]]:
+        """The rows of a step in as many equal parts as the plan has in flight, or fewer where there are few rows."""
+        most = packed.num_rows // (micro_batches.MIN_ROWS * self._plan.num_ranks)
+        count = max(min(self._plan.body.micro_batches, most), 1)
+        edges = [packed.num_rows * index // count for index in range(count + 1)]
+        parts = [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return [(span, packed.part(span)) for span in parts]
+
+    def _run_at_once(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
+        """The hidden states of the `wanted` rows of the step, on every rank [N,H]."""
+        first_step, spec = self._step, self._plan.model
+        self._step += len(parts) - 1  # each has a step's number of its own, on all ranks the same
+
+        def run(index: int, turns: micro_batches.Turns) -> Tensor:
+            span, rows = parts[index]
+            collectives = self._collectives(rows.num_rows, first_step + index)
+            step = strategies.Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), turns)
+            failed = True
+            try:
+                with torch.inference_mode():
+                    hidden_sH = strategies.run(step)
+                    own = [row - span.start for row in wanted if span.start <= row < span.stop]
+                    last_NH = self._last_rows(collectives, hidden_sH, own)
+                failed = False
+                return last_NH
+            finally:
+                turns.end(failed)
+
+        order: list[micro_batches.Turns] = []
+        for _ in parts:
+            before = order[-1] if order else None
+            order.append(micro_batches.Turns(spec.num_layers, self._wait_seconds, before))
+        runs = [partial(run, index, turns) for index, turns in enumerate(order)]
+        return torch.cat(micro_batches.run_all(runs, self._communicator.abort))
 
     # ---- a pipeline's last stage, and what it hands back to the first -------------------------------------------------
 
@@ -194,9 +234,9 @@ class Generation:
 
     # ---- what tensor parallelism samples from ------------------------------------------------------------------------
 
-    def _collectives(self, num_rows: int) -> Collectives:
+    def _collectives(self, num_rows: int, step: int | None = None) -> Collectives:
         tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
-        return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
+        return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
 
     def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, wanted: Sequence[int]) -> Tensor:
         """The rows of the step whose next token is wanted, on every rank: their owners send them to all. [N,H]"""

@@ -41,9 +41,9 @@ class SequenceCache:
             )
         self.tokens.extend(token_ids)
 
-    def store(self, layer: int, k_skd: Tensor, v_skd: Tensor) -> None:
-        """Keys and values [s, kv heads, d] of the rows that `extend` announced."""
-        rows = slice(self.length, self.length + k_skd.shape[0])
+    def store(self, layer: int, start: int, k_skd: Tensor, v_skd: Tensor) -> None:
+        """Keys and values [s, kv heads, d] of rows that `extend` announced, from the position `start` on."""
+        rows = slice(start, start + k_skd.shape[0])
         layer -= self._first_layer
         self._store[layer, 0, :, rows] = k_skd.transpose(0, 1)
         self._store[layer, 1, :, rows] = v_skd.transpose(0, 1)

@@ -16,6 +16,7 @@ from agent.worker import blocks
 from agent.worker.blocks import PackedRows
 from agent.worker.collectives import Collectives
 from agent.worker.matrices import Matrix
+from agent.worker.micro_batches import Turns
 from agent.worker.shard import LayerShard, Shard
 from agent.worker.tracing import Recorder
 from hearth.framing import Phase
@@ -34,6 +35,7 @@ class Step:
     rows: PackedRows
     collectives: Collectives
     recorder: Recorder
+    turns: Turns | None = None  # of a micro-batch: others of the same step are in flight
 
     @property
     def own(self) -> Span:
@@ -126,6 +128,8 @@ def _keep(step: Step, index: int, qkv: Tensor) -> None:
     if step.heads:
         _, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
         blocks.keep(step.spec, step.rows, index, k_Tk, v_Tk)
+    if step.turns is not None:
+        step.turns.kept(index)
 
 
 def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:

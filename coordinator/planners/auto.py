@@ -10,6 +10,7 @@ from coordinator.costs import seconds_of
 from coordinator.planners.base import PlanRequest, missing_bytes, on_subset, price
 from coordinator.planners.exact import ExactPlanner
 from coordinator.planners.galaxy import capacity, row_capacity
+from coordinator.planners.micro_batches import in_micro_batches
 from coordinator.planners.pipeline import PipelinePlanner
 from coordinator.planners.replicated import replicate
 from coordinator.planners.ring import best_ring
@@ -23,6 +24,7 @@ _SHARING: tuple[Strategy, ...] = ("hmp", "sp", "megatron-tp")
 _MAX_LEAVE_ONE_OUT = 6
 _STEP = 1.35
 _A_HAIR = 1.01  # one more device is one more that can fail
+_MICRO_BATCH_FROM = 3
 _REPLICATE_FROM = 2  # of the best sharded plans; each costs some twenty simulations
 
 
@@ -44,6 +46,7 @@ class AutoPlanner:
             least = min(failures, key=lambda failure: failure[1].missing_bytes)
             raise least[1]
         plans += self._replicating(request, plans)
+        plans += self._in_micro_batches(request, plans)
         best_label, best = _choose(plans)
         lost = [
             Alternative(
@@ -76,6 +79,16 @@ class AutoPlanner:
             better = replicate(subset, plan)
             if better is not plan:
                 found.append((f"hmp replicating on {len(plan.devices)} devices", better))
+        return found
+
+    def _in_micro_batches(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+        """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
+        parallel = sorted((each for each in plans if each[1].num_ranks > 1), key=lambda each: seconds_of(each[1]))
+        found = []
+        for label, plan in parallel[:_MICRO_BATCH_FROM]:
+            better = in_micro_batches(request, plan)
+            if better is not plan:
+                found.append((f"{label}, {better.body.micro_batches} micro-batches", better))
         return found
 
 

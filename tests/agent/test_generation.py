@@ -128,6 +128,31 @@ def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, model
             assert home.answers[request] == greedy(model_dir, prompt, 8)
 
 
+@pytest.mark.parametrize(
+    ("family", "strategy", "mode"),
+    [
+        ("llama", "hmp", None), ("mistral", "hmp", None), ("qwen3", "megatron-tp", None),
+        ("gpt2", "hmp", LayerMode(qkv=R, mlp=R)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_in_flight_give_the_same(
+    family: str, strategy: str, mode: LayerMode | None, models: Any, tmp_path: Path
+) -> None:
+    """Prompts that lie across the cut, that have a chunk in the cache already, and that are too short to be cut."""
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
+    plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
+    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+        home = Home(cluster)
+        prompts = prompts_of(spec, [150, 211, 3, 40])
+        requests = [home.submit(prompt, 8) for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 8)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_prompts_and_long_answers(family: str, models: Any, tmp_path: Path) -> None:
     model_dir = models(family)
