@@ -14,11 +14,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.planners import PlanRequest, make_plan
-from coordinator.planners.base import GenerationRequest
+from coordinator.planners.base import GenerationRequest, price
 from hearth.errors import BadSetting
 from hearth.model.families import FAMILIES
 from hearth.model.spec import WeightFormat
-from hearth.plan import Plan
+from hearth.plan import Plan, Strategy
 from hearth.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
 from tools.bench.plans import describe
@@ -26,8 +26,8 @@ from tools.bench.profiles import Profiles
 from tools.bench.stats import paired_ratio, rotated
 from tools.testbed import Testbed
 
-Strategy = Literal["local", "hmp", "auto"]
-STRATEGIES: tuple[Strategy, ...] = ("local", "hmp", "auto")
+Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
+VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
 REFERENCE = "transformers"
 _REFERENCE_TYPE = "bfloat16"
 _EXCHANGES = 200
@@ -124,8 +124,8 @@ class GenerationBench:
         cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
         prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
         found = {REFERENCE: _Measured(lambda: self._reference.generate(prompt, new_tokens))}
-        for strategy in STRATEGIES:
-            found[strategy] = self._loaded(strategy, cluster, mbit, prompt, new_tokens)
+        for variant in VARIANTS:
+            found[variant] = self._loaded(variant, cluster, mbit, prompt, new_tokens)
         for index in range(-1, rounds):
             self._report(f"{mbit:.0f} Mbit/s: round {index + 1} of {rounds}")
             for name in rotated(list(found), max(index, 0)):
@@ -139,8 +139,8 @@ class GenerationBench:
         rows = [
             self._row(name, each, found[REFERENCE], mbit, prompt_tokens, new_tokens) for name, each in found.items()
         ]
-        for strategy in STRATEGIES:
-            self._engine.unload(strategy)
+        for variant in VARIANTS:
+            self._engine.unload(variant)
         return [
             row.model_copy(update={"exchange_seconds": exchange, "ping_seconds": ping})
             if row.strategy == "hmp"
@@ -149,9 +149,10 @@ class GenerationBench:
         ]
 
     def _loaded(
-        self, strategy: Strategy, cluster: ClusterProfile, mbit: float, prompt: Sequence[int], new_tokens: int
+        self, variant: Variant, cluster: ClusterProfile, mbit: float, prompt: Sequence[int], new_tokens: int
     ) -> _Measured:
-        self._report(f"loading {strategy}")
+        self._report(f"loading {variant}")
+        strategy: Strategy | Literal["auto"] = "hmp" if variant == "hmp, 2 micro-batches" else variant
         if strategy == "local":
             cluster = cluster.subset((self._names[0],))
         context = len(prompt) + new_tokens
@@ -160,8 +161,11 @@ class GenerationBench:
             generation=GenerationRequest(context, 1, len(prompt), new_tokens),
         )  # fmt: skip
         plan = make_plan(request)
-        self._engine.load(strategy, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
-        return _Measured(lambda: self._engine.generate(strategy, prompt, new_tokens), plan)
+        if strategy != variant:
+            ranks = cluster.subset(tuple(device.device_id for device in plan.devices))
+            plan = price(request, ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
+        self._engine.load(variant, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
+        return _Measured(lambda: self._engine.generate(variant, prompt, new_tokens), plan)
 
     def _row(
         self, name: str, each: _Measured, reference: _Measured, mbit: float, prompt_tokens: int, new_tokens: int
