@@ -1,0 +1,175 @@
+"""Output shapes of the operators that onnxruntime adds to ONNX (domain com.microsoft), which `onnx` does not know. Pure.
+
+Those that exporters, optimisers and quantisers write. For others the model has to say the shapes itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from onnx import NodeProto, TensorProto, helper
+
+
+class TensorType(NamedTuple):
+    """An ONNX element type and a static shape."""
+
+    element_type: int
+    shape: tuple[int, ...]
+
+
+Types = Sequence[TensorType | None]
+_Rule = Callable[[dict[str, Any], Sequence[TensorType]], list[TensorType]]
+
+
+def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
+    """Of the outputs in the node's order; None where there is no rule or the rule does not fit the inputs."""
+    rule = _RULES.get(node.op_type)
+    if rule is None:
+        return None
+    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    missing = TensorType(TensorProto.UNDEFINED, ())
+    try:
+        found = rule(attributes, [each or missing for each in inputs])
+    except (IndexError, KeyError, TypeError, ValueError):
+        return None
+    if any(each.element_type == TensorProto.UNDEFINED for each in found) or len(found) < len(node.output):
+        return None
+    return found
+
+
+def _as_input(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    return [inputs[0]]
+
+
+def _skip_normalisation(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    """Outputs: normalised, mean, inverse deviation, sum of input and skip."""
+    statistics = TensorType(TensorProto.FLOAT, (*inputs[0].shape[:-1], 1))
+    return [inputs[0], statistics, statistics, inputs[0]]
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Raises ValueError where they do not go together."""
+    rank = max(map(len, shapes))
+    sizes = zip(*((1,) * (rank - len(shape)) + shape for shape in shapes), strict=True)
+    found = tuple(next((size for size in axis if size != 1), 1) for axis in sizes)
+    for shape in shapes:
+        for size, common in zip(reversed(shape), reversed(found), strict=False):
+            if size not in (1, common):
+                raise ValueError(f"{shapes} do not broadcast")
+    return found
+
+
+def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    if min(len(left), len(right)) < 2 or left[-1] != right[-2]:
+        raise ValueError(f"{left} and {right} cannot be multiplied")
+    return (*broadcast(left[:-2], right[:-2]), left[-2], right[-1])
+
+
+def _fused_matmul(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    if attributes.get("transBatchA") or attributes.get("transBatchB"):
+        raise ValueError("transposed batches")
+    left, right = inputs[0].shape, inputs[1].shape
+    if attributes.get("transA"):
+        left = (*left[:-2], left[-1], left[-2])
+    if attributes.get("transB"):
+        right = (*right[:-2], right[-1], right[-2])
+    return [TensorType(inputs[0].element_type, _product(left, right))]
+
+
+def _quantised_matmul(scale: int) -> _Rule:
+    """The result has the type of a scale."""
+    return lambda _, inputs: [TensorType(inputs[scale].element_type, _product(inputs[0].shape, inputs[1].shape))]
+
+
+def _matmul_n_bits(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    return [TensorType(inputs[0].element_type, (*inputs[0].shape[:-1], attributes["N"]))]
+
+
+def _quantised_elementwise(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    """A, its scale and zero point, then those of B."""
+    return [TensorType(inputs[0].element_type, broadcast(inputs[0].shape, inputs[3].shape))]
+
+
+def _quantised_global_pool(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    shape = inputs[0].shape
+    ones = (1,) * (len(shape) - 2)
+    pooled = (shape[0], *ones, shape[-1]) if attributes.get("channels_last") else (*shape[:2], *ones)
+    return [TensorType(inputs[0].element_type, pooled)]
+
+
+def _attention(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    batch, length, _ = inputs[0].shape
+    sizes = attributes.get("qkv_hidden_sizes") or [inputs[1].shape[1] // 3] * 3
+    return [TensorType(inputs[0].element_type, (batch, length, sizes[2]))]
+
+
+def _multi_head_attention(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    query, value = inputs[0], inputs[2]
+    if len(query.shape) != 3 or len(value.shape) not in (3, 4):
+        raise ValueError("packed heads")
+    width = value.shape[2] if len(value.shape) == 3 else value.shape[1] * value.shape[3]
+    return [TensorType(query.element_type, (*query.shape[:2], width))]
+
+
+def _embedding(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    """Word embeddings are the third input; outputs: embeddings, length of each mask, sum before the normalisation."""
+    tokens, words = inputs[0], inputs[2]
+    found = TensorType(words.element_type, (*tokens.shape, words.shape[1]))
+    return [found, TensorType(TensorProto.INT32, tokens.shape[:1]), found]
+
+
+def _dequantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    return [TensorType(inputs[1].element_type, inputs[0].shape)]
+
+
+def _quantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    return [TensorType(inputs[2].element_type if len(inputs) > 2 else TensorProto.UINT8, inputs[0].shape)]
+
+
+def _fused_convolution(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    shape, kernel = inputs[0].shape, inputs[1].shape[2:]
+    if attributes.get("auto_pad", b"NOTSET") != b"NOTSET":
+        raise ValueError("padded by rule")
+    rank = len(kernel)
+    strides, dilations = attributes.get("strides") or [1] * rank, attributes.get("dilations") or [1] * rank
+    pads = attributes.get("pads") or [0] * 2 * rank
+    sizes = [
+        (shape[2 + axis] + pads[axis] + pads[rank + axis] - dilations[axis] * (kernel[axis] - 1) - 1) // strides[axis]
+        + 1
+        for axis in range(rank)
+    ]
+    return [TensorType(inputs[0].element_type, (shape[0], inputs[1].shape[0], *sizes))]
+
+
+def _fused_gemm(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
+    left, right = inputs[0].shape, inputs[1].shape
+    rows = left[1] if attributes.get("transA") else left[0]
+    columns = right[0] if attributes.get("transB") else right[1]
+    if math.prod(left) // rows != math.prod(right) // columns:
+        raise ValueError(f"{left} and {right} cannot be multiplied")
+    return [TensorType(inputs[0].element_type, (rows, columns))]
+
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(
+        ("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "SimplifiedLayerNormalization", "GroupNorm", "RotaryEmbedding",
+         "QLinearSigmoid", "QLinearLeakyRelu"),
+        _as_input,
+    ),
+    **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_normalisation),
+    "FusedMatMul": _fused_matmul,
+    "DynamicQuantizeMatMul": _quantised_matmul(2),
+    "MatMulIntegerToFloat": _quantised_matmul(2),
+    "MatMulNBits": _matmul_n_bits,
+    **dict.fromkeys(("QLinearAdd", "QLinearMul"), _quantised_elementwise),
+    "QLinearGlobalAveragePool": _quantised_global_pool,
+    "Attention": _attention,
+    "MultiHeadAttention": _multi_head_attention,
+    "EmbedLayerNormalization": _embedding,
+    "DequantizeLinear": _dequantised,
+    "QuantizeLinear": _quantised,
+    "FusedConv": _fused_convolution,
+    "FusedGemm": _fused_gemm,
+}  # fmt: skip

@@ -1,0 +1,155 @@
+"""Floating-point operations of ONNX operators, from the shapes of their tensors. Pure.
+
+- Products of matrices (Conv, Gemm, MatMul, Einsum, recurrent and attention operators, their quantised forms): 2 for each
+  multiply-add, groups respected, bias not counted.
+- Pooling: the elements of all windows. Reductions, softmax and normalisations: the elements that are read.
+- What only renames or reshapes its input: 0.
+- All others: the elements of the outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from onnx import NodeProto, helper
+
+Shape = tuple[int, ...]
+
+
+class Call(NamedTuple):
+    """One use of an operator. Inputs and outputs that are left out have no shape."""
+
+    attributes: Mapping[str, Any]
+    inputs: Sequence[Shape | None]
+    outputs: Sequence[Shape | None]
+
+    def input(self, index: int) -> Shape:
+        return (self.inputs[index] if index < len(self.inputs) else None) or ()
+
+    @property
+    def output(self) -> Shape:
+        return self.outputs[0] or ()
+
+
+def flops_of(node: NodeProto, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> float:
+    """Of an operator without a body; `inputs` and `outputs` in the node's order."""
+    call = Call(
+        {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}, inputs, outputs
+    )
+    return float(_RULES.get(node.op_type, _written)(call))
+
+
+def _written(call: Call) -> int:
+    return sum(math.prod(shape) for shape in call.outputs if shape is not None)
+
+
+def _read(call: Call) -> int:
+    return math.prod(call.input(0))
+
+
+def _nothing(_: Call) -> int:
+    return 0
+
+
+def _pooling(call: Call) -> int:
+    """A window may be larger than what it looks at."""
+    window = [
+        min(size, length) for size, length in zip(call.attributes["kernel_shape"], call.input(0)[2:], strict=False)
+    ]
+    return math.prod(call.output) * math.prod(window)
+
+
+def _convolution(weight: int) -> Callable[[Call], int]:
+    """W is [out, in / groups, kernel...]: each output element sums over all but the first axis."""
+    return lambda call: 2 * math.prod(call.output) * math.prod(call.input(weight)[1:])
+
+
+def _transposed_convolution(call: Call) -> int:
+    """W is [in, out / groups, kernel...]: each input element goes to all but the first axis."""
+    return 2 * math.prod(call.input(0)) * math.prod(call.input(1)[1:])
+
+
+def _matmul(call: Call) -> int:
+    """The inner axis is the last of A; FusedMatMul may transpose it."""
+    left = call.input(0)
+    inner = left[-2] if call.attributes.get("transA") and len(left) > 1 else left[-1]
+    return 2 * math.prod(call.output) * inner
+
+
+def _gemm(call: Call) -> int:
+    return 2 * math.prod(call.output) * call.input(0)[0 if call.attributes.get("transA") else 1]
+
+
+def _einsum(call: Call) -> int:
+    """A multiply-add for each combination of indices, whatever order it is computed in."""
+    equation = call.attributes["equation"].decode().replace(" ", "")
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.split("->")[0].split(","), call.inputs, strict=False):
+        before, dots, after = term.partition("...")
+        shape = shape or ()
+        named = [*zip(before, shape, strict=False), *zip(reversed(after), reversed(shape), strict=False)]
+        for letter, size in named:
+            sizes[letter] = max(size, sizes.get(letter, 1))
+        if dots:
+            rest = shape[len(before) : len(shape) - len(after)]
+            sizes["..."] = max(math.prod(rest), sizes.get("...", 1))
+    return int(2 * math.prod(sizes.values()))
+
+
+def _recurrent(call: Call) -> int:
+    """X is [time, batch, in], W [directions, gates x hidden, in], R [directions, gates x hidden, hidden]."""
+    steps, batch = call.input(0)[:2]
+    return 2 * steps * batch * (math.prod(call.input(1)) + math.prod(call.input(2)))
+
+
+def _attention(call: Call) -> int:
+    """Scores, and their product with V, taken to be as wide as Q. Keys are [batch, heads, length, size] or
+    [batch, length, heads x size]; with those of the past they are the second output.
+    """
+    present = call.outputs[1] if len(call.outputs) > 1 else None
+    keys = present or call.input(1) or call.input(0)
+    return 4 * keys[-2 if len(keys) < 5 else 1] * math.prod(call.output)
+
+
+def _packed_attention(call: Call) -> int:
+    """com.microsoft.Attention: the input [batch, length, hidden] and one weight [hidden, Q + K + V]."""
+    batch, length, hidden = call.input(0)
+    return 2 * batch * length * hidden * call.input(1)[-1] + 4 * length * math.prod(call.output)
+
+
+_RULES: dict[str, Callable[[Call], int]] = {
+    **dict.fromkeys(("Conv", "ConvInteger", "FusedConv"), _convolution(1)),
+    "QLinearConv": _convolution(3),
+    "DeformConv": _convolution(1),
+    "ConvTranspose": _transposed_convolution,
+    **dict.fromkeys(("Gemm", "FusedGemm"), _gemm),
+    **dict.fromkeys(
+        ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat",
+         "MatMulNBits"),
+        _matmul,
+    ),
+    "Einsum": _einsum,
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    **dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention"), _attention),
+    **dict.fromkeys(("AveragePool", "MaxPool", "LpPool"), _pooling),
+    **dict.fromkeys(
+        ("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin",
+         "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceSumSquare", "ArgMax", "ArgMin",
+         "TopK", "Softmax", "LogSoftmax", "Hardmax", "BatchNormalization", "InstanceNormalization",
+         "LayerNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
+         "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
+         "SkipSimplifiedLayerNormalization", "LRN"),
+        _read,
+    ),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), _nothing),
+}  # fmt: skip
+
+
+def _either_attention(call: Call) -> int:
+    """The standard operator takes Q, K and V; onnxruntime's of the same name takes them packed."""
+    return _packed_attention(call) if len(call.input(1)) == 2 else _attention(call)
+
+
+_RULES["Attention"] = _either_attention

@@ -1,0 +1,278 @@
+"""An ONNX file whose weights stay where they are: parsed without them, read one by one from the mapped file.
+
+An ONNX file is one protobuf message with the weights in it, so parsing it loads them all. Here the message is walked
+through first (its format is simple: field number, wire type, length) and every tensor above `INLINE_BYTES` becomes a
+reference to its place in the file, before protobuf sees it. Tensors in files beside the model ("external data") are
+references already; small ones are brought in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from hearth.errors import BadModelFile
+
+# Larger weights stay in the file, and go to devices as chunks of their own; smaller ones travel within the segment.
+INLINE_BYTES = 16 << 10
+# Keys of our references, among the entries of a tensor's external data.
+_RAW, _MESSAGE = "hearth.raw", "hearth.message"
+_HASH_BLOCK_BYTES = 4 << 20
+
+# Where tensors can be in the message: by message type, the fields to follow and the type found there (onnx.proto).
+_FIELDS: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 25: "function"},
+    "graph": {1: "node", 5: "tensor"},
+    "function": {7: "node"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph"},
+}
+_TENSOR_STRINGS, _TENSOR_RAW = 6, 9
+_TENSOR_DATA = {4, 5, 7, _TENSOR_RAW, 10, 11}
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+# Two to a byte: neither numpy nor onnxruntime's OrtValue takes them by their bytes, so they stay inline in a segment.
+_PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+
+
+def dtype_name(element_type: int) -> str:
+    """numpy's name of an ONNX element type; `object` for strings."""
+    return str(helper.tensor_dtype_to_np_dtype(element_type).name)
+
+
+def num_bytes_of(element_type: int, shape: tuple[int, ...]) -> int:
+    dtype = helper.tensor_dtype_to_np_dtype(element_type)
+    return -(-math.prod(shape) * _PACKED_BITS.get(dtype.name, 8 * dtype.itemsize) // 8)
+
+
+class OnnxFile:
+    """`proto` has every node, and references in place of large tensors. Raises BadModelFile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._maps: dict[Path, mmap.mmap] = {}
+        data = memoryview(self._map(path))
+        try:
+            slim = _slim("model", data, 0, len(data))
+            self.proto = ModelProto.FromString(slim)
+        except (DecodeError, RecursionError, _Corrupt):
+            raise self.bad("it is no ONNX model, or was cut short") from None
+        if not self.proto.HasField("graph") or not self.proto.opset_import:
+            raise self.bad("it is no ONNX model: it has no graph or names no operator set")
+        for tensor in tensors_of(self.proto):
+            self._check(tensor)
+
+    def bad(self, reason: str) -> BadModelFile:
+        return BadModelFile(path=str(self.path), reason=reason)
+
+    def read(self, tensor: TensorProto) -> memoryview:
+        """The little-endian bytes of a tensor: a view into the mapped file, where they lie there as such."""
+        reference = _reference(tensor)
+        if reference is None:
+            return memoryview(raw_bytes(tensor))
+        path, offset, length, is_message = self._place(reference, tensor)
+        view = memoryview(self._map(path))[offset : offset + length]
+        return memoryview(raw_bytes(TensorProto.FromString(view.tobytes()))) if is_message else view
+
+    def inlined(self, tensor: TensorProto) -> TensorProto:
+        """The tensor with its data in it."""
+        if _reference(tensor) is None:
+            return tensor
+        return helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, self.read(tensor).tobytes(), raw=True)
+
+    def digest(self) -> str:
+        """SHA-256 of the file and of the files of its external data, in the order of their names."""
+        paths = {
+            self._place(reference, tensor)[0] for tensor in tensors_of(self.proto) if (reference := _reference(tensor))
+        }
+        found = hashlib.sha256()
+        for path in (self.path, *sorted(paths - {self.path})):
+            data = memoryview(self._map(path))
+            found.update(len(data).to_bytes(8, "little"))
+            for start in range(0, len(data), _HASH_BLOCK_BYTES):
+                found.update(data[start : start + _HASH_BLOCK_BYTES])
+        return found.hexdigest()
+
+    def _map(self, path: Path) -> mmap.mmap:
+        if path not in self._maps:
+            try:
+                with path.open("rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except FileNotFoundError:
+                missing = "there is no such file" if path == self.path else f"its weights in {path.name} are missing"
+                raise self.bad(missing) from None
+            except (OSError, ValueError) as error:
+                where = "it" if path == self.path else path.name
+                raise self.bad(f"{where} cannot be read ({error})") from None
+        return self._maps[path]
+
+    def _check(self, tensor: TensorProto) -> None:
+        """That its data is there, and as long as its shape says; a small one is brought in."""
+        reference = _reference(tensor)
+        if tensor.data_type not in helper.get_all_tensor_dtypes() or any(size < 0 for size in tensor.dims):
+            raise self.bad(f"the weight {tensor.name} has no valid type and shape")
+        if tensor.data_type == TensorProto.STRING:
+            if reference is not None:
+                raise self.bad(f"the weight {tensor.name} holds texts in a file of their own, which ONNX does not know")
+            return
+        expected = num_bytes_of(tensor.data_type, tuple(tensor.dims))
+        if reference is None:
+            try:
+                length, is_message = len(raw_bytes(tensor)), False
+            except ValueError:
+                raise self.bad(f"the weight {tensor.name} is not of its type and shape") from None
+        else:
+            _, _, length, is_message = self._place(reference, tensor)
+        if not is_message and length != expected:
+            raise self.bad(f"the weight {tensor.name} has {length} bytes, its type and shape need {expected}")
+        if reference is not None and expected <= INLINE_BYTES:
+            tensor.CopyFrom(self.inlined(tensor))
+
+    def _place(self, reference: dict[str, str], tensor: TensorProto) -> tuple[Path, int, int, bool]:
+        """File, offset, length, and whether a whole tensor message lies there."""
+        path, is_message = self.path, _MESSAGE in reference
+        try:
+            if _RAW in reference or is_message:
+                offset, length = map(int, reference[_MESSAGE if is_message else _RAW].split(":"))
+            else:
+                location = PurePosixPath(reference["location"])
+                if location.is_absolute() or ".." in location.parts or not location.name:
+                    raise self.bad(f"the weight {tensor.name} lies outside of the model's folder, at {location}")
+                path = self.path.parent / location
+                offset = int(reference.get("offset", 0))
+                length = int(reference.get("length", num_bytes_of(tensor.data_type, tuple(tensor.dims))))
+        except (KeyError, ValueError):
+            raise self.bad(f"it does not say clearly where the weight {tensor.name} is") from None
+        if min(offset, length) < 0 or offset + length > len(self._map(path)):
+            raise self.bad(f"the weight {tensor.name} is not all there: {path.name} was cut short")
+        return path, offset, length, is_message
+
+
+def raw_bytes(tensor: TensorProto) -> bytes:
+    """Little-endian, of a tensor with its data in it."""
+    return (
+        bytes(tensor.raw_data) if tensor.HasField("raw_data") else _as_raw(numpy_helper.to_array(tensor), tensor.name)
+    )
+
+
+def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
+    """Every tensor: initialisers and attributes, of functions and of the bodies of control flow too."""
+    yield from _tensors_of_graph(proto.graph)
+    for function in proto.functions:
+        for node in function.node:
+            yield from _tensors_of_node(node)
+
+
+def _tensors_of_graph(graph: GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        yield from _tensors_of_node(node)
+
+
+def _tensors_of_node(node: NodeProto) -> Iterator[TensorProto]:
+    for attribute in node.attribute:
+        if attribute.type in (AttributeProto.TENSOR, AttributeProto.UNDEFINED) and attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        if attribute.HasField("g"):
+            yield from _tensors_of_graph(attribute.g)
+        for graph in attribute.graphs:
+            yield from _tensors_of_graph(graph)
+
+
+def _as_raw(array: np.ndarray[Any, Any], name: str) -> bytes:
+    return bytes(numpy_helper.from_array(array, name).raw_data)
+
+
+def _reference(tensor: TensorProto) -> dict[str, str] | None:
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return None
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+# ---- protobuf's wire format ---------------------------------------------------------------------------------------
+
+
+class _Corrupt(Exception):
+    """Not raised out of this file."""
+
+
+def _slim(kind: str, data: memoryview, start: int, stop: int) -> bytes:
+    """A message again, with references in place of the large tensors in it."""
+    if stop - start <= INLINE_BYTES:
+        return bytes(data[start:stop])
+    if kind == "tensor":
+        return _slim_tensor(data, start, stop)
+    follow, parts, verbatim = _FIELDS[kind], bytearray(), start
+    for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
+        if number not in follow or wire_type != _BYTES or value_stop - value_start <= INLINE_BYTES:
+            continue
+        parts += data[verbatim:field_start]
+        inner = _slim(follow[number], data, value_start, value_stop)
+        parts += _varint(number << 3 | _BYTES) + _varint(len(inner)) + inner
+        verbatim = value_stop
+    return bytes(parts + data[verbatim:stop])
+
+
+def _slim_tensor(data: memoryview, start: int, stop: int) -> bytes:
+    kept, key, place = bytearray(), _MESSAGE, (start, stop - start)
+    for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
+        if number == _TENSOR_STRINGS:  # texts have no fixed size; they are never weights
+            return bytes(data[start:stop])
+        if number not in _TENSOR_DATA:
+            kept += data[field_start:value_stop]
+        elif number == _TENSOR_RAW and wire_type == _BYTES:
+            key, place = _RAW, (value_start, value_stop - value_start)
+    reference = TensorProto(data_location=TensorProto.EXTERNAL)
+    reference.external_data.add(key=key, value=f"{place[0]}:{place[1]}")
+    return bytes(kept + reference.SerializeToString())
+
+
+def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of one message: field number, wire type, where the field starts, where its value starts and ends."""
+    position = start
+    while position < stop:
+        field_start = position
+        tag, position = _read_varint(data, position, stop)
+        wire_type, value_start = tag & 7, position
+        if wire_type == _VARINT:
+            _, position = _read_varint(data, position, stop)
+        elif wire_type == _BYTES:
+            length, value_start = _read_varint(data, position, stop)
+            position = value_start + length
+        elif wire_type in (_FIXED32, _FIXED64):
+            position += 4 if wire_type == _FIXED32 else 8
+        else:
+            raise _Corrupt
+        if position > stop:
+            raise _Corrupt
+        yield tag >> 3, wire_type, field_start, value_start, position
+
+
+def _read_varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
+    value = shift = 0
+    while position < stop and shift < 64:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise _Corrupt
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)

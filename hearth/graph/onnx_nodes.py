@@ -1,0 +1,154 @@
+"""Names in ONNX graphs: what a node uses, its bodies included; renaming; large weights out of bodies; order."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+
+def bodies(node: NodeProto) -> list[GraphProto]:
+    """Of control flow: the branches of If, the body of Loop and Scan."""
+    found: list[GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            found.append(attribute.g)
+        found += attribute.graphs
+    return found
+
+
+def uses(node: NodeProto) -> list[str]:
+    """The tensors that a node takes, each once; with those that its bodies take from outside."""
+    found = dict.fromkeys(name for name in node.input if name)
+    for body in bodies(node):
+        found.update(dict.fromkeys(captured(body)))
+    return list(found)
+
+
+def captured(body: GraphProto) -> list[str]:
+    """What a body takes from outside."""
+    own = {each.name for each in body.input} | {each.name for each in body.initializer}
+    for node in body.node:
+        own.update(node.output)
+    wanted = [name for node in body.node for name in uses(node)]
+    wanted += [each.name for each in body.output]
+    return [name for name in dict.fromkeys(wanted) if name not in own]
+
+
+def rename_uses(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
+    """In inputs, and in bodies as far as they take the tensor from outside."""
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            node.input[index] = names.get(name, name)
+        for body in bodies(node):
+            taken = {name: names[name] for name in captured(body) if name in names}
+            if taken:
+                rename_uses(body.node, taken)
+                for output in body.output:
+                    output.name = taken.get(output.name, output.name)
+
+
+def all_names(graph: GraphProto) -> set[str]:
+    """Every tensor name in a graph and its bodies."""
+    found = {each.name for each in (*graph.input, *graph.output, *graph.initializer)}
+    for node in graph.node:
+        found.update(node.input, node.output)
+        for body in bodies(node):
+            found |= all_names(body)
+    return found
+
+
+def unused(name: str, taken: set[str]) -> str:
+    """`name`, or with a number behind it; from now on it is taken."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}__{number}"
+    taken.add(candidate)
+    return candidate
+
+
+def constant_value(node: NodeProto) -> TensorProto | None:
+    """The tensor that a Constant node gives, under the name of its output; None for a sparse one."""
+    attribute = node.attribute[0] if node.attribute else AttributeProto()
+    if attribute.name == "value":
+        tensor = TensorProto()
+        tensor.CopyFrom(attribute.t)
+        tensor.name = node.output[0]
+        return tensor
+    kinds = {
+        "value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT, "value_int": TensorProto.INT64,
+        "value_ints": TensorProto.INT64, "value_string": TensorProto.STRING, "value_strings": TensorProto.STRING,
+    }  # fmt: skip
+    if attribute.name not in kinds:
+        return None
+    value = helper.get_attribute_value(attribute)
+    shape = [len(value)] if attribute.name.endswith("s") else []
+    return helper.make_tensor(node.output[0], kinds[attribute.name], shape, value if shape else [value])
+
+
+def hoist_weights(graph: GraphProto, num_inline_bytes: int, taken: set[str]) -> None:
+    """Move the large initialisers and constants of bodies into the graph itself, where weights are looked for.
+
+    A body may take any tensor of the graph around it. Bodies may use one name for different tensors, so each gets one of
+    its own.
+    """
+    for node in graph.node:
+        for body in bodies(node):
+            graph.initializer.extend(_taken_out(body, num_inline_bytes, taken))
+
+
+def _taken_out(body: GraphProto, num_inline_bytes: int, taken: set[str]) -> Iterator[TensorProto]:
+    for node in body.node:
+        for inner in bodies(node):
+            yield from _taken_out(inner, num_inline_bytes, taken)
+    large = {each.name: each for each in body.initializer if _is_large(each, num_inline_bytes)}
+    for node in body.node:
+        if node.op_type == "Constant" and (tensor := constant_value(node)) and _is_large(tensor, num_inline_bytes):
+            large[tensor.name] = tensor
+    if not large:
+        return
+    kept_tensors = [each for each in body.initializer if each.name not in large]
+    kept_nodes = [node for node in body.node if not (len(node.output) == 1 and node.output[0] in large)]
+    names = {name: unused(name, taken) for name in large}
+    del body.initializer[:]
+    body.initializer.extend(kept_tensors)
+    del body.node[:]
+    body.node.extend(kept_nodes)
+    # Now they are nowhere in the body, so they count as taken from outside.
+    rename_uses(body.node, names)
+    for output in {each.name for each in body.output}.intersection(names):  # onnxruntime wants a node of the body's own
+        body.node.append(helper.make_node("Identity", [names[output]], [output]))
+    for name, tensor in large.items():
+        moved = TensorProto()
+        moved.CopyFrom(tensor)
+        moved.name = names[name]
+        yield moved
+
+
+def _is_large(tensor: TensorProto, num_inline_bytes: int) -> bool:
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return True
+    return tensor.data_type != TensorProto.STRING and numpy_helper.to_array(tensor).nbytes > num_inline_bytes
+
+
+def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+    """As they can run; the file's order where it is one. Nodes on a cycle are left out."""
+    source = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    needed_by: defaultdict[int, list[int]] = defaultdict(list)
+    waits_for = [0] * len(nodes)
+    for index, node in enumerate(nodes):
+        for before in {source[name] for name in uses(node) if name in source}:
+            needed_by[before].append(index)
+            waits_for[index] += 1
+    ready = [index for index, count in enumerate(waits_for) if not count]
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for index in needed_by[order[-1]]:
+            waits_for[index] -= 1
+            if not waits_for[index]:
+                heapq.heappush(ready, index)
+    return [nodes[index] for index in order]
