@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import BaseModel
 from torch import Tensor
@@ -27,15 +26,12 @@ from agent.worker.kv_cache import SequenceCache
 from agent.worker.matrices import Matrix, empty_matrix
 from agent.worker.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
 from agent.worker.staging import make_staging
-from hearth.codec import Codec
-from hearth.framing import Phase, TileKey, decode_tile, encode_tile
+from agent.worker.wire_cost import wire_cost
 from hearth.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
-from hearth.messages import NewSequence, Peer, Sampling
+from hearth.messages import NewSequence, Sampling
 from hearth.model.spec import ModelSpec, WeightFormat
-from hearth.plan import Holding, Values, WireFormat
-from hearth.profile import BlockProfile, LatencyCurve, WireCost, fit_curve, suspicious_point
-from hearth.security import new_keypair
-from hearth.transport.sockets import SocketTransport
+from hearth.plan import Holding
+from hearth.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
 
 _PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
 # A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
@@ -130,7 +126,7 @@ def profile(request: ProfilerRequest) -> BlockProfile:
             "mlp_rows": measure.curve(some_rows, mlp_rows),
         }
         per_byte, per_layer = _decoding(spec, layers, measure, device) if spec.causal else (0.0, 0.0)
-    wire = _wire_cost(measure.cpu_per_second)
+    wire = wire_cost(measure.cpu_per_second, TorchCasts())
     return BlockProfile(
         seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
     )
@@ -253,75 +249,6 @@ class _Meter:
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-# ---- communication --------------------------------------------------------------------------------------------------
-
-_SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
-_MESSAGES = 24
-
-
-def _wire_cost(per_second: float) -> WireCost:
-    """CPU time of tiles over a socket to ourselves, shared between both ends; the device does `per_second` of it."""
-    encrypted, per_message = _socket_cost(encrypt=True)
-    plain, _ = _socket_cost(encrypt=False)
-    return WireCost(
-        encrypted_seconds_per_byte=encrypted / per_second,
-        plain_seconds_per_byte=plain / per_second,
-        seconds_per_message=per_message / per_second,
-        convert_seconds_per_value={
-            values: _convert_cost(values) / per_second for values in ("exact", "bf16", "fp16", "int8")
-        },
-    )
-
-
-def _socket_cost(encrypt: bool) -> tuple[float, float]:
-    """CPU seconds per byte and per message at one end."""
-    ends = [SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypt else None) for rank in range(2)]
-    try:
-        for rank, end in enumerate(ends):
-            other = ends[1 - rank]
-            end.connect([Peer(rank=1 - rank, host="127.0.0.1", port=other.port, public_key=other.public_key,
-                              bytes_per_second=1e9)])  # fmt: skip
-        codec = Codec(WireFormat(lz4="off"), 1e9, time.perf_counter)
-
-        def cpu_seconds(rows: int) -> float:
-            tile = np.ones((rows, _ROW_VALUES), np.float32)
-            start = time.process_time()
-            for index in range(_MESSAGES):
-                key = TileKey(0, index, 0, Phase.GATHER_MLP, 0, 0)
-                ends[0].send(1, encode_tile(bytes(16), key, tile, codec))
-                received = ends[1].receive(10.0)
-                assert received is not None
-                decode_tile(bytes(16), received.frames)
-            return (time.process_time() - start) / _MESSAGES / 2
-
-        cpu_seconds(_LARGE_ROWS)  # the handshake, and warm caches
-        small, large = cpu_seconds(_SMALL_ROWS), cpu_seconds(_LARGE_ROWS)
-    finally:
-        for end in ends:
-            end.close()
-            end.release()
-    row_bytes = _ROW_VALUES * 4
-    per_byte = max(large - small, 0.0) / ((_LARGE_ROWS - _SMALL_ROWS) * row_bytes)
-    return per_byte, max(small - per_byte * _SMALL_ROWS * row_bytes, 0.0)
-
-
-def _convert_cost(values: Values) -> float:
-    """CPU seconds per value to encode and to decode."""
-    casts = TorchCasts()
-    codec = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter, casts)
-    tile = np.random.default_rng(0).standard_normal((_LARGE_ROWS, _ROW_VALUES)).astype(np.float32)
-    key = TileKey(0, 0, 0, Phase.GATHER_MLP, 0, 0)
-
-    def once() -> None:
-        decode_tile(bytes(16), [bytes(frame) for frame in encode_tile(bytes(16), key, tile, codec)])
-
-    once()
-    start = time.process_time()
-    for _ in range(_MESSAGES):
-        once()
-    return (time.process_time() - start) / _MESSAGES / tile.size
 
 
 # ---- random weights -------------------------------------------------------------------------------------------------

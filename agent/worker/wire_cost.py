@@ -1,0 +1,80 @@
+"""What communication costs the device that computes: measured over a socket to ourselves, as part of every profile."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from hearth.codec import Casts, Codec
+from hearth.framing import Phase, TileKey, decode_tile, encode_tile
+from hearth.messages import Peer
+from hearth.plan import Values, WireFormat
+from hearth.profile import WireCost
+from hearth.security import new_keypair
+from hearth.transport.sockets import SocketTransport
+
+_SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
+_MESSAGES = 24
+
+
+def wire_cost(per_second: float, casts: Casts) -> WireCost:
+    """CPU time of tiles over a socket to ourselves, shared between both ends; the device does `per_second` of it."""
+    encrypted, per_message = _socket_cost(encrypt=True)
+    plain, _ = _socket_cost(encrypt=False)
+    return WireCost(
+        encrypted_seconds_per_byte=encrypted / per_second,
+        plain_seconds_per_byte=plain / per_second,
+        seconds_per_message=per_message / per_second,
+        convert_seconds_per_value={
+            values: _convert_cost(values, casts) / per_second for values in ("exact", "bf16", "fp16", "int8")
+        },
+    )
+
+
+def _socket_cost(encrypt: bool) -> tuple[float, float]:
+    """CPU seconds per byte and per message at one end."""
+    ends = [SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypt else None) for rank in range(2)]
+    try:
+        for rank, end in enumerate(ends):
+            other = ends[1 - rank]
+            end.connect([Peer(rank=1 - rank, host="127.0.0.1", port=other.port, public_key=other.public_key,
+                              bytes_per_second=1e9)])  # fmt: skip
+        codec = Codec(WireFormat(lz4="off"), 1e9, time.perf_counter)
+
+        def cpu_seconds(rows: int) -> float:
+            tile = np.ones((rows, _ROW_VALUES), np.float32)
+            start = time.process_time()
+            for index in range(_MESSAGES):
+                key = TileKey(0, index, 0, Phase.GATHER_MLP, 0, 0)
+                ends[0].send(1, encode_tile(bytes(16), key, tile, codec))
+                received = ends[1].receive(10.0)
+                assert received is not None
+                decode_tile(bytes(16), received.frames)
+            return (time.process_time() - start) / _MESSAGES / 2
+
+        cpu_seconds(_LARGE_ROWS)  # the handshake, and warm caches
+        small, large = cpu_seconds(_SMALL_ROWS), cpu_seconds(_LARGE_ROWS)
+    finally:
+        for end in ends:
+            end.close()
+            end.release()
+    row_bytes = _ROW_VALUES * 4
+    per_byte = max(large - small, 0.0) / ((_LARGE_ROWS - _SMALL_ROWS) * row_bytes)
+    return per_byte, max(small - per_byte * _SMALL_ROWS * row_bytes, 0.0)
+
+
+def _convert_cost(values: Values, casts: Casts) -> float:
+    """CPU seconds per value to encode and to decode."""
+    codec = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter, casts)
+    tile = np.random.default_rng(0).standard_normal((_LARGE_ROWS, _ROW_VALUES)).astype(np.float32)
+    key = TileKey(0, 0, 0, Phase.GATHER_MLP, 0, 0)
+
+    def once() -> None:
+        decode_tile(bytes(16), [bytes(frame) for frame in encode_tile(bytes(16), key, tile, codec)])
+
+    once()
+    start = time.process_time()
+    for _ in range(_MESSAGES):
+        once()
+    return (time.process_time() - start) / _MESSAGES / tile.size
