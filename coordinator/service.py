@@ -18,12 +18,15 @@ from coordinator.apps import AppRegistry
 from coordinator.config import CoordinatorSettings
 from coordinator.distribution import Progress
 from coordinator.fleet import Fleet
-from coordinator.registry import by_name
+from coordinator.graphs.deployment import Inference
+from coordinator.graphs.serving import GraphServer
+from coordinator.registry import Device, by_name
 from coordinator.serving import Answer, Server
-from coordinator.state import ServingGoal, StateFile
+from coordinator.state import GraphGoal, ServingGoal, StateFile
 from hearth.discovery import COORDINATOR_SERVICE, Advertiser
 from hearth.errors import AppRevoked, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.framing import pack_array, unpack_array
+from hearth.graph.plan import GraphPlan
 from hearth.messages import (
     PROTOCOL_VERSION,
     AddApp,
@@ -34,9 +37,12 @@ from hearth.messages import (
     Embed,
     Generate,
     GetHiddenStates,
+    GetModelInfo,
     GetReadiness,
     GetStatus,
     Hello,
+    Infer,
+    Inferred,
     ListApps,
     ListDevices,
     Message,
@@ -57,7 +63,7 @@ log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
 # What an app's key may ask; everything else takes an admin's.
-_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates, Generate)
+_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates, Generate, GetModelInfo, Infer)
 
 
 class Service:
@@ -79,12 +85,13 @@ class Service:
             lease_name=settings.name,
             interfaces=settings.interfaces,
             static_devices=settings.devices,
-            on_change=lambda device: self._server.device_changed(device),
+            on_change=self._device_changed,
         )
-        self._server = Server(settings, self._fleet, report, progress)
+        self._served: Server | GraphServer | None = None  # from `run` on
         self._report = report
+        self._progress = progress
 
-    async def run(self, goal: ServingGoal | None, plan: Plan | None = None) -> None:
+    async def run(self, goal: ServingGoal | GraphGoal | None, plan: Plan | GraphPlan | None = None) -> None:
         """Serve until SIGTERM or SIGINT; without a goal, what was served last. Raises NotServing when that is nothing,
         what `Server.start` raises, PortInUse."""
         stop = asyncio.Event()
@@ -97,7 +104,7 @@ class Service:
             goal, plan = saved.goal, saved.plan
         if goal is None:
             raise NotServing(state="nothing was served here before")
-        self._server.start(goal, plan)
+        self._start(goal, plan)
         async with AsyncExitStack() as stack:
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
@@ -139,6 +146,24 @@ class Service:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
+    def _start(self, goal: ServingGoal | GraphGoal, plan: Plan | GraphPlan | None) -> None:
+        """Serve what kind of model it is. A plan of the other kind is for something else, and is left aside."""
+        if isinstance(goal, GraphGoal):
+            graphs = self._served = GraphServer(self._settings, self._fleet, self._report, self._progress)
+            graphs.start(goal, plan if isinstance(plan, GraphPlan) else None)
+        else:
+            server = self._served = Server(self._settings, self._fleet, self._report, self._progress)
+            server.start(goal, plan if isinstance(plan, Plan) else None)
+
+    @property
+    def _server(self) -> Server | GraphServer:
+        assert self._served is not None
+        return self._served
+
+    def _device_changed(self, device: Device) -> None:
+        if self._served is not None:
+            self._served.device_changed(device)
+
     async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the client."""
         self._authorise(caller.public_key, message)
@@ -150,9 +175,13 @@ class Service:
             model = self._server.goal.path if self._server.goal else ""
             return Readiness(ready=self._server.ready, state=self._server.state, model=model[-256:])
         if isinstance(message, Embed):
-            return _reply(await self._server.embed(message.texts, message.timeout_seconds, message.trace))
+            return _reply(await self._transformer().embed(message.texts, message.timeout_seconds, message.trace))
         if isinstance(message, GetHiddenStates):
-            return _reply(await self._server.hidden_states(_token_ids(payload), message.timeout_seconds))
+            return _reply(await self._transformer().hidden_states(_token_ids(payload), message.timeout_seconds))
+        if isinstance(message, GetModelInfo):
+            return self._graph().info()
+        if isinstance(message, Infer):
+            return _inferred(await self._graph().infer(message, payload))
         if isinstance(message, Generate):
             return self._generate(message, payload)
         if isinstance(message, ListDevices):
@@ -188,9 +217,21 @@ class Service:
     # ---- answers --------------------------------------------------------------------------------------------------
 
     async def _generate(self, message: Generate, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
-        async with aclosing(self._server.generate(message, _token_ids(payload) if payload else None)) as parts:
+        async with aclosing(self._transformer().generate(message, _token_ids(payload) if payload else None)) as parts:
             async for part in parts:
                 yield Reply(part)
+
+    def _transformer(self) -> Server:
+        if isinstance(self._server, GraphServer):
+            raise BadRequest(reason="the model is a graph of operators; ask it with `hearth infer` or home.infer()")
+        return self._server
+
+    def _graph(self) -> GraphServer:
+        if not isinstance(self._server, GraphServer):
+            raise BadRequest(
+                reason="the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
+            )
+        return self._server
 
     async def _devices(self) -> DeviceList:
         await self._fleet.refresh_telemetry()
@@ -206,7 +247,8 @@ class Service:
             version=hearth.__version__,
             state=server.state,
             model_path=server.goal.path if server.goal else "",
-            plan=server.plan,
+            plan=server.plan if isinstance(server, Server) else None,
+            graph_plan=server.plan if isinstance(server, GraphServer) else None,
             queued_requests=server.queued,
             served_requests=server.served,
             failed_requests=server.failed,
@@ -231,3 +273,8 @@ def _token_ids(payload: Sequence[Any]) -> np.ndarray[Any, Any]:
 def _reply(answer: Answer) -> Reply:
     message = Vectors(latency_seconds=answer.latency_seconds, num_tokens=answer.num_tokens, traces=answer.traces)
     return Reply(message, pack_array(answer.vectors))
+
+
+def _inferred(result: Inference) -> Reply:
+    message = Inferred(names=tuple(result.outputs), latency_seconds=result.latency_seconds, traces=result.traces)
+    return Reply(message, [frame for array in result.outputs.values() for frame in pack_array(array)])

@@ -1,5 +1,6 @@
 """The client library: what an app calls. Layers: `hearth.rpc` moves messages, `AsyncHome` speaks in verbs, `Home` is the
-same for programs without an event loop. Answers that come token by token are in `hearth.generation`.
+same for programs without an event loop. Answers that come token by token are in `hearth.generation`, arrays in and out
+of a graph in `hearth.inference`.
 
 Every call has a timeout and raises a `HearthError`. A connection that was lost is taken up again by itself; a
 coordinator that moved to another address is looked for again over mDNS.
@@ -37,6 +38,7 @@ from hearth.generation import (
     token_frames,
     valid,
 )
+from hearth.inference import Arrays, InferenceResult, array_frames, inference_of
 from hearth.messages import (
     AddApp,
     AppList,
@@ -47,11 +49,14 @@ from hearth.messages import (
     Embed,
     Generate,
     GetHiddenStates,
+    GetModelInfo,
     GetReadiness,
     GetStatus,
+    Infer,
     ListApps,
     ListDevices,
     Message,
+    ModelInfo,
     Readiness,
     RevokeApp,
     SamplingChoice,
@@ -173,6 +178,25 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
         payload = token_frames(token_ids) if token_ids is not None else ()
         return AsyncGeneration(self._answer(request, payload, timeout_seconds))
+
+    async def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
+        """Run the served graph once: its inputs by name in, its outputs by name out; `model_info` tells both.
+
+        Raises BadRequest that names an input of a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
+        """
+        return (await self.request_inference(inputs, timeout_seconds)).outputs
+
+    async def request_inference(
+        self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
+    ) -> InferenceResult:
+        """As `infer`, with latency and, on request, each device's timeline."""
+        request = valid(Infer, names=tuple(inputs), timeout_seconds=_server_seconds(timeout_seconds), trace=trace)
+        reply = await self._call(request, array_frames(inputs), timeout_seconds)
+        return inference_of(reply.message, reply.payload)
+
+    async def model_info(self, timeout_seconds: float = _CALL_SECONDS) -> ModelInfo:
+        """What the served graph takes and gives: names, dtypes, shapes."""
+        return await self._ask(GetModelInfo(), ModelInfo, timeout_seconds)
 
     async def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
         """Whether a model is being served, which, and if not, why."""
@@ -362,6 +386,21 @@ class Home(AbstractContextManager["Home"]):
             timeout_seconds=timeout_seconds,
         )  # fmt: skip
         return Generation(answer, self._run, self._loop)
+
+    def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
+        """Run the served graph once: its inputs by name in, its outputs by name out; `model_info` tells both.
+
+        Raises BadRequest that names an input of a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
+        """
+        return self._run(self._home.infer(inputs, timeout_seconds))
+
+    def request_inference(self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False) -> InferenceResult:
+        """As `infer`, with latency and, on request, each device's timeline."""
+        return self._run(self._home.request_inference(inputs, timeout_seconds, trace))
+
+    def model_info(self, timeout_seconds: float = _CALL_SECONDS) -> ModelInfo:
+        """What the served graph takes and gives: names, dtypes, shapes."""
+        return self._run(self._home.model_info(timeout_seconds))
 
     def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
         """Whether a model is being served, which, and if not, why."""

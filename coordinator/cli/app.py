@@ -13,6 +13,7 @@ from coordinator.cli.devices import devices
 from coordinator.cli.doctor import doctor
 from coordinator.cli.embed import embed
 from coordinator.cli.generate import generate
+from coordinator.cli.infer import bench_model, infer
 from coordinator.cli.key import key_app
 from coordinator.cli.plan import plan
 from coordinator.cli.serve import serve
@@ -42,7 +43,7 @@ def _main(
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
-for command in (devices, plan, serve, embed, generate, chat, status, doctor, demo):
+for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, status, doctor, demo):
     app.command()(command)
 app.add_typer(key_app, name="key")
 

@@ -11,13 +11,17 @@ from typing import Annotated, Optional
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, TimeLimit, graph_goal_of, refuse
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
 from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Weights, Wire, goal_of
 from coordinator.config import load_settings
+from coordinator.graphs.model import kind_of
 from coordinator.service import Service
+from coordinator.state import GraphGoal, ServingGoal
 from hearth.errors import BadKey, BadPlan, BadSetting
-from hearth.plan import plan_from_json
+from hearth.graph.plan import GraphPlan, graph_plan_from_json
+from hearth.plan import Plan, plan_from_json
 from hearth.security import HomeKey, resolve_credential
 
 
@@ -25,10 +29,16 @@ from hearth.security import HomeKey, resolve_credential
 def serve(
     model: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Argument(help="Model directory. Default: the model that was served last.", show_default=False),
+        typer.Argument(
+            help="Model directory, or an ONNX file. Default: the model that was served last.", show_default=False
+        ),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,
     strategy: StrategyOption = "auto",
+    objective: ObjectiveOption = None,
+    dim: Dims = [],  # noqa: B006 (typer's way to say "none")
+    time_limit: TimeLimit = None,
+    no_congestion: NoCongestion = False,
     seq_len: SeqLen = None,
     context: Context = None,
     sequences: Sequences = None,
@@ -43,7 +53,7 @@ def serve(
             metavar="X",
         ),
     ] = None,
-    exclude: Exclude = [],  # noqa: B006 (typer's way to say "none")
+    exclude: Exclude = [],  # noqa: B006
     limit: Limit = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
     port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
@@ -82,19 +92,37 @@ def serve(
             ("--exclude", exclude),
             ("--context", context),
             ("--sequences", sequences),
+            ("--objective", objective),
+            ("--dim", dim),
+            ("--time-limit", time_limit),
         ):
             if given:
                 raise BadSetting(setting=option, reason="it needs the MODEL that it is for")
-    goal = None
-    if model is not None:
+    goal: ServingGoal | GraphGoal | None = None
+    if model is not None and kind_of(model) != "transformer":
+        refuse(
+            {
+                "--seq-len": seq_len, "--context": context, "--sequences": sequences, "--weights": weights != "float32",
+                "--accuracy-budget": accuracy_budget,
+            },
+            "it is for transformers",
+        )  # fmt: skip
+        goal = graph_goal_of(model, strategy, objective, dim, time_limit, no_congestion, wire, lz4, exclude, limit)
+        goal = goal.model_copy(update={"keep_plan": plan is not None})
+    elif model is not None:
+        refuse(
+            {"--objective": objective, "--dim": dim, "--time-limit": time_limit, "--no-congestion": no_congestion},
+            f"it is for graphs of operators, and {model} is none",
+        )
         goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
         goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
-    saved = None
+    saved: Plan | GraphPlan | None = None
     if plan is not None:
         if goal is None:
             raise BadSetting(setting="--plan", reason="it needs the MODEL that it was made for")
         try:
-            saved = plan_from_json(plan.read_bytes())
+            text = plan.read_bytes()
+            saved = graph_plan_from_json(text) if isinstance(goal, GraphGoal) else plan_from_json(text)
         except OSError as error:
             raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
     logging.getLogger().setLevel(logging.WARNING)

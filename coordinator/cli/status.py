@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from coordinator.cli.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import device_table, plan_tables
@@ -24,9 +25,12 @@ def status(
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return
     out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
+    peaks = {device.device_id: device.worker_peak_bytes for device in devices.devices}
     if now.plan is not None:
-        peaks = {device.device_id: device.worker_peak_bytes for device in devices.devices}
         out.print(*plan_tables(now.plan, peaks), sep="\n")
+    if now.graph_plan is not None:
+        out.print(*graph_plan_tables(now.graph_plan, peaks), sep="\n")
+        out.print(prediction_line(now.graph_plan))
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(

@@ -33,12 +33,15 @@ class ClusterDevice:
     budget_bytes: int
     reserved_bytes: int = 0
     process_bytes: int = 0  # a worker that holds no model
-    run_bytes: int = 0  # what running the whole graph takes beside its weights
+    load_bytes: int = 0  # the whole graph in it, more than its file where kernels pack weights their own way
+    loading_bytes: int = 0  # what comes and goes while it is loaded
+    run_bytes: int = 0  # what running it takes beside that
     wire: WireCost = field(default_factory=WireCost)
 
-    @property
-    def room_bytes(self) -> int:
-        return max(self.budget_bytes - self.reserved_bytes, 0)
+    def room_bytes(self, graph_bytes: int) -> int:
+        """For weights as the file has them, of a graph that has so many."""
+        factor = max(self.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
+        return int(max(self.budget_bytes - self.reserved_bytes, 0) / factor)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from coordinator.placement.pipeline import PLANNERS
 from coordinator.placement.pipeline_problem import pipeline_problem
 from coordinator.placement.problem import PlacementProblem, problem_of
 from coordinator.placement.schedule import Placement
-from hearth.errors import BadSetting, HearthError, ModelDoesNotFit, NoPlacement
+from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.graph.cutting import cut
 from hearth.graph.plan import GraphDevice, GraphPlan, GraphPrediction, Segment
 from hearth.plan import Alternative, MemoryUse
@@ -56,7 +56,7 @@ def _choose(request: GraphRequest, found: Sequence[Candidate]) -> Planned:
     if not takes and len(request.cluster.devices) == 1:  # there is nothing to share
         takes = [each for each in ordered if each.answer]
     if not takes:
-        raise _why_none(request, ordered)
+        raise _why_none(request)
     least = takes[0].seconds(objective)
     chosen = min(
         (each for each in takes if each.seconds(objective) <= _A_HAIR * least),
@@ -105,17 +105,16 @@ def _why_not(other: Candidate, chosen: Candidate, request: GraphRequest) -> str:
     return "the same" if other.num_devices == chosen.num_devices else "no faster worth mentioning, on more devices"
 
 
-def _why_none(request: GraphRequest, found: Sequence[Candidate]) -> HearthError:
+def _why_none(request: GraphRequest) -> HearthError:
     """Nothing fits, or the one strategy that was asked for has no answer."""
     spec = request.spec
     weights = spec.parameter_bytes(range(spec.num_operators))
-    missing = weights - sum(device.room_bytes for device in _with_rooms(request).cluster.devices)
+    missing = weights - sum(device.room_bytes(weights) for device in _with_rooms(request).cluster.devices)
     if missing > 0:
         return ModelDoesNotFit(model=spec.name, missing_bytes=missing)
     if request.strategy == "local":
         return ModelDoesNotFit(model=spec.name, missing_bytes=min(map(_lacking, _alone(request))))
-    reason = next((each.reason for each in found if each.label == request.strategy), "no strategy found a plan")
-    return BadSetting(setting="--strategy", reason=f"{request.strategy} found no plan: {reason}")
+    return NoPlacement(graph=spec.name, strategy=request.strategy)
 
 
 # ---- one device -------------------------------------------------------------------------------------------------------
@@ -196,7 +195,8 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
 def _answer(request: GraphRequest, strategy: str) -> Answer:
     """Raises ModelDoesNotFit."""
     spec, cluster = request.spec, request.cluster
-    rooms = [device.room_bytes for device in cluster.devices]
+    weights = spec.parameter_bytes(range(spec.num_operators))
+    rooms = [device.room_bytes(weights) for device in cluster.devices]
     if request.objective == "latency":
         problem = problem_of(
             spec, cluster.seconds, rooms, cluster.bytes_per_second, cluster.latency_seconds, request.congestion

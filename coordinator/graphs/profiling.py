@@ -61,11 +61,13 @@ class GraphProfiler:
                     device_id=device.device_id,
                     name=device.name,
                     budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
-                    process_bytes=profiles[device.device_id].process_bytes,
-                    run_bytes=profiles[device.device_id].run_bytes,
-                    wire=profiles[device.device_id].wire,
+                    process_bytes=profile.process_bytes,
+                    load_bytes=profile.load_bytes,
+                    loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),
+                    run_bytes=profile.run_bytes,
+                    wire=profile.wire,
                 )
-                for device in known
+                for device, profile in ((device, profiles[device.device_id]) for device in known)
             ),
             seconds=tuple(zip(*per_device, strict=True)),
             bytes_per_second=tuple(

@@ -1,0 +1,132 @@
+"""`hearth infer` and `hearth bench-model`: a served graph of operators, asked once or under load."""
+
+from __future__ import annotations
+
+import asyncio
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
+from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.graphs.load import Load, measure, random_inputs
+from coordinator.graphs.pricing import in_flight
+from hearth.client import connect, connect_async
+from hearth.errors import BadSetting, NotAuthorised
+from hearth.graph.plan import GraphPlan
+from hearth.units import format_seconds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_DEFAULT_CONCURRENCY = 8  # where the plan may not be looked at
+
+
+@handles_errors
+def infer(
+    inputs: Annotated[
+        Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+        typer.Argument(help="Inputs by name, as numpy.savez writes them. Default: random ones.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--output", help="Write the outputs as .npz.", metavar="FILE"),
+    ] = None,
+    timeout: Timeout = 60.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the served graph once; prints names, types and shapes of its outputs."""
+    given = _read_npz(inputs) if inputs is not None else None
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+        arrays = given if given is not None else random_inputs(home.model_info(timeout).inputs)
+        result = home.request_inference(arrays, timeout)
+    if output is not None:
+        _write_npz(output, result.outputs)
+    if as_json:
+        outputs = {
+            name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in result.outputs.items()
+        }
+        print_json({"outputs": outputs, "latency_seconds": result.latency_seconds})
+        return
+    for name, array in result.outputs.items():
+        first = ", ".join(f"{value:.4g}" for value in array.reshape(-1)[:6].tolist())
+        out.print(
+            f"{name}: {array.dtype} {list(array.shape)}: {first}{', ...' if array.size > 6 else ''}", markup=False
+        )
+    out.print(format_seconds(result.latency_seconds))
+
+
+@handles_errors
+def bench_model(
+    concurrency: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Requests at once. Default: as many as fill the pipeline.", min=1, max=200, metavar="N"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to ask, after a tenth of it to warm up.", min=0.5)] = 20.0,
+    inputs: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--inputs", help="Inputs as numpy.savez writes them. Default: random ones.", metavar="FILE"),
+    ] = None,
+    timeout: Timeout = 60.0,
+    address: Address = None,
+    mdns_interfaces: Interfaces = None,
+    key: KeyPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Throughput and latency of the served graph: one request at a time, then many; beside what was predicted."""
+    given = _read_npz(inputs) if inputs is not None else None
+
+    async def run() -> tuple[Load, Load, GraphPlan | None]:
+        async with await connect_async(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+            info = await home.model_info(timeout)
+            arrays = given if given is not None else random_inputs(info.inputs)
+            try:
+                plan = (await home.status()).graph_plan
+            except NotAuthorised:  # an app's key
+                plan = None
+            at_once = concurrency or (in_flight(plan.segments) if plan else _DEFAULT_CONCURRENCY)
+            err.print(f"asking {info.name} for {seconds:g} s, one request at a time", soft_wrap=True)
+            alone = await measure(home, arrays, 1, seconds / 2, timeout)
+            err.print(f"asking {info.name} for {seconds:g} s, {at_once} requests at once", soft_wrap=True)
+            return alone, await measure(home, arrays, at_once, seconds, timeout), plan
+
+    alone, full, plan = asyncio.run(run())
+    if as_json:
+        promise = plan.predicted.model_dump(mode="json") if plan else None
+        print_json({"alone": alone.as_json(), "load": full.as_json(), "predicted": promise})
+        return
+    for load in (alone, full):
+        out.print(load.describe())
+    if plan is not None:
+        predicted = plan.predicted
+        out.print(
+            f"predicted: {format_seconds(predicted.latency_seconds)} for one request, "
+            f"{1 / max(predicted.bottleneck_seconds, 1e-9):.3g} a second from a full pipeline"
+        )
+
+
+def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or "it is no .npz file of plain arrays"
+        raise BadSetting(setting="--inputs", reason=f"{path}: {reason}") from None
+
+
+def _write_npz(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    import numpy as np
+
+    try:
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # an output may have any name
+    except OSError as error:
+        raise BadSetting(setting="--output", reason=f"{path} cannot be written ({error.strerror})") from None
