@@ -213,6 +213,13 @@ class EngineRunners(_Group):
         self.ask({name: {"do": "close_link"} for name in (source, target)})
         return float(echoed[source]["seconds"])
 
+    def swap_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
+        """Both ways at once, on the slower end: what an exchange of partial sums is without anything of ours."""
+        self._open_link(source, target, encrypt)
+        swapped = self.ask(dict.fromkeys((source, target), {"do": "swap", "num_bytes": num_bytes, "count": count}))
+        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        return max(float(answer["seconds"]) for answer in swapped.values())
+
     def _open_link(self, source: str, target: str, encrypt: bool) -> None:
         ends = {
             name: {"do": "open_link", "rank": rank, "encrypt": encrypt} for rank, name in enumerate((source, target))

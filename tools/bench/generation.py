@@ -62,6 +62,7 @@ class GenerationRow(BaseModel):
     decode_predicted: float | None = None
     exchange_seconds: float | None = None  # of partial sums of one row, between two devices
     ping_seconds: float | None = None  # one way, a raw message of that size over the same kind of socket
+    swap_seconds: float | None = None  # one such message each way at once
 
 
 @dataclass
@@ -135,14 +136,15 @@ class GenerationBench:
                     found[name].decode.append(answer["decode"])
         spec = self._model.spec
         exchange = self._engine.exchange_seconds("hmp", _EXCHANGES)
-        ping = self._engine.ping_seconds(self._names[0], self._names[1], 4 * spec.hidden_size, _EXCHANGES)
+        of_that_size = (self._names[0], self._names[1], 4 * spec.hidden_size, _EXCHANGES)
+        ping, swap = self._engine.ping_seconds(*of_that_size), self._engine.swap_seconds(*of_that_size)
         rows = [
             self._row(name, each, found[REFERENCE], mbit, prompt_tokens, new_tokens) for name, each in found.items()
         ]
         for variant in VARIANTS:
             self._engine.unload(variant)
         return [
-            row.model_copy(update={"exchange_seconds": exchange, "ping_seconds": ping})
+            row.model_copy(update={"exchange_seconds": exchange, "ping_seconds": ping, "swap_seconds": swap})
             if row.strategy == "hmp"
             else row
             for row in rows
@@ -210,12 +212,12 @@ def markdown(rows: Sequence[GenerationRow]) -> str:
                 f"[{row.decode_low:.2f}, {row.decode_high:.2f}] |"
             )
         for row in group:
-            if row.exchange_seconds and row.ping_seconds:
-                exchange, ping = row.exchange_seconds * 1e3, row.ping_seconds * 1e3
+            if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
+                exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
                 lines += [
                     "",
-                    f"One exchange of partial sums takes {exchange:.2f} ms, a raw message of that size {ping:.2f} ms "
-                    f"({exchange / ping:.2f} x).",
+                    f"One exchange of partial sums takes {exchange:.2f} ms; a raw message of that size takes {ping:.2f} ms "
+                    f"one way ({exchange / ping:.2f} x), one each way at once {swap:.2f} ms ({exchange / swap:.2f} x).",
                 ]
         lines.append("")
     return "\n".join(lines)

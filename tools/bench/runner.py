@@ -238,6 +238,16 @@ class Runner:
             self._probe.send(0, [bytes(received.frames[0])])
         raise StepFailed(device=self._host, reason="a ping has stalled")
 
+    def swap(self, num_bytes: int, count: int) -> dict[str, Any]:
+        """Either end: seconds until a message of this size was sent and the other end's was there, the median."""
+        assert self._probe is not None
+        message, seconds = bytes(num_bytes), []
+        for _ in range(count):
+            began = time.perf_counter()
+            self._probe.send(1 - self._probe.rank, [message])
+            seconds.append(self._confirmed() - began)
+        return {"seconds": statistics.median(seconds)}
+
     def open_link(self, rank: int, encrypt: bool) -> dict[str, Any]:
         """One end of a measurement between two devices: rank 0 sends, rank 1 receives."""
         self.close_link()
