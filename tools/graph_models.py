@@ -123,7 +123,7 @@ def _two_branch(size: Size) -> Network:
         layers = [layer(width // 4, width, kernel, 1), *(layer(width, width, 3, 1) for _ in range(depth))]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    class TwoBranch(nn.Module):
+    class TwoBranch(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Sequential(layer(3, width // 8, 3, 2), layer(width // 8, width // 4, 3, 4))
@@ -165,7 +165,7 @@ def export(network: Network, path: Path, open_dims: dict[str, dict[int, str]] | 
     """As ONNX. `open_dims` names axes of inputs whose size the file leaves open: {"pixel_values": {0: "batch"}}."""
     import torch
 
-    class Tuples(torch.nn.Module):
+    class Tuples(torch.nn.Module):  # type: ignore[misc]
         """What `transformers` gives out is a mapping; a file has a list of outputs."""
 
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ def _pooling(call: Call) -> int:
     window = [
         min(size, length) for size, length in zip(call.attributes["kernel_shape"], call.input(0)[2:], strict=False)
     ]
-    return math.prod(call.output) * math.prod(window)
+    return math.prod(call.output) * int(math.prod(window))
 
 
 def _convolution(weight: int) -> Callable[[Call], int]:

@@ -95,10 +95,10 @@ class OnnxFile:
         }
         found = hashlib.sha256()
         for path in (self.path, *sorted(paths - {self.path})):
-            data = memoryview(self._map(path))
-            found.update(len(data).to_bytes(8, "little"))
-            for start in range(0, len(data), _HASH_BLOCK_BYTES):
-                found.update(data[start : start + _HASH_BLOCK_BYTES])
+            found.update(len(self._map(path)).to_bytes(8, "little"))
+            with path.open("rb") as file:  # not through the map, whose pages would stay with us
+                while block := file.read(_HASH_BLOCK_BYTES):
+                    found.update(block)
         return found.hexdigest()
 
     def _map(self, path: Path) -> mmap.mmap:
