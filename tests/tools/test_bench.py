@@ -507,10 +507,11 @@ def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
                     "--tokens", "6", "--json", str(files / "rows.json"))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [GenerationRow.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
-    assert [row.strategy for row in rows] == ["transformers", "local", "hmp", "auto"]
+    assert [row.strategy for row in rows] == ["transformers", "local", "hmp", "hmp, 2 micro-batches", "auto"]
     assert all(row.prefill > 0 and row.decode_min <= row.decode <= row.decode_max for row in rows)
     (shared,) = (row for row in rows if row.strategy == "hmp")
     assert shared.ping_seconds
+    assert shared.swap_seconds
     assert shared.exchange_seconds
     assert "One exchange of partial sums takes" in done.stdout
 

@@ -216,7 +216,8 @@ class EngineRunners(_Group):
     def swap_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
         """Both ways at once, on the slower end: what an exchange of partial sums is without anything of ours."""
         self._open_link(source, target, encrypt)
-        swapped = self.ask(dict.fromkeys((source, target), {"do": "swap", "num_bytes": num_bytes, "count": count}))
+        request = {"do": "swap", "num_bytes": num_bytes, "count": count}
+        swapped = self.ask({source: request, target: request})
         self.ask({name: {"do": "close_link"} for name in (source, target)})
         return max(float(answer["seconds"]) for answer in swapped.values())
 
