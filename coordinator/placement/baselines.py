@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from random import Random
 
+from coordinator.placement.getf import getf
+from coordinator.placement.heft import critical_path, heft
 from coordinator.placement.problem import PlacementProblem
 from coordinator.placement.schedule import Placement, Schedule, best_schedule
+from coordinator.placement.sct import m_sct
 from hearth.errors import NoPlacement
 
+_SEED = 0  # a plan repeats
 Baseline = Callable[[PlacementProblem], Placement]
 
 
@@ -30,4 +35,13 @@ def _timed(name: str, strategy: Callable[[PlacementProblem], Schedule]) -> Basel
     return place
 
 
-BASELINES: Mapping[str, Baseline] = {name: _timed(name, strategy) for name, strategy in {"local": local}.items()}
+BASELINES: Mapping[str, Baseline] = {
+    name: _timed(name, strategy)
+    for name, strategy in {
+        "local": local,
+        "heft": heft,
+        "critical-path": lambda problem: critical_path(problem, Random(_SEED)),
+        "m-sct": m_sct,
+        "getf": getf,
+    }.items()
+}

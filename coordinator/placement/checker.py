@@ -71,8 +71,10 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
 
     if problem.congestion:
         for device in devices:
-            sent = [(t.start, t.end, f"flow {t.flow}") for t in schedule.transfers if t.source == device]
-            received = [(t.start, t.end, f"flow {t.flow}") for t in schedule.transfers if t.device == device]
+            # What takes no time is no transfer: edges out of a virtual source.
+            real = [t for t in schedule.transfers if t.end > t.start]
+            sent = [(t.start, t.end, f"flow {t.flow}") for t in real if t.source == device]
+            received = [(t.start, t.end, f"flow {t.flow}") for t in real if t.device == device]
             found += _overlaps(sent, f"on the way out of {problem.devices[device]}", slack)
             found += _overlaps(received, f"on the way into {problem.devices[device]}", slack)
 
@@ -87,10 +89,9 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
 
 
 def _overlaps(spans: list[tuple[float, float, str]], where: str, slack: float) -> list[str]:
-    """Pairs that run at one time. What takes no time is in nobody's way."""
-    busy = [span for span in spans if span[1] - span[0] > slack]
+    """Pairs that run at one time."""
     return [
         f"{a} and {b} overlap {where}"
-        for (start, end, a), (other_start, other_end, b) in combinations(busy, 2)
+        for (start, end, a), (other_start, other_end, b) in combinations(spans, 2)
         if start < other_end - slack and other_start < end - slack
     ]

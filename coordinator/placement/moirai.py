@@ -1,26 +1,138 @@
-"""Moirai (arXiv 2312.04025): the placement of an operator graph with the shortest latency, as far as time allows."""
+"""Moirai (arXiv 2312.04025): the placement of an operator graph with the shortest latency, as far as time allows.
+
+1. Every baseline, so that the answer is never worse than one of them.
+2. Cut vertices: a shortest path over the segments between them, which is the optimum where memory does not bind
+   (decomposition.py). Where segments stay large, near cuts give a bound, and a placement to start from.
+3. Small graphs as one model (cpsat.py); large ones window by window (windows.py).
+
+All work is done in whole ticks; what is found is priced by the simulator on the true times.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.placement.baselines import BASELINES
+from coordinator.placement.bounds import relaxed_makespan
+from coordinator.placement.cpsat import Effort, in_ticks, solve_model
+from coordinator.placement.decomposition import Reach, exact_cuts, joined, near_cuts, segments_of, shortest_path
+from coordinator.placement.heft import heft
 from coordinator.placement.problem import PlacementProblem
-from coordinator.placement.schedule import Placement
+from coordinator.placement.schedule import Item, Placement, Schedule, best_schedule
+from coordinator.placement.windows import improve
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
+_SEGMENT = 60  # operators; larger segments are cut at near cuts
+_WHOLE = 60  # operators; smaller graphs are solved as one model
+_PATH_SHARE = 0.5  # of the time, where the path is only a bound
 
-def solve(problem: PlacementProblem, time_limit_seconds: float, num_workers: int = 1) -> Placement:
-    """The best placement found within the time limit, with a bound. Raises ModelDoesNotFit."""
-    began = time.monotonic()
-    found = []
-    for baseline in BASELINES.values():
+
+def solve(
+    problem: PlacementProblem,
+    time_limit_seconds: float,
+    num_workers: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> Placement:
+    """The best placement found within the time limit, with a bound.
+
+    `num_workers` threads search; with one, the same limit on the same machine gives the same answer unless the clock
+    cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit.
+    """
+    search = _Search(problem, time_limit_seconds, num_workers, clock)
+    search.run()
+    return search.placement()
+
+
+class _Search:
+    def __init__(
+        self, problem: PlacementProblem, time_limit_seconds: float, num_workers: int, clock: Callable[[], float]
+    ) -> None:
+        self._problem = problem
+        self._ticked, self._ticks_per_unit = in_ticks(problem)
+        self._clock, self._began = clock, clock()
+        self._until = self._began + time_limit_seconds
+        self._num_workers = num_workers
+        self._lower = relaxed_makespan(self._ticked)  # ticks
+        self._best: Schedule | None = None  # on the true times
+        self._known: Schedule | None = None  # the best one in ticks
+
+    def run(self) -> None:
+        for baseline in BASELINES.values():
+            try:
+                found = baseline(self._problem).schedule
+            except NoPlacement:
+                continue
+            self._offer(found.assignment, found.order)
+        if self._done:
+            return
+        reach = Reach(self._ticked)
+        cuts = exact_cuts(self._ticked, reach)
+        segments = segments_of(self._ticked, cuts, reach)
+        if max(len(segment.operators) for segment in segments) > _SEGMENT:
+            cuts = near_cuts(self._ticked, reach, cuts, _SEGMENT)
+            segments = segments_of(self._ticked, cuts, reach)
+        exact = cuts == exact_cuts(self._ticked, reach)
+        share = 1.0 if exact else _PATH_SHARE
+        path = shortest_path(self._ticked, segments, self._clock, self._clock() + share * self._left, self._num_workers)
+        self._lower = max(self._lower, path.lower)
+        where, items = joined(segments, path.schedules)
+        for assignment, order in self._completed(where, items):
+            self._offer(assignment, order)
+        if self._problem.num_operators <= _WHOLE and not self._done:
+            self._solve_whole()
+        if self._known is not None and not self._done:
+            for better in improve(self._ticked, self._known, self._clock, self._until, self._num_workers):
+                self._offer(better.assignment, better.order)
+                if self._done:
+                    break
+
+    def placement(self) -> Placement:
+        if self._best is None or self._known is None:
+            missing = sum(self._problem.memory_bytes) - sum(self._problem.budget_bytes)
+            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=max(missing, 0))
+        return Placement(
+            "moirai",
+            self._best,
+            bound=min(self._lower / self._ticks_per_unit, self._best.makespan),
+            proven_optimal=self._done,
+            planning_seconds=self._clock() - self._began,
+        )
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, self._until - self._clock())
+
+    @property
+    def _done(self) -> bool:
+        return self._known is not None and round(self._known.makespan) <= self._lower
+
+    def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:
+        if self._problem.overflow(assignment) > 0:
+            return
+        items = list(order)
+        for problem, name in ((self._problem, "_best"), (self._ticked, "_known")):
+            found, known = best_schedule(problem, assignment, items), getattr(self, name)
+            if known is None or found.makespan < known.makespan:
+                setattr(self, name, found)
+
+    def _completed(self, where: dict[int, int], items: list[Item]) -> Iterable[tuple[Sequence[int], Sequence[Item]]]:
+        """The path's placement with what the near cuts dropped: where it would end first, or all on one device."""
+        n = self._problem.num_operators
+        if len(where) == n:
+            yield [where[i] for i in range(n)], items
+            return
         try:
-            found.append(baseline(problem))
+            found = heft(self._ticked, where)
+            yield found.assignment, found.order
         except NoPlacement:
-            continue
-    if not found:
-        missing = sum(problem.memory_bytes) - sum(problem.budget_bytes)
-        raise ModelDoesNotFit(model=problem.name, missing_bytes=max(missing, 0))
-    best = min(found, key=lambda each: each.makespan)
-    return Placement("moirai", best.schedule, planning_seconds=time.monotonic() - began)
+            pass
+
+    def _solve_whole(self) -> None:
+        below = None if self._known is None else round(self._known.makespan)
+        answer = solve_model(
+            self._ticked, Effort(self._left, num_workers=self._num_workers), hint=self._known, below=below
+        )
+        if answer.schedule is not None:
+            self._offer(answer.schedule.assignment, answer.schedule.order)
+        self._lower = max(self._lower, answer.bound)

@@ -50,15 +50,22 @@ class Schedule:
     sources: tuple[int, ...]  # of each flow, its operator
 
     @property
-    def order(self) -> tuple[Item, ...]:
-        """Everything by its start; what depends on something else stands after it. Prices to this schedule again."""
-        items: list[tuple[float, float, tuple[int, int], Item]] = [
-            (each.start, each.end, (self.sources[each.flow], 1), Send(each.flow, each.device))
-            for each in self.transfers
+    def order(self) -> list[Item]:
+        """Everything by its start; run in that order, it is this schedule again."""
+        items: list[tuple[float, float, int, Item]] = [
+            (each.start, each.end, self.sources[each.flow], Send(each.flow, each.device)) for each in self.transfers
         ]
         for index, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
-            items.append((start, end, (index, 0), index))
-        return tuple(item for _, _, _, item in sorted(items, key=lambda each: each[:3]))
+            items.append((start, end, index, index))
+        return by_start(items)
+
+
+def by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
+    """Of (start, end, operator or transfer's source, item): what depends on something else stands after it.
+
+    What takes no time stands before what starts with it, so that it waits for nobody.
+    """
+    return [item for *_, item in sorted(items, key=lambda each: (*each[:3], isinstance(each[3], Send)))]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""Linear and integer programs row by row, for HiGHS. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float64]
+_INFINITY = highspy.kHighsInf
+
+
+class Rows:
+    """The constraints of a program whose variables are not negative. A row maps variables to coefficients."""
+
+    def __init__(self, num_variables: int) -> None:
+        self._num_variables = num_variables
+        self._starts, self._columns, self._values = [0], list[int](), list[float]()
+        self._lower, self._upper = list[float](), list[float]()
+
+    def at_least(self, row: Mapping[int, float], value: float) -> None:
+        self.between(row, value, _INFINITY)
+
+    def at_most(self, row: Mapping[int, float], value: float) -> None:
+        self.between(row, -_INFINITY, value)
+
+    def equal(self, row: Mapping[int, float], value: float) -> None:
+        self.between(row, value, value)
+
+    def between(self, row: Mapping[int, float], lower: float, upper: float) -> None:
+        self._columns += row.keys()
+        self._values += row.values()
+        self._starts.append(len(self._columns))
+        self._lower.append(lower)
+        self._upper.append(upper)
+
+    def program(self, cost: Vector, upper: Vector, integer: bool = False) -> highspy.Highs:
+        """Minimise `cost` with each variable between 0 and `upper`; loaded, not yet run. One thread, so that it repeats."""
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = self._num_variables, len(self._lower)
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self._num_variables), upper
+        lp.row_lower_, lp.row_upper_ = np.array(self._lower), np.array(self._upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.array(self._starts, dtype=np.int32)
+        lp.a_matrix_.index_ = np.array(self._columns, dtype=np.int32)
+        lp.a_matrix_.value_ = np.array(self._values)
+        if integer:
+            lp.integrality_ = [highspy.HighsVarType.kInteger] * self._num_variables
+        solver = highspy.Highs()
+        solver.setOptionValue("output_flag", False)
+        solver.setOptionValue("threads", 1)
+        solver.passModel(lp)
+        return solver
+
+    def minimise(self, cost: Vector, upper: Vector) -> Vector:
+        """Solve the linear program. Raises ValueError where it has no solution."""
+        solver = self.program(cost, upper)
+        solver.run()
+        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise ValueError("the linear program has no solution")
+        return np.array(solver.getSolution().col_value)
