@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
@@ -23,6 +24,7 @@ from agent.telemetry import TelemetryReader
 from hearth.errors import BadRequest, HearthError, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
 from hearth.messages import (
     PROTOCOL_VERSION,
+    AbortGraph,
     AbortStep,
     AcquireLease,
     AgentState,
@@ -32,22 +34,28 @@ from hearth.messages import (
     ChunksMissing,
     ConnectPeers,
     Done,
+    Failed,
     FetchChunks,
     FindMissing,
     GenerateTokens,
     GetTelemetry,
+    GraphProfiled,
     Heartbeat,
     Hello,
     LeaseGranted,
     LinkMeasured,
+    LoadGraph,
     LoadShard,
     MeasureLink,
     Message,
     OpenLinkProbe,
     ProfileBlocks,
+    ProfileGraph,
     PutChunk,
     ReleaseLease,
+    RunGraph,
     RunStep,
+    StartGraphWorker,
     StartWorker,
     Unload,
 )
@@ -97,14 +105,18 @@ class AgentDaemon:
             OpenLinkProbe: self._open_link_probe,
             MeasureLink: self._measure_link,
             ProfileBlocks: self._profile_blocks,
+            ProfileGraph: self._profile_graph,
             FindMissing: self._find_missing,
             PutChunk: self._put_chunk,
             FetchChunks: self._fetch_chunks,
             LoadShard: self._load_shard,
+            LoadGraph: self._load_graph,
             ConnectPeers: self._connect_peers,
             RunStep: self._run_step,
+            RunGraph: self._run_graph,
             GenerateTokens: self._generate_tokens,
             AbortStep: self._abort_step,
+            AbortGraph: self._abort_step,
             Unload: self._unload,
         }
 
@@ -213,6 +225,28 @@ class AgentDaemon:
             output = await run_child("agent.worker.profiler", json.dumps(request), _PROFILE_SECONDS, device=self.name)
         return BlocksProfiled(blocks=BlockProfile.model_validate_json(output))
 
+    async def _profile_graph(self, message: ProfileGraph, payload: Sequence[Any]) -> GraphProfiled:
+        if not payload:
+            raise BadRequest(reason="the graph to be profiled is missing")
+        device = self._telemetry.read(time.time())
+        with self._store.scratch_folder() as folder:
+            path = Path(folder) / "graph.onnx"
+            await asyncio.to_thread(path.write_bytes, b"".join(payload))
+            request = {
+                "model_path": str(path),
+                "folder": folder,
+                "device": self.name,
+                "num_threads": device.num_threads,
+                "compute_device": device.compute_device,
+            }
+            async with self._busy_measuring:
+                output = await run_child(
+                    "agent.worker.graph_profiler", json.dumps(request), message.timeout_seconds, device=self.name
+                )
+        if json.loads(output)["t"] == "failed":
+            raise Failed.model_validate_json(output).error()
+        return GraphProfiled.model_validate_json(output)
+
     # ---- chunks ---------------------------------------------------------------------------------------------------
 
     async def _find_missing(self, message: FindMissing, _: Sequence[Any]) -> Message:
@@ -233,30 +267,44 @@ class AgentDaemon:
     # ---- the worker -----------------------------------------------------------------------------------------------
 
     async def _load_shard(self, message: LoadShard, _: Sequence[Any]) -> Message:
-        self._require_lease(message.holder)
-        if message.plan.epoch <= self._last_epoch:
-            raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {self._last_epoch}")
-        if message.rank >= message.plan.num_ranks:
-            raise BadRequest(reason=f"rank {message.rank} is not in a plan of {message.plan.num_ranks} devices")
+        device = self._telemetry.read(time.time())
+        start = StartWorker(
+            load=message,
+            store_path=str(self._store.path),
+            bind_host=self._bind_host,
+            ports=self._settings.data_ports,
+            num_threads=device.num_threads,
+            compute_device=device.compute_device,
+        )
+        return await self._start_worker(start, tuple(chunk.hash for chunk in message.chunks))
+
+    async def _load_graph(self, message: LoadGraph, _: Sequence[Any]) -> Message:
+        device = self._telemetry.read(time.time())
+        start = StartGraphWorker(
+            load=message,
+            store_path=str(self._store.path),
+            bind_host=self._bind_host,
+            ports=self._settings.data_ports,
+            num_threads=device.num_threads,
+            compute_device=device.compute_device,
+        )
+        return await self._start_worker(start, message.hashes)
+
+    async def _start_worker(self, start: StartWorker | StartGraphWorker, hashes: tuple[str, ...]) -> Message:
+        load = start.load
+        self._require_lease(load.holder)
+        if load.plan.epoch <= self._last_epoch:
+            raise BadRequest(reason=f"epoch {load.plan.epoch} is not newer than {self._last_epoch}")
+        if load.rank >= load.plan.num_ranks:
+            raise BadRequest(reason=f"rank {load.rank} is not in a plan of {load.plan.num_ranks} devices")
         async with self._loading:
             await self._stop_worker()
-            self._last_epoch = message.plan.epoch
-            hashes = tuple(chunk.hash for chunk in message.chunks)
+            self._last_epoch = load.plan.epoch
             self._store.pin(hashes)
             for chunk in hashes:
                 await asyncio.to_thread(self._store.verify, chunk)
-            device = self._telemetry.read(time.time())
             self._worker = WorkerProcess(self._context, self.name)
-            return await self._worker.start(
-                StartWorker(
-                    load=message,
-                    store_path=str(self._store.path),
-                    bind_host=self._bind_host,
-                    ports=self._settings.data_ports,
-                    num_threads=device.num_threads,
-                    compute_device=device.compute_device,
-                )
-            )
+            return await self._worker.start(start)
 
     async def _connect_peers(self, message: ConnectPeers, _: Sequence[Any]) -> Message:
         self._require_lease(message.holder)
@@ -268,11 +316,16 @@ class AgentDaemon:
         reply, frames = await self._current_worker(message.epoch).run(message, payload)
         return Reply(reply, frames)
 
+    async def _run_graph(self, message: RunGraph, payload: Sequence[Any]) -> Reply:
+        self._require_lease(message.holder)
+        reply, frames = await self._current_worker(message.epoch).run_graph(message, payload)
+        return Reply(reply, frames)
+
     async def _generate_tokens(self, message: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         self._require_lease(message.holder)
         return self._current_worker(message.epoch).stream(message, payload)
 
-    async def _abort_step(self, message: AbortStep, _: Sequence[Any]) -> Message:
+    async def _abort_step(self, message: AbortStep | AbortGraph, _: Sequence[Any]) -> Message:
         self._require_lease(message.holder)
         await self._current_worker(message.epoch).abort(message)
         return Done()

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
 _PART_SUFFIX = ".part"
+_PROFILE_PREFIX = "profile-"
 _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256, so that a name is never a path
 
 
@@ -136,6 +138,11 @@ class ShardStore:
         with self._lock:
             self._pinned.clear()
 
+    def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
+        """A folder for large files of a moment: a temporary folder of the system may be memory."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=_PROFILE_PREFIX, dir=self.path)
+
     def _file(self, chunk: str) -> Path:
         return self.path / chunk[:2] / chunk
 
@@ -182,7 +189,11 @@ class ShardStore:
         return shutil.disk_usage(self.path).free
 
     def _scan(self) -> None:
-        """What an earlier run left: chunks in order of their last deployment, unfinished parts removed."""
+        """What an earlier run left: chunks in order of their last deployment; what it had not finished is removed."""
+        for folder in self.path.glob(f"{_PROFILE_PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in self.path.glob(f"*{_PART_SUFFIX}"):
+            file.unlink(missing_ok=True)
         found = []
         for file in self.path.glob("??/*"):
             if file.name.endswith(_PART_SUFFIX):

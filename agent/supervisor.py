@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.messages import (
+    AbortGraph,
     AbortStep,
     Cancel,
     ConnectPeers,
@@ -25,7 +26,9 @@ from hearth.messages import (
     GenerateTokens,
     GenerationEnded,
     Message,
+    RunGraph,
     RunStep,
+    StartGraphWorker,
     StartWorker,
     WorkerBound,
     WorkerState,
@@ -80,12 +83,13 @@ class WorkerProcess:
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
         return int(found[1]) << 10 if found else 0
 
-    async def start(self, request: StartWorker) -> WorkerBound:
-        """Start the process and load the shard. Raises WorkerDied, or what the worker raised."""
+    async def start(self, request: StartWorker | StartGraphWorker) -> WorkerBound:
+        """Start the process and load the shard or the segments. Raises WorkerDied, or what the worker raised."""
         self.epoch = request.load.plan.epoch
         self.state = "loading"
+        module = "agent.worker.graph_process" if isinstance(request, StartGraphWorker) else "agent.worker.process"
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agent.worker.process", self._address, stdin=asyncio.subprocess.DEVNULL
+            sys.executable, "-m", module, self._address, stdin=asyncio.subprocess.DEVNULL
         )
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive())]
         try:
@@ -117,6 +121,10 @@ class WorkerProcess:
         # The worker's own waits are bounded by the request; this bounds a worker that hangs in a GEMM.
         return await self.call(request, payload, 3 * request.timeout_seconds + 30.0)
 
+    async def run_graph(self, request: RunGraph, payload: Sequence[Any]) -> tuple[Message, list[bytes]]:
+        # The worker ends the request in time by itself; this bounds a worker that hangs.
+        return await self.call(request, payload, request.timeout_seconds + 30.0)
+
     async def stream(self, request: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         """Everything that the worker answers, up to GenerationEnded. Raises as `call` does.
 
@@ -140,8 +148,8 @@ class WorkerProcess:
             if not ended:
                 self._tell(Cancel(request=request_id))
 
-    async def abort(self, request: AbortStep) -> None:
-        """Make the running step fail now; the worker answers it with the reason. Raises what the worker died of."""
+    async def abort(self, request: AbortStep | AbortGraph) -> None:
+        """Make what runs fail now; the worker answers it with the reason. Raises what the worker died of."""
         if self.failure is not None:
             raise self.failure
         self._tell(request)

@@ -376,7 +376,7 @@ class ArrayChunks(_Message):
     name: TensorName
     dtype: Name  # numpy's, or ml_dtypes'
     shape: Shape
-    chunks: tuple[Hash, ...] = Field(max_length=4096)
+    chunks: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
 
 
 class SegmentFiles(_Message):
@@ -400,6 +400,13 @@ class LoadGraph(_Message):
     max_in_flight: Annotated[int, Field(ge=1, le=4096)] = 16  # requests; one more is answered with QueueFull
     encrypt_data_plane: bool = True
     plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]  # opens every data-plane message
+
+    @property
+    def hashes(self) -> tuple[Hash, ...]:
+        """Every chunk that the segments need, once."""
+        chunks = [chunk for each in self.files for chunk in each.graph]
+        chunks += [chunk for each in self.files for weight in each.initializers for chunk in weight.chunks]
+        return tuple(dict.fromkeys(chunks))
 
 
 class RunGraph(_Message):
