@@ -133,11 +133,12 @@ def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> No
 
 
 def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, tmp_path: Path) -> None:
+    """Of three stages one is lost: two share the layers anew."""
     count, victim = 80, "a"
     with TestHome(tmp_path, slow_model_dir) as house:
         for name in ("a", "b", "c"):
             house.start_agent(name)
-        house.start_coordinator("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
+        house.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
         with house.ready() as home:
             pid = house.worker_pid(victim)
             assert pid is not None
@@ -150,6 +151,7 @@ def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, tm
             plan = home.status().plan
             assert plan is not None
             assert victim not in {device.name for device in plan.devices}
+            assert len(plan.body.layers) == 2
             assert home.status().failed_requests == 0
             assert "trying again" not in house.log("coordinator")
 
