@@ -92,7 +92,7 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
 
     @abstractmethod
     def _open(self, goal: _G) -> None:
-        """Read the model. Raises BadCheckpoint, BadGraph, BadSetting, ..."""
+        """Read the model. Raises BadCheckpoint, BadModelFile, BadSetting, ..."""
 
     @abstractmethod
     def _suits(self, plan: _P) -> bool:
@@ -129,7 +129,7 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
     # ---- from outside ---------------------------------------------------------------------------------------------
 
     def start(self, goal: _G, plan: _P | None = None) -> None:
-        """Serve `goal`, at first by `plan` if its devices come. Raises BadCheckpoint, BadGraph, BadSetting, ..."""
+        """Serve `goal`, at first by `plan` if its devices come. Raises BadCheckpoint, BadModelFile, BadSetting, ..."""
         self._last_epoch = self._file.load().last_epoch
         self._open(goal)
         self.goal = goal

@@ -119,7 +119,8 @@ def candidates_table(planned: Planned, objective: Objective, unit: str, most: in
 def _slower(each: Candidate, planned: Planned) -> str:
     if each.answer is None or planned.chosen.answer is None:
         return each.reason
-    return f"slower by {each.answer.objective_value / planned.chosen.answer.objective_value:.2f}x"
+    factor = each.answer.objective_value / planned.chosen.answer.objective_value
+    return f"slower by {factor:.2f}x" if factor > 1 else "the same"
 
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:

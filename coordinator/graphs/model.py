@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from coordinator.graphs.cluster import GraphCluster
 from coordinator.graphs.request import GraphRequest
 from coordinator.state import GraphGoal
-from hearth.errors import BadGraph, BadSetting
+from hearth.errors import BadModelFile, BadSetting
 from hearth.graph.json_reader import read_json
 from hearth.graph.spec import GraphSpec
 
@@ -35,7 +35,7 @@ class Graph:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a MODEL on the command line is. Raises BadGraph for a .json that cannot be read."""
+    """What a MODEL on the command line is. Raises BadModelFile for a .json that cannot be read."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix not in (".onnx", ".json"):
         return "transformer"
@@ -44,14 +44,14 @@ def kind_of(path: Path) -> Kind:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
+        raise BadModelFile(path=str(path), reason=error.strerror or str(error)) from None
     except ValueError as error:
-        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
+        raise BadModelFile(path=str(path), reason=f"it is no JSON ({error})") from None
     return "instance" if isinstance(content, dict) and "K" in content and "devices" in content else "graph"
 
 
 def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
-    """Read the graph. Raises BadGraph, BadSetting for dimensions that it does not have, ..."""
+    """Read the graph. Raises BadModelFile, BadSetting for dimensions that it does not have, ..."""
     if kind_of(path) == "onnx":
         from hearth.graph.onnx_reader import read_onnx
 

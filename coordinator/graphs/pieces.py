@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from coordinator.graphs.memory import CHUNK_BYTES
 from coordinator.graphs.model import Graph
-from hearth.errors import BadGraph
+from hearth.errors import BadModelFile
 from hearth.graph.plan import Segment
 from hearth.messages import ArrayChunks, SegmentFiles
 
@@ -31,7 +31,7 @@ class SegmentPieces(NamedTuple):
 
 
 class Pieces:
-    """Of one model. A weight is hashed once, whatever cuts come. Raises BadGraph for a weight of a type without a name."""
+    """Of one model. A weight is hashed once, whatever cuts come. Raises BadModelFile for a weight of a type without a name."""
 
     def __init__(self, graph: Graph) -> None:
         assert graph.model is not None
@@ -64,7 +64,7 @@ class Pieces:
             except ValidationError as error:
                 first = error.errors()[0]
                 reason = f"the weight {weight.name} cannot be sent: {first['loc'][0]}: {first['msg']}"
-                raise BadGraph(path=str(self._graph.path), reason=reason) from None
+                raise BadModelFile(path=str(self._graph.path), reason=reason) from None
         files = SegmentFiles(graph=tuple(piece.hash for piece in graph), initializers=tuple(arrays))
         return SegmentPieces(files, tuple(pieces))
 

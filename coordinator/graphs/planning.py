@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.graphs.memory import memory_use, reserved_bytes
-from coordinator.graphs.pricing import price, segment_seconds
+from coordinator.graphs.pricing import price, segment_seconds, transfers_of
 from coordinator.graphs.request import AUTO, Answer, Candidate, GraphRequest, Planned, check_strategy, seconds_of
 from coordinator.placement import moirai
 from coordinator.placement.baselines import BASELINES
@@ -21,6 +21,7 @@ from coordinator.placement.schedule import Placement
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.graph.cutting import cut
 from hearth.graph.plan import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.messages import MAX_PAYLOAD_FRAME_BYTES
 from hearth.plan import Alternative, MemoryUse
 from hearth.units import format_bytes
 
@@ -164,6 +165,8 @@ def _candidate(request: GraphRequest, strategy: str) -> Candidate:
         for _ in range(_MAX_REFITS):
             answer = _answer(request, strategy)
             plan = _build(request, answer)
+            if too_large := _cannot_travel(request, plan):
+                return Candidate(strategy, reason=too_large)
             over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
             if max(over.values()) <= 0:
                 return Candidate(strategy, answer, plan)
@@ -179,6 +182,16 @@ def _candidate(request: GraphRequest, strategy: str) -> Candidate:
     except _NO_PLAN as error:
         return Candidate(strategy, reason=_no_plan(error))
     return Candidate(strategy, reason="does not fit: what it holds beside weights finds no room")
+
+
+def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
+    """What forbids a cut on real devices: one message has room for one tensor."""
+    if not request.cluster.measured:
+        return ""
+    largest = max(transfers_of(request.spec, plan.segments), key=lambda each: each.num_bytes, default=None)
+    if largest is None or largest.num_bytes <= MAX_PAYLOAD_FRAME_BYTES:
+        return ""
+    return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} are more than a message takes"
 
 
 def _no_plan(error: ModelDoesNotFit | NoPlacement) -> str:

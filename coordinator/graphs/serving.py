@@ -23,7 +23,17 @@ from coordinator.registry import Device
 from coordinator.replanning import failure_of
 from coordinator.state import GraphGoal
 from coordinator.upkeep import Upkeep
-from hearth.errors import BadGraph, BadPlan, BadRequest, BadSetting, DeadlineExceeded, NotServing, QueueFull
+from hearth.errors import (
+    BadModelFile,
+    BadPlan,
+    BadRequest,
+    BadSetting,
+    DeadlineExceeded,
+    FrameTooLarge,
+    NotServing,
+    QueueFull,
+    StepFailed,
+)
 from hearth.framing import unpack_array
 from hearth.graph.cutting import check_segments
 from hearth.graph.plan import GraphPlan
@@ -101,6 +111,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
         self._profiles = GraphProfiler(fleet, self.profiler, settings.state_dir / "profiles", report)
         self._window = Window(settings.queue_limit)
         self._runs: set[asyncio.Task[Inference]] = set()
+        self._probe: asyncio.Task[None] | None = None
 
     @property
     def queued(self) -> int:
@@ -111,7 +122,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
 
     async def close(self) -> None:
         await super().close()
-        await asyncio.gather(*self._runs, return_exceptions=True)
+        await asyncio.gather(*self._runs, *([self._probe] if self._probe else []), return_exceptions=True)
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -151,11 +162,27 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
             result = await deployment.infer(inputs, trace)
         except Exception as error:
             failure = failure_of(error)
-            self._failed_request(failure, deployment)
+            if deployment is not None and isinstance(failure, StepFailed | FrameTooLarge):
+                self._failed_request(failure, None)
+                self._doubt(deployment)
+            else:
+                self._failed_request(failure, deployment)
             raise failure from None
         self.served += 1
         self.last_latency_seconds = result.latency_seconds
         return result
+
+    def _doubt(self, deployment: GraphDeployment) -> None:
+        """A request failed in the middle: its values may be to blame, or the plan. One that is known to run tells."""
+
+        async def probe() -> None:
+            try:
+                await deployment.infer(_zeros(self._require_graph().spec.inputs))
+            except Exception as error:
+                self.failed_on(deployment, failure_of(error))
+
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(probe())
 
     def _too_late(self, request: Infer) -> NotServing | DeadlineExceeded:
         if not self.ready:
@@ -186,7 +213,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
         for tensor in (*graph.spec.inputs, *graph.spec.outputs):
             if tensor.dtype not in get_args(ElementType) or tensor.dtype == "bfloat16":
                 reason = f"its tensor {tensor.name} is of {tensor.dtype}, which has no place in numpy"
-                raise BadGraph(path=goal.model_file, reason=reason)
+                raise BadModelFile(path=goal.model_file, reason=reason)
         self._graph, self._pieces = graph, Pieces(graph)
 
     def _suits(self, plan: GraphPlan) -> bool:
