@@ -17,19 +17,12 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 transformers = pytest.importorskip("transformers")
 
 from support.engines import EngineCluster  # noqa: E402 (needs torch)
+from support.reference import hidden_states  # noqa: E402
 
 TOLERANCE = 1e-4
 
 # Shares of one to five devices: even, uneven, and devices with nothing of a kind.
 SPLITS = [(1,), (1, 1), (3, 1), (2, 1, 3), (1, 1, 1, 1), (5, 1, 2, 1, 1), (1, 0, 2)]
-
-
-def reference(model_dir: Path, sequences: list[list[int]]) -> np.ndarray[Any, Any]:
-    """Last hidden states of each sequence alone, one after another."""
-    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        rows = [model(torch.tensor([ids])).last_hidden_state[0] for ids in sequences]
-    return torch.cat(rows).numpy()
 
 
 def random_sequences(lengths: list[int], vocab_size: int) -> list[list[int]]:
@@ -54,28 +47,28 @@ def distilbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_every_strategy_and_split_equals_transformers(
-    family: str, strategy: str, split: tuple[int, ...], request: pytest.FixtureRequest, tmp_path: Path
+    family: str, strategy: str, split: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
     if strategy == "local" and len(split) > 1:
         split = (1,)
     model_dir = request.getfixturevalue(family)
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, make_plan(spec, strategy, split), tmp_path) as cluster:
+    with EngineCluster(model_dir, make_plan(spec, strategy, split)) as cluster:
         for lengths in ([1], [3], [17], [spec.max_positions], [5, 1, 9]):
             sequences = random_sequences(lengths, spec.vocab_size)
             rows, _ = cluster.run(sequences)
-            assert np.abs(rows - reference(model_dir, sequences)).max() < TOLERANCE, lengths
+            assert np.abs(rows - hidden_states(model_dir, sequences)).max() < TOLERANCE, lengths
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_a_device_may_have_no_rows_or_no_heads(strategy: str, bert: Path, tmp_path: Path) -> None:
+def test_a_device_may_have_no_rows_or_no_heads(strategy: str, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([13], spec.vocab_size)
     plan = make_plan(spec, strategy, weights=(1, 0, 2), row_weights=(1, 2, 0))
-    with EngineCluster(bert, plan, tmp_path) as cluster:
+    with EngineCluster(bert, plan) as cluster:
         rows, answers = cluster.run(sequences)
     assert [answer.num_rows for answer in answers][2] == 0
-    assert np.abs(rows - reference(bert, sequences)).max() < TOLERANCE
+    assert np.abs(rows - hidden_states(bert, sequences)).max() < TOLERANCE
 
 
 R, S = "replicated", "sharded"
@@ -84,54 +77,52 @@ MODES = [LayerMode(qkv=qkv, out=out, mlp=mlp) for qkv in (R, S) for out in (R, S
 
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
 @pytest.mark.parametrize("mode", [*MODES, SEQUENCE, SEQUENCE.model_copy(update={"mlp": S})], ids=str)
-def test_every_mode_of_a_layer_equals_transformers(
-    mode: LayerMode, split: tuple[int, ...], bert: Path, tmp_path: Path
-) -> None:
+def test_every_mode_of_a_layer_equals_transformers(mode: LayerMode, split: tuple[int, ...], bert: Path) -> None:
     spec = read_spec(bert)
-    with EngineCluster(bert, make_plan(spec, "hmp", split, modes=[mode, LayerMode()]), tmp_path) as cluster:
+    with EngineCluster(bert, make_plan(spec, "hmp", split, modes=[mode, LayerMode()])) as cluster:
         for lengths in ([3], [spec.max_positions], [5, 1, 9]):
             sequences = random_sequences(lengths, spec.vocab_size)
             rows, _ = cluster.run(sequences)
-            assert np.abs(rows - reference(bert, sequences)).max() < TOLERANCE, lengths
+            assert np.abs(rows - hidden_states(bert, sequences)).max() < TOLERANCE, lengths
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_modes_with_ranks_without_rows_or_heads_repeat_bit_for_bit(mode: LayerMode, bert: Path, tmp_path: Path) -> None:
+def test_modes_with_ranks_without_rows_or_heads_repeat_bit_for_bit(mode: LayerMode, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([13, 20], spec.vocab_size)
     plan = make_plan(spec, "hmp", weights=(1, 0, 2), row_weights=(1, 2, 0), modes=[LayerMode(), mode])
-    with EngineCluster(bert, plan, tmp_path) as cluster:
+    with EngineCluster(bert, plan) as cluster:
         first, _ = cluster.run(sequences)
-        assert np.abs(first - reference(bert, sequences)).max() < TOLERANCE
+        assert np.abs(first - hidden_states(bert, sequences)).max() < TOLERANCE
         for _ in range(5):
             assert np.array_equal(cluster.run(sequences)[0], first)
 
 
-def test_without_overlap_the_result_is_the_same_bit_for_bit(bert: Path, tmp_path: Path) -> None:
+def test_without_overlap_the_result_is_the_same_bit_for_bit(bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([31], spec.vocab_size)
     results = []
     for overlap in (True, False):
         plan = make_plan(spec, "hmp", (2, 1, 1), overlap=overlap)
-        with EngineCluster(bert, plan, tmp_path / str(overlap)) as cluster:
+        with EngineCluster(bert, plan) as cluster:
             results.append(cluster.run(sequences)[0])
     assert np.array_equal(*results)
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_a_plan_gives_the_same_bits_at_every_run(strategy: str, bert: Path, tmp_path: Path) -> None:
+def test_a_plan_gives_the_same_bits_at_every_run(strategy: str, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([29, 4], spec.vocab_size)
-    with EngineCluster(bert, make_plan(spec, strategy, (3, 2, 1)), tmp_path) as cluster:
+    with EngineCluster(bert, make_plan(spec, strategy, (3, 2, 1))) as cluster:
         first = cluster.run(sequences)[0]
         for _ in range(10):
             assert np.array_equal(cluster.run(sequences)[0], first)
 
 
-def test_mean_output_sums_each_sequences_rows(bert: Path, tmp_path: Path) -> None:
+def test_mean_output_sums_each_sequences_rows(bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([7, 2, 12], spec.vocab_size)
-    with EngineCluster(bert, make_plan(spec, "hmp", (1, 2)), tmp_path) as cluster:
+    with EngineCluster(bert, make_plan(spec, "hmp", (1, 2))) as cluster:
         rows = cluster.run(sequences)[0]
         sums = cluster.run(sequences, output="mean")[0]
     expected = [part.sum(axis=0) for part in np.split(rows, np.cumsum([7, 2]))]
@@ -139,18 +130,18 @@ def test_mean_output_sums_each_sequences_rows(bert: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("values", "tolerance"), [("fp16", 0.02), ("bf16", 0.1), ("int8", 0.3)])
-def test_lossy_wire_formats_stay_close(values: Any, tolerance: float, bert: Path, tmp_path: Path) -> None:
+def test_lossy_wire_formats_stay_close(values: Any, tolerance: float, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([40], spec.vocab_size)
     plan = make_plan(spec, "hmp", (1, 1, 1), wire=WireFormat(values=values, lz4="on"))
-    with EngineCluster(bert, plan, tmp_path) as cluster:
+    with EngineCluster(bert, plan) as cluster:
         rows, _ = cluster.run(sequences)
-    difference = np.abs(rows - reference(bert, sequences)).max()
+    difference = np.abs(rows - hidden_states(bert, sequences)).max()
     assert 0 < difference < tolerance
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_links_may_differ_in_their_format(strategy: Any, bert: Path, tmp_path: Path) -> None:
+def test_links_may_differ_in_their_format(strategy: Any, bert: Path) -> None:
     """A tile that came exactly loses its precision on the first link that is lossy, also where it is only forwarded."""
     spec = read_spec(bert)
     sequences = random_sequences([40], spec.vocab_size)
@@ -159,12 +150,12 @@ def test_links_may_differ_in_their_format(strategy: Any, bert: Path, tmp_path: P
     def run(exact_links: tuple[tuple[int, int], ...], name: str) -> tuple[np.ndarray[Any, Any], list[int]]:
         plan = make_plan(spec, strategy, (1, 1, 1), wire=WireFormat(values="fp16", lz4="off"))
         body = plan.body.model_copy(update={"exact_links": exact_links})
-        with EngineCluster(bert, plan.model_copy(update={"body": body}), tmp_path / name) as cluster:
+        with EngineCluster(bert, plan.model_copy(update={"body": body})) as cluster:
             rows, answers = cluster.run(sequences, trace=True)
         sent = [sum(e.num_bytes for e in answer.trace if e.lane == "send") for answer in answers]
         return rows, sent
 
-    with EngineCluster(bert, make_plan(spec, strategy, (1, 1, 1)), tmp_path / "exact") as cluster:
+    with EngineCluster(bert, make_plan(spec, strategy, (1, 1, 1))) as cluster:
         exact = cluster.run(sequences)[0]
     mixed, sent = run(((0, 1), (0, 2)), "mixed")
     assert np.array_equal(run(everywhere, "all")[0], exact)
@@ -175,14 +166,14 @@ def test_links_may_differ_in_their_format(strategy: Any, bert: Path, tmp_path: P
 
 
 def test_bert_base_shape_with_random_weights(tmp_path: Path) -> None:
-    config = transformers.BertConfig()  # BERT-base: 12 layers, 12 heads, 768
+    config = transformers.BertConfig(vocab_size=3000)  # BERT-base, but for its words: 12 layers, 12 heads, 768
     model_dir = save_random_model(tmp_path / "model", config)
     for strategy in ("hmp", "megatron-tp"):
         check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path / strategy)
 
 
 def test_distilbert_shape_with_random_weights(tmp_path: Path) -> None:
-    model_dir = save_random_model(tmp_path / "model", transformers.DistilBertConfig())
+    model_dir = save_random_model(tmp_path / "model", transformers.DistilBertConfig(vocab_size=3000))
     check_full_shape(model_dir, "hmp", (2, 1), [64], tmp_path)
 
 
@@ -195,8 +186,8 @@ def test_minilm_with_its_real_weights(strategy: str, split: tuple[int, ...], tmp
 
 def check_full_shape(model_dir: Path, strategy: Any, split: tuple[int, ...], lengths: list[int], folder: Path) -> None:
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, make_plan(spec, strategy, split), folder) as cluster:
+    with EngineCluster(model_dir, make_plan(spec, strategy, split)) as cluster:
         for length in lengths:
             sequences = random_sequences([length], spec.vocab_size)
             rows, _ = cluster.run(sequences)
-            assert np.abs(rows - reference(model_dir, sequences)).max() < TOLERANCE
+            assert np.abs(rows - hidden_states(model_dir, sequences)).max() < TOLERANCE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from hearth.model.spec import ModelSpec
 from hearth.plan import SEQUENCE, Generation, LayerMode, Plan
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.reference import decoder, greedy  # noqa: E402
 
 FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
 R = "replicated"
@@ -34,23 +35,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return save_random_model(tmp_path_factory.mktemp(family), small_decoder(family), generates=True)
 
     return model
-
-
-@lru_cache(maxsize=8)
-def _reference_model(model_dir: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # the end token of random weights ends nothing
-    return model
-
-
-def greedy(model_dir: Path, prompt: list[int], count: int) -> list[int]:
-    with torch.inference_mode():
-        ids = _reference_model(model_dir).generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=count, do_sample=False,
-        )  # fmt: skip
-    tokens: list[int] = ids[0, len(prompt) :].tolist()
-    return tokens
 
 
 def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
@@ -78,14 +62,12 @@ CASES += [(family, *case) for family in ("gpt2", "llama") for case in FURTHER]
 
 
 @pytest.mark.parametrize(("family", "strategy", "split"), CASES, ids=str)
-def test_greedy_tokens_equal_transformers(
-    family: str, strategy: str, split: tuple[int, ...], models: Any, tmp_path: Path
-) -> None:
+def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tuple[int, ...], models: Any) -> None:
     rows = tuple(max(share, 0.5) for share in split) if strategy == "sp" else None
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, split, row_weights=rows)
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         prompts = prompts_of(spec, [1, 7, 61, 100])
         requests = [home.submit(prompt, 24) for prompt in prompts]
@@ -100,13 +82,11 @@ MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_replicated_groups_decode_with_their_own_part(
-    family: str, mode: LayerMode, models: Any, tmp_path: Path
-) -> None:
+def test_replicated_groups_decode_with_their_own_part(family: str, mode: LayerMode, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         (prompt,) = prompts_of(spec, [37])
         request = home.submit(prompt, 16)
@@ -115,11 +95,11 @@ def test_replicated_groups_decode_with_their_own_part(
 
 
 @pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
-def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, models: Any, tmp_path: Path) -> None:
+def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         prompts = prompts_of(spec, [150, 3])
         requests = [home.submit(prompt, 8) for prompt in prompts]
@@ -136,15 +116,13 @@ def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, model
     ],
     ids=str,
 )  # fmt: skip
-def test_micro_batches_in_flight_give_the_same(
-    family: str, strategy: str, mode: LayerMode | None, models: Any, tmp_path: Path
-) -> None:
+def test_micro_batches_in_flight_give_the_same(family: str, strategy: str, mode: LayerMode | None, models: Any) -> None:
     """Prompts that lie across the cut, that have a chunk in the cache already, and that are too short to be cut."""
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         prompts = prompts_of(spec, [150, 211, 3, 40])
         requests = [home.submit(prompt, 8) for prompt in prompts]
@@ -154,10 +132,10 @@ def test_micro_batches_in_flight_give_the_same(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_long_prompts_and_long_answers(family: str, models: Any, tmp_path: Path) -> None:
+def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
         home = Home(cluster)
         (prompt,) = prompts_of(spec, [500])
         request = home.submit(prompt, 64)
@@ -166,13 +144,13 @@ def test_long_prompts_and_long_answers(family: str, models: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(family: str, models: Any, tmp_path: Path) -> None:
+def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     sequences = prompts_of(spec, [1, 29, 130])
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1))) as cluster:
         hidden, _ = cluster.run(sequences)
-    model = _reference_model(model_dir)
+    model = decoder(model_dir)
     with torch.inference_mode():
         logits = model.get_output_embeddings()(torch.from_numpy(hidden))
         expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
@@ -193,7 +171,7 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     config = small_decoder("llama", rope_parameters={"rope_theta": 10000.0, **scaling})
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
         home = Home(cluster)
         (prompt,) = prompts_of(spec, [200])
         request = home.submit(prompt, 16)
@@ -211,14 +189,14 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     ],
     ids=str,
 )
-def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling, models: Any, tmp_path: Path) -> None:
+def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     (prompt,) = prompts_of(spec, [20])
     answers = []
     for split in ((1,), (1, 1), (2, 1, 3)):
         plan = generating_plan(spec, "local" if len(split) == 1 else "hmp", split)
-        with EngineCluster(model_dir, plan, tmp_path / str(len(split))) as cluster:
+        with EngineCluster(model_dir, plan) as cluster:
             home = Home(cluster)
             request = home.submit(prompt, 20, sampling)
             home.run()
@@ -230,13 +208,13 @@ def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling,
     assert len(set(answers[0])) > 3
 
 
-def test_requests_come_and_go_while_others_run(models: Any, tmp_path: Path) -> None:
+def test_requests_come_and_go_while_others_run(models: Any) -> None:
     """Continuous batching under a budget: everyone gets what it would get alone, and cancelling frees at once."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=120)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(6):
@@ -252,13 +230,13 @@ def test_requests_come_and_go_while_others_run(models: Any, tmp_path: Path) -> N
         assert cluster.generations[0].num_sequences == 0
 
 
-def test_stop_tokens_end_an_answer(models: Any, tmp_path: Path) -> None:
+def test_stop_tokens_end_an_answer(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     (prompt,) = prompts_of(spec, [12])
     expected = greedy(model_dir, prompt, 20)
     stop = expected[5]
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
         home = Home(cluster)
         request = home.submit(prompt, 20, stop_ids=(stop,))
         home.run()
@@ -266,10 +244,10 @@ def test_stop_tokens_end_an_answer(models: Any, tmp_path: Path) -> None:
         assert home.ended[request].reason == "stop"
 
 
-def test_what_cannot_be_done_is_refused(models: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64)) as cluster:
         home = Home(cluster)
         with pytest.raises(BadRequest, match="non-empty"):
             home.submit([], 5)
@@ -281,10 +259,10 @@ def test_what_cannot_be_done_is_refused(models: Any, tmp_path: Path) -> None:
         home.run()
 
 
-def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any, tmp_path: Path) -> None:
+def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
         home = Home(cluster)
         home.submit([5, 6, 7], 50)
         for _ in range(3):
@@ -301,11 +279,11 @@ def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any, tmp_p
     ("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)]
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any, tmp_path: Path) -> None:
+def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir).model_copy(update={"weights": weights})
     (prompt,) = prompts_of(spec, [60])
-    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1)), tmp_path) as cluster:
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
         hidden, _ = cluster.run([prompt])
         request = (home := Home(cluster)).submit(prompt, 12)
         home.run()
@@ -313,5 +291,5 @@ def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float,
         errors = [generation._shard.weight_error() for generation in cluster.generations]
     assert all(1e-4 < error < tolerance for error in errors), errors
     with torch.inference_mode():
-        expected = _reference_model(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
+        expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
     assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)

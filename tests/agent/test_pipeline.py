@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from hearth.model.spec import ModelSpec
 from hearth.plan import Generation, Plan, TransformerPlan, WireFormat
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.reference import decoder, encoder, greedy  # noqa: E402
 
 LAYERS = 5
 LOGIT_TOLERANCE = 1e-3
@@ -39,28 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return save_random_model(tmp_path_factory.mktemp(family), config, generates=True)
 
     return model
-
-
-@lru_cache(maxsize=8)
-def reference(model_dir: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # the end token of random weights ends nothing
-    return model
-
-
-@lru_cache(maxsize=64)
-def _greedy(model_dir: Path, prompt: tuple[int, ...], count: int) -> list[int]:
-    with torch.inference_mode():
-        ids = reference(model_dir).generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=count, do_sample=False,
-        )  # fmt: skip
-    tokens: list[int] = ids[0, len(prompt) :].tolist()
-    return tokens
-
-
-def greedy(model_dir: Path, prompt: list[int], count: int) -> list[int]:
-    return _greedy(model_dir, tuple(prompt), count)
 
 
 def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
@@ -90,13 +69,11 @@ def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("prefill_rows", [512, 24])
-def test_greedy_tokens_equal_transformers(
-    family: str, layers: tuple[int, ...], prefill_rows: int, models: Any, tmp_path: Path
-) -> None:
+def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], prefill_rows: int, models: Any) -> None:
     """A mixed batch, its prompts in one step and in chunks of which several are in flight."""
     model_dir = models(family)
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, layers, prefill_rows), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
         home = Home(cluster)
         prompts = prompts_of(spec, [1, 7, 61, 130])
         found = answers_of(home, [home.submit(prompt, 12) for prompt in prompts])
@@ -105,33 +82,33 @@ def test_greedy_tokens_equal_transformers(
         assert cluster.generations[0].num_in_flight == 0
 
 
-def test_long_prompts_and_long_answers(models: Any, tmp_path: Path) -> None:
+def test_long_prompts_and_long_answers(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, (2, 3), 100), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
         home = Home(cluster)
         (prompt,) = prompts_of(spec, [500])
         assert answers_of(home, [home.submit(prompt, 64)]) == [greedy(model_dir, prompt, 64)]
 
 
-def test_one_stage_is_the_whole_model(models: Any, tmp_path: Path) -> None:
+def test_one_stage_is_the_whole_model(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, (5,), 32), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
         home = Home(cluster)
         (prompt,) = prompts_of(spec, [70])
         assert answers_of(home, [home.submit(prompt, 8)]) == [greedy(model_dir, prompt, 8)]
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
-def test_logits_equal_transformers(family: str, models: Any, tmp_path: Path) -> None:
+def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     sequences = prompts_of(spec, [1, 29, 130])
-    with EngineCluster(model_dir, staged(spec, (2, 1, 2)), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (2, 1, 2))) as cluster:
         hidden, answers = cluster.run(sequences)
     assert [answer.num_rows for answer in answers] == [160, 0, 0]
-    model = reference(model_dir)
+    model = decoder(model_dir)
     with torch.inference_mode():
         logits = model.get_output_embeddings()(torch.from_numpy(hidden))
         expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
@@ -143,11 +120,11 @@ def test_an_encoder_ends_with_the_last_stage(tmp_path: Path) -> None:
     spec = read_spec(model_dir)
     rng = np.random.default_rng(7)
     sequences = [rng.integers(0, spec.vocab_size, n).tolist() for n in (17, 1, 40)]
-    model = transformers.AutoModel.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = encoder(model_dir)
     with torch.inference_mode():
         expected = torch.cat([model(torch.tensor([ids])).last_hidden_state[0] for ids in sequences]).numpy()
     for layers in ((1, 2, 1), (3, 1), (4,)):
-        with EngineCluster(model_dir, make_plan(spec, "pipeline", layers), tmp_path / str(layers)) as cluster:
+        with EngineCluster(model_dir, make_plan(spec, "pipeline", layers)) as cluster:
             rows, answers = cluster.run(sequences, trace=True)
             sums, _ = cluster.run(sequences, output="mean")
         assert np.abs(rows - expected).max() < 1e-4, layers
@@ -159,14 +136,14 @@ def test_an_encoder_ends_with_the_last_stage(tmp_path: Path) -> None:
         assert sent[-1] == 0
 
 
-def test_a_lossy_wire_format_stays_close(models: Any, tmp_path: Path) -> None:
+def test_a_lossy_wire_format_stays_close(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     sequences = prompts_of(spec, [60])
     rows = []
     for values in ("exact", "fp16"):
         plan = staged(spec, (2, 2, 1)).model_copy(update={"wire": WireFormat(values=values, lz4="on")})
-        with EngineCluster(model_dir, plan, tmp_path / values) as cluster:
+        with EngineCluster(model_dir, plan) as cluster:
             rows.append(cluster.run(sequences)[0])
     assert 0 < np.abs(rows[0] - rows[1]).max() < 0.02
 
@@ -174,14 +151,14 @@ def test_a_lossy_wire_format_stays_close(models: Any, tmp_path: Path) -> None:
 # ---- what a stage holds -----------------------------------------------------------------------------------------------
 
 
-def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any, tmp_path: Path) -> None:
+def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any) -> None:
     from coordinator.memory import memory_use
 
     for family in ("gpt2", "llama"):  # tied, and with a head of its own
         model_dir = models(family)
         spec = read_spec(model_dir)
         plan = staged(spec, (1, 3, 1), kv_tokens=200)
-        with EngineCluster(model_dir, plan, tmp_path / family) as cluster:
+        with EngineCluster(model_dir, plan) as cluster:
             home = Home(cluster)
             request = home.submit(prompts_of(spec, [20])[0], 30)
             for _ in range(6):
@@ -200,10 +177,10 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any,
 # ---- several steps in flight ----------------------------------------------------------------------------------------
 
 
-def test_chunks_and_groups_are_in_flight_together(models: Any, tmp_path: Path) -> None:
+def test_chunks_and_groups_are_in_flight_together(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
         home, generation = Home(cluster), cluster.generations[0]
         cluster.hub._latency = 0.03  # far more than a chunk takes, so that none is back before the next
         (prompt,) = prompts_of(spec, [100])
@@ -225,11 +202,11 @@ def test_chunks_and_groups_are_in_flight_together(models: Any, tmp_path: Path) -
         assert [home.answers[each] for each in requests] == [greedy(model_dir, prompt, 20) for prompt in prompts]
 
 
-def test_requests_come_and_go_while_steps_are_in_flight(models: Any, tmp_path: Path) -> None:
+def test_requests_come_and_go_while_steps_are_in_flight(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
-    with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120)) as cluster:
         home = Home(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(9):
@@ -246,7 +223,7 @@ def test_requests_come_and_go_while_steps_are_in_flight(models: Any, tmp_path: P
         assert [generation.num_sequences for generation in cluster.generations[:1]] == [0]
 
 
-def test_another_plan_goes_on_where_this_one_was_lost(models: Any, tmp_path: Path) -> None:
+def test_another_plan_goes_on_where_this_one_was_lost(models: Any) -> None:
     """With sampling too: the seed decides, not the devices; from three stages to two, to tensor parallel, to one."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
@@ -256,8 +233,8 @@ def test_another_plan_goes_on_where_this_one_was_lost(models: Any, tmp_path: Pat
         staged(spec, (2, 1, 2)), staged(spec, (4, 1)), make_plan(spec, "hmp", (1, 2)), make_plan(spec, "local", (1,)),
     ]  # fmt: skip
     answers, resumed = [], list[int]()
-    for index, plan in enumerate(plans):
-        with EngineCluster(model_dir, plan, tmp_path / str(index)) as cluster:
+    for plan in plans:
+        with EngineCluster(model_dir, plan) as cluster:
             home = Home(cluster)
             answers += answers_of(home, [home.submit(prompt, 20, sampling)])
             rest = home.submit([*prompt, *resumed], 20 - len(resumed), sampling, first_index=len(resumed))
@@ -270,10 +247,10 @@ def test_another_plan_goes_on_where_this_one_was_lost(models: Any, tmp_path: Pat
     assert resumed == answers[0]
 
 
-def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any, tmp_path: Path) -> None:
+def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
-    with EngineCluster(model_dir, staged(spec, (2, 3)), tmp_path) as cluster:
+    with EngineCluster(model_dir, staged(spec, (2, 3))) as cluster:
         home = Home(cluster)
         home.submit([5, 6, 7], 50)
         for _ in range(3):
@@ -286,11 +263,11 @@ def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any, tmp_
             home.submit([5, 6, 7], 50)
 
 
-def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any, tmp_path: Path) -> None:
+def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     plan = staged(spec, (2, 2, 1))
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         for generation in cluster.generations:
             generation._wait_seconds = 0.3

@@ -162,9 +162,7 @@ def test_the_formats_are_those_of_a_plan() -> None:
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
 @pytest.mark.parametrize("lz4", ["off", "on", "auto"])
-def test_a_step_in_another_format_equals_a_plan_of_that_format(
-    strategy: Any, lz4: Any, bert: Path, tmp_path: Path
-) -> None:
+def test_a_step_in_another_format_equals_a_plan_of_that_format(strategy: Any, lz4: Any, bert: Path) -> None:
     from support.engines import EngineCluster
 
     spec = read_spec(bert)
@@ -186,15 +184,15 @@ def test_a_step_in_another_format_equals_a_plan_of_that_format(
 
     expected: dict[Values, Array] = {}
     for values in FORMATS:
-        with EngineCluster(bert, plan(values), tmp_path / values) as cluster:
+        with EngineCluster(bert, plan(values)) as cluster:
             expected[values] = run(cluster, 1, None)
     assert len({rows.tobytes() for rows in expected.values()}) == len(FORMATS)
-    with EngineCluster(bert, plan("bf16"), tmp_path / "any") as cluster:
+    with EngineCluster(bert, plan("bf16")) as cluster:
         for step, values in enumerate((None, "int8", "exact", None, "fp16", "bf16")):
             assert np.array_equal(run(cluster, step, values), expected[values or "bf16"]), values
 
 
-def test_what_was_calibrated_holds_on_sentences_that_were_not(tmp_path: Path) -> None:
+def test_what_was_calibrated_holds_on_sentences_that_were_not() -> None:
     """A trained model, calibrated on random tokens as the coordinator does; its real inputs err within the safety factor."""
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from support.engines import EngineCluster
@@ -203,7 +201,7 @@ def test_what_was_calibrated_holds_on_sentences_that_were_not(tmp_path: Path) ->
     spec = read_spec(model_dir)
     plan = make_plan(spec, "hmp", (1, 1, 2), wire=WireFormat(lz4="off"))
     sentences = SentenceTokenizer(model_dir).encode([*COMMANDS, *SENTENCES], 128)
-    with EngineCluster(model_dir, plan, tmp_path) as cluster:
+    with EngineCluster(model_dir, plan) as cluster:
         step = 0
 
         def run(values: Values, sequences: list[Array]) -> Array:
@@ -228,11 +226,11 @@ def test_what_was_calibrated_holds_on_sentences_that_were_not(tmp_path: Path) ->
             assert 0 < relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
 
 
-def test_waiting_for_a_slow_peer_is_no_compute_time(bert: Path, tmp_path: Path) -> None:
+def test_waiting_for_a_slow_peer_is_no_compute_time(bert: Path) -> None:
     from support.engines import EngineCluster
 
     spec = read_spec(bert)
-    with EngineCluster(bert, make_plan(spec, "hmp", (1, 1)), tmp_path, bytes_per_second=100e3) as cluster:
+    with EngineCluster(bert, make_plan(spec, "hmp", (1, 1)), bytes_per_second=100e3) as cluster:
         _, answers = cluster.run([list(range(60))])
     for answer in answers:  # each tile of 30 rows travels for over 100 ms
         assert answer.compute_seconds < (answer.ended_seconds - answer.began_seconds) / 2

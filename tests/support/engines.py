@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from agent.store import ShardStore
 from agent.worker.communicator import Communicator, link_codecs
@@ -20,6 +23,7 @@ from agent.worker.staging import make_staging
 from hearth.errors import HearthError
 from hearth.framing import pack_array
 from hearth.messages import (
+    ChunkRef,
     DeviceTrace,
     Failed,
     GenerateTokens,
@@ -31,10 +35,31 @@ from hearth.messages import (
 )
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
+from hearth.model.spec import ModelSpec
 from hearth.plan import Plan
 from hearth.transport.memory import MemoryHub
 
 TOKEN = bytes(range(16))
+
+torch.set_num_threads(1)  # the ranks are threads of this process; more of torch's own would only wait for a core
+
+
+@cache
+def _store() -> tuple[ShardStore, tempfile.TemporaryDirectory[str]]:
+    """One for all clusters of this process: chunks are named by their content."""
+    folder = tempfile.TemporaryDirectory(prefix="hearth-chunks-")
+    return ShardStore(Path(folder.name), 1 << 40, "all devices"), folder
+
+
+@cache
+def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
+    """Every chunk of a model, cut once: clusters differ in who gets which."""
+    store, _ = _store()
+    with Checkpoint(model_dir) as checkpoint:
+        refs = manifest(checkpoint, spec)
+        for ref in refs:
+            store.put(ref.hash, chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain))
+    return {ref: store.path_of(ref.hash) for ref in refs}
 
 
 class EngineCluster:
@@ -44,7 +69,7 @@ class EngineCluster:
         self,
         model_dir: Path,
         plan: Plan,
-        folder: Path,
+        *,
         bytes_per_second: float | None = None,
         compute_device: str = "cpu",
     ) -> None:
@@ -54,23 +79,20 @@ class EngineCluster:
         self.engines: list[Engine] = []
         self.generations: list[Generation] = []
         self._step = 0
-        with Checkpoint(model_dir) as checkpoint:
-            refs = manifest(checkpoint, plan.model)
-            for rank in range(plan.num_ranks):
-                store = ShardStore(folder / f"store{rank}", 1 << 40, f"device{rank}")
-                chunks = chunks_for_rank(refs, plan, rank)
-                for ref in chunks:
-                    store.put(ref.hash, chunk_bytes(checkpoint, plan.model, ref.kind, ref.layer, ref.grain))
-                staging = make_staging(compute_device)
-                shard = load_shard(plan, rank, chunks, store.path_of, staging.device)
-                rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
-                codecs = link_codecs(plan, rank, rates)
-                communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
-                communicator.start()
-                self.communicators.append(communicator)
-                self.engines.append(Engine(plan, rank, shard, communicator, staging))
-                if plan.generation is not None:
-                    self.generations.append(Generation(plan, rank, shard, communicator, staging))
+        stored = _stored_chunks(model_dir, plan.model)
+        for rank in range(plan.num_ranks):
+            chunks = chunks_for_rank(tuple(stored), plan, rank)
+            own = {ref.hash: stored[ref] for ref in chunks}  # any other is a KeyError
+            staging = make_staging(compute_device)
+            shard = load_shard(plan, rank, chunks, own.__getitem__, staging.device)
+            rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
+            codecs = link_codecs(plan, rank, rates)
+            communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
+            communicator.start()
+            self.communicators.append(communicator)
+            self.engines.append(Engine(plan, rank, shard, communicator, staging))
+            if plan.generation is not None:
+                self.generations.append(Generation(plan, rank, shard, communicator, staging))
 
     def __enter__(self) -> EngineCluster:
         return self
