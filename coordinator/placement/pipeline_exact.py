@@ -27,6 +27,8 @@ from hearth.errors import ModelDoesNotFit
 if TYPE_CHECKING:
     from random import Random
 
+_CLOSE = 1.002  # where nothing can be proven, the search ends this close to what is open
+
 
 class Answer(NamedTuple):
     """`bound_seconds`: no pipeline's bottleneck is below it."""
@@ -50,11 +52,13 @@ def best_stages(
     critical: set[int] = set()
     low, step, top = proven, 0, high
     while low < high and not stop():  # the bound is often the answer, or close to it: from there in growing steps
+        if low > proven and values[high] <= values[low] * _CLOSE:
+            break  # between open questions, closer than they are worth
         middle = min(low + step, (low + high) // 2)
         try:
             found = Decision(reaches, values[middle]).pipeline(critical, stop)
         except TooMuchWork:
-            low, top = middle + 1, min(top, middle)
+            low, top, step = middle + 1, min(top, middle), high
             continue
         if found is None:
             low = middle + 1

@@ -6,11 +6,14 @@ dynamic programming over positions, with the possible devices as a bit mask. Whe
 twice, that device becomes critical: from then on states remember whether it was used. This goes on until a way has no
 device twice, or there is none at all (decremental state-space relaxation, Righini and Salani 2008). Devices that nothing
 tells apart at this beta (twins) are used in order, so that their states count them instead of naming them.
+
+A stage that begins later on the same device reaches as far or farther. So a state need not be passed on to every position
+where its stage may end: it is enough to know until where it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +22,13 @@ from coordinator.placement.k_path import Graph, neighbours, vertices
 from coordinator.placement.links import Links
 from coordinator.placement.pipeline_problem import PipelineProblem, Stage, Stages
 
-_QUICK_STEPS = 300  # of the depth-first search before anything is proven
-_MAX_STATES = 60_000  # of one dynamic programme
-_Ends = list[tuple[int, int]]
+_QUICK_STEPS = 300  # of the depth-first search
+_MAX_STATES = 30_000  # of one dynamic programme, all positions together
+_BEAM = 100  # states kept at each position when all would be too many
+_FEW_CRITICAL = 8  # with up to so many, there are few states
+
+_Parts = list[tuple[int, int]]  # (position, mask of devices), masks disjoint
+_Ranking = Callable[[int], float]  # of a mask of used devices; the lower the better
 
 
 class TooMuchWork(Exception):
@@ -35,19 +42,21 @@ class Decision:
         problem = reaches.problem
         self._n = problem.num_blocks
         self._all = reaches.links.devices
-        levels = [reaches.links.slowest_within(size, beta) for size in problem.boundary_bytes]
-        self._graphs = {
-            cut + 1: reaches.links.from_threshold(level) for cut, level in enumerate(levels) if level >= 0
-        }  # by position: who can send to whom there
-        self._levels = sorted(set(levels) - {-1})
         self._links = reaches.links
-        self._ends = reaches.ends(beta, [*sorted(self._graphs), self._n])
-        self._back = self._ways_to_the_end()
+        levels = [reaches.links.slowest_within(size, beta) for size in problem.boundary_bytes]
+        self._levels = sorted(set(levels) - {-1})
+        # By position, who can send to whom across the cut there; positions that no link is fast enough for are none.
+        self._graphs = {cut + 1: self._links.from_threshold(level) for cut, level in enumerate(levels) if level >= 0}
+        self._positions = [0, *self._graphs]
+        self._limits = {position: reaches.limits(position, beta) for position in self._positions}
+        self._share = reaches.share(beta)
+        # By position, the devices from which there is a way on when their stage ends there.
+        self._back, self._startable = self._ways_to_the_end()
 
     @property
     def has_walk(self) -> bool:
         """Whether there is a way when devices may be used again. If not, there is no pipeline either."""
-        return self._startable(0) != 0
+        return self._startable != 0
 
     def pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
         """A pipeline, or None: there is none. Devices found critical are added to the set, for the next question.
@@ -56,40 +65,46 @@ class Decision:
         """
         if not self.has_walk:
             return None
-        if (found := self._search(_QUICK_STEPS)) is not None:
-            return found
         twins = self._twins()
+        # Before much is spent on proving that there is none, one is looked for.
+        searched = tried = False
         while True:
             tracked = sum(1 << each for each in critical)
             tracked = sum(twin for twin in twins if twin & tracked)
+            if not tried and sum(twin & tracked != 0 for twin in twins) > _FEW_CRITICAL:
+                tried = True
+                for ranking in (int.bit_count, self._share_of):
+                    if (found := self._walk(self._all, twins, stop, ranking)) is not None:
+                        return found
             walk = self._walk(tracked, twins, stop)
             if walk is None:
                 return None
-            seen: set[int] = set()
-            twice: set[int] = set()
-            for stage in walk:
-                (twice if stage.device in seen else seen).add(stage.device)
+            devices = [stage.device for stage in walk]
+            twice = {device for device in devices if devices.count(device) > 1}
             if not twice:
                 return walk
             critical |= twice
+            if not searched and (found := self._search(_QUICK_STEPS)) is not None:
+                return found
+            searched = True
 
     # ---- without memory of what was used -----------------------------------------------------------------------------
 
-    def _ways_to_the_end(self) -> list[int]:
-        """By position, the devices from which there is a way on when their stage ends there."""
-        self._back = [0] * self._n + [self._all]
-        for position in sorted(self._graphs, reverse=True):
-            ahead = self._startable(position)
-            if ahead:
+    def _ways_to_the_end(self) -> tuple[dict[int, int], int]:
+        back, startable = {self._n: self._all}, 0
+        nearest: _Parts = [(self._n, self._all)]  # where the next end with a way on is, nearest last
+        for position in reversed(self._positions):
+            startable = 0
+            for limit, mask in self._limits[position]:
+                startable |= mask & sum(devices for end, devices in nearest if end <= limit)
+            if position:
                 graph = self._graphs[position]
-                self._back[position] = sum(1 << each for each in vertices(self._all) if graph[each] & ahead)
-        return self._back
-
-    def _startable(self, position: int) -> int:
-        found = 0
-        for end, mask in self._ends[position]:
-            found |= mask & self._back[end]
-        return found
+                ways = sum(1 << each for each in vertices(self._all) if graph[each] & startable) if startable else 0
+                back[position] = ways
+                if ways:
+                    nearest = [(end, devices & ~ways) for end, devices in nearest if devices & ~ways]
+                    nearest.append((position, ways))
+        return back, startable
 
     # ---- depth first, for a quick yes ----------------------------------------------------------------------------------
 
@@ -114,12 +129,12 @@ class Decision:
 
     def _choices(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
         """Long stages first; of the devices for one, those with the fewest ways on from there."""
-        ahead = self._all if device is None else self._graphs[position][device]
-        ahead &= ~used
-        if not ahead:
-            return
-        for end, mask in reversed(self._ends[position]):
-            possible = ahead & mask & self._back[end]
+        ahead = (self._all if device is None else self._graphs[position][device]) & ~used
+        for end in (self._n, *reversed(self._graphs)):
+            if end <= position:
+                return
+            fits = sum(mask for limit, mask in self._limits[position] if limit >= end)
+            possible = ahead & fits & self._back[end]
             if not possible:
                 continue
             if end == self._n:
@@ -132,87 +147,98 @@ class Decision:
 
     # ---- exactly -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, tracked: int, twins: Sequence[int], stop: Callable[[], bool]) -> Stages | None:
-        """A way that visits no tracked device twice; others it may. None: there is none. Raises TooMuchWork."""
+    def _walk(
+        self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
+    ) -> Stages | None:
+        """A way that visits no tracked device twice; others it may. None: there is none. Raises TooMuchWork.
+
+        With a ranking of used devices only the first states are kept at each position (a beam): then None says nothing.
+        """
         groups = [twin for twin in twins if twin & tracked]
-        # reach[position]: {tracked devices used: devices whose stage may end there}
-        reach: list[dict[int, int]] = [{} for _ in range(self._n + 1)]
+        # By tracked devices used: until where the stage on each device may end. What is over is left out.
+        active: dict[int, _Parts] = {}
+        reach: dict[int, dict[int, int]] = {}  # [position][tracked devices used]: devices whose stage may end there
         num_states = 0
-        for position in [0, *sorted(self._graphs)]:
-            states = {0: 0} if position == 0 else _undominated(reach[position])
+        for position in self._positions:
+            states = self._states_at(position, active, ranking) if position else {0: 0}
             reach[position] = states
             num_states += len(states)
-            if num_states > _MAX_STATES or stop():
+            if (ranking is None and num_states > _MAX_STATES) or stop():
                 raise TooMuchWork
             for used, devices in states.items():
                 ahead = (neighbours(self._graphs[position], devices) if position else self._all) & ~used
                 free = ahead & ~tracked
-                chosen = [(used | bit, bit) for bit in _first_unused(groups, used) if bit & ahead]
-                if not free and not chosen:
-                    continue
-                for end, mask in self._ends[position]:
-                    mask &= self._back[end]
-                    target = reach[end]
+                chosen = [bit for bit in _first_unused(groups, used) if bit & ahead]
+                for limit, mask in self._limits[position]:
                     if free & mask:
-                        target[used] = target.get(used, 0) | free & mask
-                    for after, bit in chosen:
+                        _put(active, used, limit, free & mask)
+                    for bit in chosen:
                         if bit & mask:
-                            target[after] = target.get(after, 0) | bit
-        return self._walk_back(reach, tracked) if reach[self._n] else None
+                            _put(active, used | bit, limit, bit)
+        done = ((used, mask) for used, parts in active.items() for until, mask in parts if until >= self._n)
+        last = next(done, None)
+        return self._walk_back(reach, tracked, *last) if last else None
 
-    def _walk_back(self, reach: Sequence[dict[int, int]], tracked: int) -> Stages:
+    def _states_at(self, position: int, active: dict[int, _Parts], ranking: _Ranking | None) -> dict[int, int]:
+        found = []
+        for used, parts in list(active.items()):
+            if parts[0][0] < position:
+                parts = active[used] = [part for part in parts if part[0] >= position]
+                if not parts:
+                    del active[used]
+                    continue
+            devices = sum(mask for _, mask in parts) & self._back[position]
+            if devices:
+                found.append((used, devices))
+        found.sort(key=lambda state: (ranking or int.bit_count)(state[0]))
+        return _undominated(found if ranking is None else found[:_BEAM])
+
+    def _share_of(self, used: int) -> float:
+        """About how much of the whole the used devices could have taken."""
+        return sum(self._share[each] for each in vertices(used))
+
+    def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
         path: list[tuple[int, int]] = []
-        used, devices = next(iter(reach[self._n].items()))
-        end, seen = self._n, 0
-        while True:
+        position, seen = self._n, 0
+        while position:
             # A device that the way has not yet is better: fewer ways with repetitions come out.
             device = next(vertices(devices & ~seen or devices))
-            path.append((end, device))
+            path.append((position, device))
             seen |= 1 << device
             used &= ~(1 << device & tracked)
-            position, devices = self._came_from(reach, end, device, used, seen)
-            if position == 0:
-                return _as_stages(path[::-1])
-            end = position
+            position, devices = self._came_from(reach, position, device, used, seen)
+        return _as_stages(path[::-1])
 
     def _came_from(
-        self, reach: Sequence[dict[int, int]], end: int, device: int, used: int, seen: int
+        self, reach: dict[int, dict[int, int]], end: int, device: int, used: int, seen: int
     ) -> tuple[int, int]:
         """The position at which the stage of this device began, and the devices that may have come before."""
-        fallback = None
-        for position in [0, *sorted(self._graphs)]:
-            if position >= end or used not in reach[position]:
-                continue
-            if not any(each == end and mask >> device & 1 for each, mask in self._ends[position]):
-                continue
-            if position == 0:
-                return 0, 0
-            graph = self._graphs[position]
-            before = sum(1 << each for each in vertices(reach[position][used]) if graph[each] >> device & 1)
-            if before & ~seen:
-                return position, before
-            if before:
-                fallback = position, before
-        assert fallback is not None
-        return fallback
+        found = []
+        for position, states in reach.items():
+            if position >= end:
+                break
+            if used in states and any(mask >> device & 1 and limit >= end for limit, mask in self._limits[position]):
+                if position == 0:
+                    return 0, 0
+                graph = self._graphs[position]
+                before = sum(1 << each for each in vertices(states[used]) if graph[each] >> device & 1)
+                if before & ~seen:
+                    return position, before
+                if before:
+                    found.append((position, before))
+        return found[0]
 
     def _twins(self) -> list[int]:
         """Devices as masks of those that are the same in every link and every stage at this beta."""
-        outs = [self._links.from_threshold(level) for level in self._levels]
         keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
-        for out in outs:
-            into = _reversed(out, self._all)
-            for device, key in zip(vertices(self._all), _alike(out, into, self._all), strict=True):
+        for level in self._levels:
+            out = self._links.from_threshold(level)
+            for device, key in zip(vertices(self._all), _alike(out, self._all), strict=True):
                 keys[device].append(key)
-        for position, ends in enumerate(self._ends):
-            reached = dict.fromkeys(vertices(self._all), 0)
-            previous = self._all
-            for end, mask in ends:  # masks shrink towards later ends
-                for device in vertices(previous & ~mask):
-                    keys[device].append((position, reached[device]))
+        for position, parts in self._limits.items():
+            for limit, mask in parts if len(parts) > 1 or parts[0][1] != self._all else ():
                 for device in vertices(mask):
-                    reached[device] = end
-                previous = mask
+                    keys[device].append((position, limit))
         groups: dict[tuple[object, ...], int] = {}
         for device in vertices(self._all):
             key = tuple(keys[device])
@@ -227,56 +253,61 @@ class Reaches:
         self.problem = problem
         self.links = Links(problem, range(problem.num_devices))
         n, budgets = problem.num_blocks, np.array(problem.memory_bytes)
-        # [N, K]: one more than the last block of the longest stage from each, by memory alone.
+        # [N, K]: the position at the end of the longest stage from each, by memory alone.
         self._by_memory: NDArray[np.int64] = np.array(
             [first + np.searchsorted(problem.stage_bytes[first, first:], budgets, side="right") for first in range(n)]
         )
         self._computes = bool(problem.seconds.any())
-        self._groups: dict[bytes, list[tuple[int, int]]] = {}
+        self._parts: dict[tuple[int, bytes], _Parts] = {}
 
-    def ends(self, beta: float, usable: Sequence[int]) -> list[_Ends]:
-        """By first block, the positions where a stage from there may end, in order, each with the devices for it."""
-        found: list[_Ends] = []
-        starts = {0, *usable}
-        for first in range(self.problem.num_blocks):
-            if first not in starts:
-                found.append([])
-                continue
-            groups = self._group(self._last_ends(first, beta))
-            ends: _Ends = []
-            later = [end for end in usable if end > first]
-            for end in later:
-                mask = next((mask for limit, mask in groups if limit >= end), 0)
-                if not mask:
-                    break
-                ends.append((end, mask))
-            found.append(ends)
-        return found
+    def limits(self, first: int, beta: float) -> _Parts:
+        """The last position where a stage from here may end, and the devices of which that is true; farthest first."""
+        limits: NDArray[np.int64] = self._by_memory[first]
+        if self._computes:
+            elapsed = self.problem.elapsed
+            limits = np.minimum(limits, first + ((elapsed[first + 1 :] - elapsed[first]) <= beta).sum(axis=0))
+        key = (first, limits.tobytes())
+        if key not in self._parts:
+            self._parts[key] = [
+                (limit, sum(1 << device for device in np.flatnonzero(limits == limit).tolist()))
+                for limit in sorted(set(limits.tolist()), reverse=True)
+                if limit > first
+            ] or [(first, 0)]
+        return self._parts[key]
 
-    def _last_ends(self, first: int, beta: float) -> NDArray[np.int64]:
-        by_memory: NDArray[np.int64] = self._by_memory[first]
+    def share(self, beta: float) -> list[float]:
+        """[K]: about how much of the whole each device could take, by memory and by time."""
+        whole = max(int(self.problem.stage_bytes[0, -1]), 1)
+        by_memory = [budget / whole for budget in self.problem.memory_bytes]
         if not self._computes:
             return by_memory
-        elapsed = self.problem.elapsed
-        by_time: NDArray[np.int64] = first + ((elapsed[first + 1 :] - elapsed[first]) <= beta).sum(axis=0)
-        ends: NDArray[np.int64] = np.minimum(by_memory, by_time)
-        return ends
-
-    def _group(self, limits: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """(limit, devices that reach at least that far), by growing limit."""
-        key = limits.tobytes()
-        if key not in self._groups:
-            mask, groups = 0, []
-            for limit in sorted(set(limits.tolist()), reverse=True):
-                mask |= sum(1 << int(device) for device in np.flatnonzero(limits == limit))
-                groups.append((limit, mask))
-            self._groups[key] = groups[::-1]
-        return self._groups[key]
+        times = self.problem.elapsed[-1].tolist()
+        return [min(share, beta / max(time, 1e-30)) for share, time in zip(by_memory, times, strict=True)]
 
 
 def _as_stages(path: Sequence[tuple[int, int]]) -> Stages:
     firsts = [0, *(end for end, _ in path[:-1])]
     return tuple(Stage(first, end - 1, device) for first, (end, device) in zip(firsts, path, strict=True))
+
+
+def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
+    """These devices' stages may end as late as `limit` now; smallest limits stay first."""
+    parts = active.get(used)
+    if parts is None:
+        active[used] = [(limit, mask)]
+        return
+    kept: _Parts = []
+    for until, devices in parts:
+        if until >= limit:
+            mask &= ~devices
+        elif devices & mask:
+            devices &= ~mask
+        if devices:
+            kept.append((until, devices))
+    if mask:
+        kept.append((limit, mask))
+        kept.sort()
+    active[used] = kept
 
 
 def _first_unused(groups: Sequence[int], used: int) -> list[int]:
@@ -285,11 +316,10 @@ def _first_unused(groups: Sequence[int], used: int) -> list[int]:
     return [mask & -mask for mask in left if mask]
 
 
-def _undominated(states: dict[int, int]) -> dict[int, int]:
-    """Without devices that are reached with fewer used devices as well."""
+def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Without devices that are reached with fewer used devices as well, as far as those come first."""
     kept: dict[int, int] = {}
-    for used in sorted(states, key=int.bit_count):
-        devices = states[used]
+    for used, devices in states:
         for fewer, reached in kept.items():
             if fewer & ~used == 0:
                 devices &= ~reached
@@ -300,16 +330,12 @@ def _undominated(states: dict[int, int]) -> dict[int, int]:
     return kept
 
 
-def _reversed(graph: Graph, devices: int) -> list[int]:
-    found = [0] * len(graph)
-    for sender in vertices(devices):
-        for receiver in vertices(graph[sender]):
-            found[receiver] |= 1 << sender
-    return found
-
-
-def _alike(out: Graph, into: Graph, devices: int) -> list[object]:
+def _alike(out: Graph, devices: int) -> list[object]:
     """A key per device: equal for two that swap without changing the graph, be they linked with each other or not."""
+    into = [0] * len(out)
+    for sender in vertices(devices):
+        for receiver in vertices(out[sender]):
+            into[receiver] |= 1 << sender
     closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in vertices(devices)}
     count: dict[tuple[int, int], int] = {}
     for key in closed.values():
