@@ -34,6 +34,8 @@ PURE = (
     "hearth.trace",
     "hearth.units",
     "agent.lease",
+    "agent.worker.graph_kernels",
+    "agent.worker.graph_schedule",
     "agent.worker.sampling",
     "agent.worker.scheduler",
     "coordinator.costs",
