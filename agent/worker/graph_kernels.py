@@ -21,6 +21,10 @@ _CORES = frozenset(
 )  # fmt: skip
 
 
+# What onnxruntime puts around its kernels: such a node has not computed the tensor that it gives back its shape to.
+_LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "ReorderInput", "ReorderOutput"})
+
+
 class Node(Protocol):
     """As in an ONNX graph."""
 
@@ -84,6 +88,8 @@ def _anchors(graph: _Original, node: Node) -> list[int]:
     """The original nodes that a node computes for certain: by the tensors that it makes, and by its name."""
     tensors = [*node.output, node.name.removesuffix(_BLOCKED_SUFFIX)]
     found = [graph.maker[name] for name in tensors if name in graph.maker]
+    if node.op_type in _LAYOUT:
+        found = [index for index in found if graph.nodes[index].op_type == node.op_type]
     name = node.name
     while name:
         if name in graph.by_name:
