@@ -20,8 +20,6 @@ from hearth.graph.spec import GraphSpec, Tensor
 
 # Integers up to this size carry shapes and indices of a graph, not activations.
 _SHAPE_BYTES = 1024
-# A cut at which side inputs weigh more than the boundary tensor itself is none of this paper's.
-_MAX_SIDE_SHARE = 1.0
 
 
 class Chain(NamedTuple):
@@ -41,7 +39,7 @@ class Chain(NamedTuple):
 
 def candidate_chain(spec: GraphSpec) -> Chain:
     """The graph as a chain of blocks at its candidate points. A graph without any is one block."""
-    return _usable(spec, chain_at(spec, candidate_points(spec)))
+    return chain_at(spec, candidate_points(spec))
 
 
 def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
@@ -124,26 +122,6 @@ def _crossing(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tup
             for cut in range(made, max(block[consumer] for consumer in tensor.consumers)):
                 found[cut].append(index)
     return tuple(map(tuple, found))
-
-
-def _usable(spec: GraphSpec, chain: Chain) -> Chain:
-    """Without the cuts at which what is carried along weighs more than the boundary tensor."""
-    points: list[int] = []
-    blocks: list[tuple[int, ...]] = []
-    crossing: list[tuple[int, ...]] = []
-    pending: tuple[int, ...] = ()
-    for index, (point, block) in enumerate(zip(chain.points, chain.blocks, strict=True)):
-        pending += block
-        if index < len(chain.crossing):
-            carried = [spec.tensors[each] for each in chain.crossing[index]]
-            boundary = sum(tensor.num_bytes for tensor in carried if tensor.source == point)
-            if sum(tensor.num_bytes for tensor in carried) > (1 + _MAX_SIDE_SHARE) * boundary:
-                continue
-            crossing.append(chain.crossing[index])
-        points.append(point)
-        blocks.append(tuple(sorted(pending)))
-        pending = ()
-    return Chain(tuple(points), tuple(blocks), tuple(crossing))
 
 
 def _data_successors(spec: GraphSpec) -> list[tuple[int, ...]]:
