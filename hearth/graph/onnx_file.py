@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from hearth.errors import BadModelFile
@@ -67,6 +67,8 @@ class OnnxFile:
             raise self.bad("it is no ONNX model, or was cut short") from None
         if not self.proto.HasField("graph") or not self.proto.opset_import:
             raise self.bad("it is no ONNX model: it has no graph or names no operator set")
+        if not _all_texts_readable(self.proto):
+            raise self.bad("it has names that are no text (UTF-8)")
         for tensor in tensors_of(self.proto):
             self._check(tensor)
 
@@ -186,6 +188,19 @@ def _tensors_of_node(node: NodeProto) -> Iterator[TensorProto]:
             yield from _tensors_of_graph(attribute.g)
         for graph in attribute.graphs:
             yield from _tensors_of_graph(graph)
+
+
+def _all_texts_readable(message: Message) -> bool:
+    """protobuf gives bytes for a text that it cannot decode."""
+    for field, content in message.ListFields():
+        several = isinstance(content, Sequence) and not isinstance(content, (str, bytes))
+        if field.type == field.TYPE_STRING and not all(
+            isinstance(each, str) for each in (content if several else [content])
+        ):
+            return False
+        if field.type == field.TYPE_MESSAGE and not all(map(_all_texts_readable, content if several else [content])):
+            return False
+    return True
 
 
 def _as_raw(array: np.ndarray[Any, Any], name: str) -> bytes:

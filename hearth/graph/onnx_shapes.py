@@ -205,7 +205,11 @@ class _Resolver:
                 raise self._unsupported(node, f"the shape of its output {name} is known only when it has run")
         found.pop("", None)
         shapes = [None if each is None else each.shape for each in inputs]
-        return found, flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
+        try:
+            flops = flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
+        return found, flops
 
     def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
         """By onnx's own shape inference, in a graph of this one node. What it leaves open is left out."""
@@ -279,7 +283,7 @@ class _Resolver:
         rule = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[node.op_type]
         try:
             outputs, flops = rule(node, types, values)
-        except (IndexError, KeyError, ValueError):
+        except (IndexError, KeyError, TypeError, ValueError):
             raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
         if len(outputs) < len(node.output):
             raise self._file.bad(f"{_title(node)} has more outputs than its body")
