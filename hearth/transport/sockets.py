@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from hearth.errors import PortInUse
-from hearth.messages import Peer
+from hearth.messages import MAX_PAYLOAD_FRAME_BYTES, Peer
 from hearth.security import KeyPair, plain_socket, secure_client, secure_server, thread_gatekeeper, user_id
 from hearth.transport.base import Buffer, Received
 
@@ -28,9 +28,20 @@ class SocketTransport:
     """The ZeroMQ `Transport`. Bind first, then `connect` to all peers; `dropped` counts messages that were refused."""
 
     def __init__(
-        self, rank: int, num_ranks: int, bind_host: str, ports: tuple[int, int], keypair: KeyPair | None
+        self,
+        rank: int,
+        num_ranks: int,
+        bind_host: str,
+        ports: tuple[int, int],
+        keypair: KeyPair | None,
+        copied_bytes: int | None = None,
     ) -> None:
-        """Bind in `ports` (first, last); (0, 0) takes any. Without a key pair, nothing is encrypted."""
+        """Bind in `ports` (first, last); (0, 0) takes any. Without a key pair, nothing is encrypted.
+
+        Frames of more than `copied_bytes` are sent from where they lie (None: all are copied): that takes a message to
+        Python for each, which a copy of what a chunk holds does not cost, but whole tensors do.
+        """
+        self._copied_bytes = copied_bytes if copied_bytes is not None else MAX_PAYLOAD_FRAME_BYTES
         self.rank = rank
         self.num_ranks = num_ranks
         self.dropped = 0
@@ -81,8 +92,7 @@ class SocketTransport:
             if self._closed.is_set():
                 return
             for index, frame in enumerate(frames):
-                # Copied: for what a chunk holds that is cheaper than telling Python when it was sent.
-                push.send(frame, zmq.SNDMORE if index < last else 0)
+                push.send(frame, zmq.SNDMORE if index < last else 0, copy=len(frame) <= self._copied_bytes)
 
     def receive(self, timeout_seconds: float) -> Received | None:
         timeout_ms = int(timeout_seconds * 1000)

@@ -28,9 +28,9 @@ def peer_of(rank: int, transport: SocketTransport) -> Peer:
 
 
 @contextmanager
-def sockets(num_ranks: int, encrypted: bool) -> Iterator[list[SocketTransport]]:
+def sockets(num_ranks: int, encrypted: bool, copied_bytes: int | None = None) -> Iterator[list[SocketTransport]]:
     made = [
-        SocketTransport(rank, num_ranks, "127.0.0.1", (0, 0), new_keypair() if encrypted else None)
+        SocketTransport(rank, num_ranks, "127.0.0.1", (0, 0), new_keypair() if encrypted else None, copied_bytes)
         for rank in range(num_ranks)
     ]
     for transport in made:
@@ -54,6 +54,8 @@ KINDS = {
     "memory": lambda n: memory(n),
     "curve": lambda n: sockets(n, encrypted=True),
     "plain": lambda n: sockets(n, encrypted=False),
+    "curve, uncopied": lambda n: sockets(n, encrypted=True, copied_bytes=1000),
+    "plain, uncopied": lambda n: sockets(n, encrypted=False, copied_bytes=1000),
 }
 
 

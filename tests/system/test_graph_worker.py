@@ -1,0 +1,234 @@
+"""Graphs on real agents: chunks pushed, segments in worker processes, tensors between them encrypted, requests in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq.asyncio
+from support.home import LOOPBACK, TestHome
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+from support.graph_engines import random_array, random_cut, random_model, reference, segment_files
+
+from agent.worker.graph_schedule import routes_of
+from hearth.errors import BadPlan, BadRequest, HearthError, QueueFull, StepFailed, WorkerDied
+from hearth.framing import pack_array, unpack_array
+from hearth.graph.plan import GraphPlan
+from hearth.messages import (
+    AbortGraph,
+    AcquireLease,
+    ConnectPeers,
+    FindMissing,
+    GraphDone,
+    GraphProfiled,
+    LoadGraph,
+    Message,
+    Peer,
+    ProfileGraph,
+    PutChunk,
+    RunGraph,
+    RunStep,
+    Unload,
+    WorkerBound,
+)
+from hearth.rpc import Reply, RpcClient
+from hearth.security import agent_access, load_credential
+
+pytestmark = pytest.mark.processes
+
+HOLDER = "test"
+
+
+class Agents:
+    """What a coordinator is to two agents, as far as a graph needs it."""
+
+    def __init__(self, house: TestHome, names: Sequence[str]) -> None:
+        self._context = zmq.asyncio.Context()
+        access = agent_access(load_credential(house.key))
+        self._clients = [
+            RpcClient(self._context, f"tcp://{LOOPBACK}:{house.port(name)}", access, HOLDER) for name in names
+        ]
+
+    async def __aenter__(self) -> Agents:
+        await self.all(AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in self._clients:
+            await client.close()
+        self._context.destroy(linger=0)
+
+    async def ask(self, rank: int, message: Message, payload: Sequence[Any] = (), seconds: float = 60.0) -> Reply:
+        return await self._clients[rank].call(message, payload, timeout_seconds=seconds)
+
+    async def all(self, message: Message) -> None:
+        await asyncio.gather(*(self.ask(rank, message) for rank in range(len(self._clients))))
+
+    async def deploy(self, model: Any, plan: GraphPlan, max_in_flight: int = 16) -> None:
+        chunks: dict[str, bytes] = {}
+
+        def put(data: bytes) -> str:
+            name = hashlib.sha256(data).hexdigest()
+            chunks[name] = data
+            return name
+
+        loads = [
+            LoadGraph(
+                holder=HOLDER, plan=plan, rank=rank, files=segment_files(model, plan, rank, put),
+                max_in_flight=max_in_flight, plan_token=bytes(range(16)),
+            )
+            for rank in range(plan.num_ranks)
+        ]  # fmt: skip
+        for rank, load in enumerate(loads):
+            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.hashes))).message
+            for name in missing.hashes:  # type: ignore[union-attr]
+                await self.ask(rank, PutChunk(holder=HOLDER, hash=name), [chunks[name]])
+        bound = await asyncio.gather(*(self.ask(rank, load) for rank, load in enumerate(loads)))
+        peers = []
+        for rank, reply in enumerate(bound):
+            assert isinstance(reply.message, WorkerBound)
+            peers.append(
+                Peer(
+                    rank=rank, host=LOOPBACK, port=reply.message.port, public_key=reply.message.public_key,
+                    bytes_per_second=1e8,
+                )
+            )  # fmt: skip
+        for rank in range(plan.num_ranks):
+            others = tuple(peer for peer in peers if peer.rank != rank)
+            await self.ask(rank, ConnectPeers(holder=HOLDER, epoch=plan.epoch, peers=others))
+
+    async def run(self, plan: GraphPlan, step: int, feeds: dict[str, Any], timeout: float = 30.0) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        async def one(rank: int) -> None:
+            names = tuple(sorted(routes_of(plan, rank).fed))
+            request = RunGraph(
+                holder=HOLDER, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
+            )  # fmt: skip
+            reply = await self.ask(rank, request, [frame for name in names for frame in pack_array(feeds[name])])
+            assert isinstance(reply.message, GraphDone)
+            for index, name in enumerate(reply.message.names):
+                found[name] = np.array(unpack_array(reply.payload[2 * index : 2 * index + 2]))
+
+        await asyncio.gather(*(one(rank) for rank in range(plan.num_ranks)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with TestHome(tmp_path_factory.mktemp("house"), Path()) as found:
+        for name in ("a", "b"):
+            found.start_agent(name)
+        yield found
+
+
+def with_agents(house: TestHome, scenario: Any) -> None:
+    async def run() -> None:
+        async with Agents(house, ("a", "b")) as agents:
+            await asyncio.wait_for(scenario(agents), 120)
+
+    asyncio.run(run())
+
+
+def worker_of(house: TestHome, agent: str) -> psutil.Process:
+    (found,) = (
+        child
+        for child in psutil.Process(house.pid(agent)).children()
+        if "agent.worker.graph_process" in child.cmdline()
+    )
+    return found
+
+
+def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHome) -> None:
+    rng = random.Random(3)
+    model = random_model(rng, 20)
+    feeds = [{"x": random_array(seed), "z": random_array(seed + 99)} for seed in range(8)]
+    plan = random_cut(model, rng, 6, 2)
+
+    async def scenario(agents: Agents) -> None:
+        await agents.deploy(model, plan)
+        for worker in (worker_of(house, "a"), worker_of(house, "b")):
+            assert not any("torch" in mapped.path for mapped in worker.memory_maps())
+        outputs = await asyncio.gather(*(agents.run(plan, step, fed) for step, fed in enumerate(feeds)))
+        for fed, found in zip(feeds, outputs, strict=True):
+            expected = reference(model, fed)
+            assert found.keys() == expected.keys()
+            for name in expected:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
+
+        # Bad requests are answered, and nothing of them stays.
+        step = RunGraph(holder=HOLDER, epoch=1, step=20, timeout_seconds=5.0)
+        with pytest.raises(BadRequest, match=r"the input .* is missing"):
+            await agents.ask(next(rank for rank in range(2) if routes_of(plan, rank).fed), step)
+        with pytest.raises(BadRequest, match="does not take RunStep"):
+            await agents.ask(0, RunStep(holder=HOLDER, epoch=1, step=1, output="hidden", timeout_seconds=5.0))
+
+        # Only one rank is asked: the others send it nothing, and it says what it waits for.
+        waiting = next(rank for rank in range(2) if routes_of(plan, rank).awaited)
+        names = tuple(sorted(routes_of(plan, waiting).fed))
+        payload = [frame for name in names for frame in pack_array(feeds[0][name])]
+        late = step.model_copy(update={"step": 21, "names": names, "timeout_seconds": 0.5})
+        with pytest.raises(StepFailed, match=f"had not come from rank {1 - waiting}"):
+            await agents.ask(waiting, late, payload)
+
+        # Given up from outside, at once.
+        asked = asyncio.create_task(
+            agents.ask(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
+        )
+        await asyncio.sleep(0.2)
+        await agents.ask(waiting, AbortGraph(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
+        with pytest.raises(StepFailed, match="the client has gone"):
+            await asyncio.wait_for(asked, 10)
+
+        # A worker that dies is told to all that wait for it; the agent takes the next plan.
+        asked = asyncio.create_task(
+            agents.ask(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
+        )
+        await asyncio.sleep(0.2)
+        worker_of(house, "ab"[waiting]).send_signal(signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await asyncio.wait_for(asked, 10)
+        again = plan.with_epoch(2)
+        await agents.deploy(model, again, max_in_flight=1)
+        assert (await agents.run(again, 1, feeds[0])).keys() == reference(model, feeds[0]).keys()
+        late = late.model_copy(update={"epoch": 2, "step": 2, "timeout_seconds": 60.0})
+        asked = asyncio.create_task(agents.ask(waiting, late, payload))
+        await asyncio.sleep(0.2)
+        with pytest.raises(QueueFull):
+            await agents.ask(waiting, late.model_copy(update={"step": 3}), payload)
+        await agents.all(Unload(holder=HOLDER, epoch=2))
+        with pytest.raises(WorkerDied, match="stopped"):
+            await asyncio.wait_for(asked, 10)
+        with pytest.raises(StepFailed, match="not loaded"):
+            await agents.run(again, 30, feeds[0])
+
+    with_agents(house, scenario)
+
+
+def test_an_agent_profiles_a_graph_and_says_what_it_cannot(house: TestHome) -> None:
+    data = random_model(random.Random(5), 12).SerializeToString()
+
+    async def scenario(agents: Agents) -> None:
+        half = len(data) // 2
+        profiled = (await agents.ask(0, ProfileGraph(timeout_seconds=60.0), [data[:half], data[half:]])).message
+        assert isinstance(profiled, GraphProfiled)
+        assert profiled.run_seconds > 0
+        assert profiled.kernels
+        for payload, error in (([], BadRequest), ([b"\x07\x07"], BadPlan)):
+            with pytest.raises(HearthError) as told:
+                await agents.ask(0, ProfileGraph(timeout_seconds=60.0), payload)
+            assert type(told.value) is error
+
+    with_agents(house, scenario)
+    assert not list((house.folder / "a" / "store").glob("profile-*"))
