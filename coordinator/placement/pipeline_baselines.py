@@ -45,6 +45,11 @@ def joint_stages(problem: PipelineProblem) -> Stages:
     return min(found, key=problem.bottleneck_seconds) if found else largest_first(problem)
 
 
+def joint_stages_from(problem: PipelineProblem, start: int) -> Stages | None:
+    """The same from one device alone; None where it comes to a dead end."""
+    return _greedy(problem, fewest_stages(problem, max(problem.memory_bytes)), start)
+
+
 def largest_first(problem: PipelineProblem) -> Stages:
     """As much on each device as it can hold, largest first. Raises ModelDoesNotFit."""
     stages: list[Stage] = []

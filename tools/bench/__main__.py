@@ -20,7 +20,7 @@ from hearth.errors import BadSetting
 from hearth.model.families import read_json
 from hearth.model.spec import WeightFormat
 from hearth.plan import Values
-from tools.bench import generation, interrupts, paper, plots
+from tools.bench import generation, interrupts, paper, partition_command, plots
 from tools.bench.drive import StoredModel
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, emulated, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
@@ -302,6 +302,9 @@ def generate(
                 if markdown is not None:
                     markdown.write_text(generation.markdown(rows))
     out.print(generation.markdown(rows), soft_wrap=True, markup=False)
+
+
+app.command()(handles_errors(partition_command.partition))
 
 
 # ---- the same for all -----------------------------------------------------------------------------------------------

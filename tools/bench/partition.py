@@ -1,0 +1,216 @@
+"""Bottlenecks of the throughput planners in random clusters, run by run: what the paper's Figures 7 to 10 are made of.
+
+Every run of a setting draws a communication graph of its own, from the seed and the setting's name, and gives it to all
+planners. So a run can be repeated alone, and a file of results can be taken up where it ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from coordinator.placement.pipeline_baselines import joint_stages, joint_stages_from, random_stages
+from coordinator.placement.pipeline_exact import best_stages
+from coordinator.placement.pipeline_problem import PipelineProblem
+from coordinator.placement.pipeline_published import NUM_CLASSES, equal_partitions, published_stages, theorem_bound
+from coordinator.placement.points import candidate_chain, candidate_points, published_points
+from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.graph.spec import GraphSpec
+from tools.bench.partition_setup import Accounting, draw_links, problem_of
+
+MODELS = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")
+NODES = (5, 10, 15, 20, 50)
+MEMORY_MIB = (64, 128, 256, 512)
+CLASSES = (2, 5, 8, 11, 14, 17, NUM_CLASSES)
+RATIO_NODES, RATIO_MEMORY_MIB = 50, 64
+_SAVE_EVERY = 20  # runs
+T = TypeVar("T")
+
+PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
+THEOREM, BOUND = "Theorem 1", "bound"
+
+
+class Setting(NamedTuple):
+    accounting: str
+    model: str
+    num_nodes: int
+    memory_mib: int
+    seed: int
+
+
+class Bottlenecks(BaseModel):
+    """One setting. `seconds[column][run]`: a planner's bottleneck or a bound; `planning[planner][run]` its own time."""
+
+    model_config = ConfigDict(validate_assignment=False)
+
+    accounting: str
+    model: str
+    num_nodes: int = Field(ge=1)
+    memory_mib: int = Field(ge=1)
+    seed: int
+    outcome: Literal["measured", "fits on one node", "does not fit"]
+    num_stages: int = Field(ge=0)  # that the published planner cuts it into
+    seconds: dict[str, list[float]] = {}
+    planning: dict[str, list[float]] = {}
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(self.accounting, self.model, self.num_nodes, self.memory_mib, self.seed)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.seconds.get(PIPELINE, ()))
+
+    @property
+    def num_unproven(self) -> int:
+        pairs = zip(self.seconds.get(EXACT, ()), self.seconds.get(BOUND, ()), strict=True)
+        return sum(bound < exact for exact, bound in pairs)
+
+    def mean(self, column: str) -> float:
+        return sum(self.seconds[column]) / len(self.seconds[column])
+
+    def ratios(self, over: str, under: str) -> list[float]:
+        """Run by run."""
+        return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
+
+    def mean_ratio(self, over: str, under: str) -> float:
+        found = self.ratios(over, under)
+        return sum(found) / len(found)
+
+
+class Points(BaseModel):
+    """Where one graph can be cut. `by_paper` is None for a graph of several sources, for which the rule is not made."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    num_operators: int
+    num_points: int  # after the source, the sink included
+    by_paper: int | None
+    same: bool | None
+    largest_block: int  # operators
+    largest_block_bytes: int  # of weights
+
+    @property
+    def usable(self) -> bool:
+        """Whether cuts can spread it: no block is more than half of it."""
+        return 2 * self.largest_block <= self.num_operators
+
+
+class Plans(NamedTuple):
+    """What is measured in every run."""
+
+    classes: Sequence[int]
+    time_limit: float
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+def points_of(spec: GraphSpec) -> Points:
+    points = candidate_points(spec)
+    one_source = sum(not before for before in spec.predecessors) == 1
+    paper = published_points(spec) if one_source else None
+    blocks = candidate_chain(spec).blocks
+    return Points(
+        model=spec.name,
+        num_operators=spec.num_operators,
+        num_points=len(points) - 1,
+        by_paper=None if paper is None else len(paper) - 1,
+        same=None if paper is None else paper == points,
+        largest_block=max(map(len, blocks)),
+        largest_block_bytes=max(map(spec.parameter_bytes, blocks)),
+    )
+
+
+def measure(
+    spec: GraphSpec,
+    accounting: Accounting,
+    setting: Setting,
+    known: Bottlenecks | None,
+    num_runs: int,
+    plans: Plans,
+) -> Iterator[Bottlenecks]:
+    """The setting with more and more runs, after those that are known."""
+    problem = problem_of(spec, accounting, setting.memory_mib << 20, setting.num_nodes)
+    try:
+        partitioning, _ = equal_partitions(problem)
+    except ModelDoesNotFit:
+        yield Bottlenecks(**setting._asdict(), outcome="does not fit", num_stages=0)
+        return
+    found = known or Bottlenecks(
+        **setting._asdict(),
+        outcome="measured" if partitioning.transfers else "fits on one node",
+        num_stages=len(partitioning.last),
+    )
+    if not partitioning.transfers:
+        yield found
+        return
+    for run in range(found.num_runs, num_runs):
+        chance = Random(f"{setting.seed} {setting.model} {setting.num_nodes} {setting.memory_mib} {run}")
+        drawn = draw_links(problem, accounting, chance)
+        _one_run(drawn, chance, plans, found)
+        found.seconds.setdefault(THEOREM, []).append(theorem_bound(drawn, partitioning))
+        if run % _SAVE_EVERY == _SAVE_EVERY - 1:
+            yield found
+    yield found
+
+
+def _one_run(problem: PipelineProblem, chance: Random, plans: Plans, found: Bottlenecks) -> None:
+    def note(column: str, seconds: float) -> None:
+        found.seconds.setdefault(column, []).append(seconds)
+
+    *fewer, most = sorted(plans.classes)
+    for num_classes in fewer:
+        note(with_classes(num_classes), problem.bottleneck_seconds(published_stages(problem, chance, num_classes)))
+    published, seconds = timed(lambda: published_stages(problem, chance, most))
+    note(PIPELINE, problem.bottleneck_seconds(published))
+    found.planning.setdefault(PIPELINE, []).append(seconds)
+    deadline = time.perf_counter() + plans.time_limit
+    answer, seconds = timed(lambda: best_stages(problem, chance, lambda: time.perf_counter() > deadline, [published]))
+    problem.check(answer.stages)
+    exact = problem.bottleneck_seconds(answer.stages)
+    note(EXACT, exact)
+    note(BOUND, min(answer.bound_seconds, exact))
+    found.planning.setdefault(EXACT, []).append(seconds)
+    note(RANDOM, problem.bottleneck_seconds(random_stages(problem, chance)))
+    note(JOINT, problem.bottleneck_seconds(joint_stages(problem)))
+    start = chance.randrange(problem.num_devices)
+    note(ONE_START, problem.bottleneck_seconds(joint_stages_from(problem, start) or joint_stages(problem)))
+
+
+def with_classes(num_classes: int) -> str:
+    return f"pipeline, {num_classes} classes"
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
+
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+_ROWS = TypeAdapter(list[Bottlenecks])
+
+
+def load_rows(path: Path | None) -> dict[Setting, Bottlenecks]:
+    """What an earlier run has saved. Raises BadSetting."""
+    if path is None or not path.exists() or path.stat().st_size == 0:
+        return {}
+    try:
+        return {row.setting: row for row in _ROWS.validate_json(path.read_bytes())}
+    except (OSError, ValidationError) as error:
+        reason = f"it holds something else than results of this benchmark ({str(error).splitlines()[0]})"
+        raise BadSetting(setting="--json", reason=reason) from None
+
+
+def save_rows(path: Path, rows: Sequence[Bottlenecks]) -> None:
+    """Whole or not at all: an interrupt leaves the file as it was."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_bytes(_ROWS.dump_json(list(rows)))
+    beside.replace(path)

@@ -1,0 +1,131 @@
+"""The set-up of Parthasarathy and Krishnamachari (IV): models, memory, random clusters. Pure but for reading the graphs.
+
+Where the paper leaves open how it counts, or its authors' notebooks count differently, an accounting says which way is
+taken:
+
+- `paper`: a partition holds its float32 weights and the outputs of its layers, a transfer is the boundary tensor over
+  lambda = 1.44 * 2.1, and a node's rate follows from its distance to the router; a link is as fast as its slower end. (That
+  outputs count is what the paper's figures say: MobileNetV2, with 14 MB of weights, does not fit into 64 MB there, and
+  InceptionResNetV2, with 223 MB, not into five times 64 MB.)
+- `weights`: the same, but weights alone are held.
+- `notebooks`: 1 byte for each weight and 8 for each float of an output, lambda = 1.44, a transfer as often as its tensor has
+  consumers, the first block of a partition left out of its memory, and rates by the distance between two nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.placement.pipeline_problem import PipelineProblem, pipeline_problem
+from coordinator.placement.points import Chain, candidate_chain
+from hearth.errors import BadSetting
+from hearth.graph.json_reader import read_json
+from hearth.graph.onnx_reader import read_onnx
+from hearth.graph.spec import GraphSpec
+
+# Equation 12: log2(1 + A / distance^2) Mbit/s; 5.5 Mbit/s at 80 m.
+_A = 283_230.0
+_RANGE_METRES, _NEAREST_METRES = 150.0, 1.0
+_ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
+
+
+@dataclass(frozen=True)
+class Accounting:
+    name: str
+    weight_share: float = 1.0  # of a float32 weight's bytes
+    output_share: float = 1.0  # of a float32 output's bytes, held by the partition that makes it
+    transfer_share: float = 1.0  # of the boundary tensor's bytes
+    compression: float = _ZFP * _LZ4
+    for_each_consumer: bool = False
+    leaves_out_first: bool = False
+    between_nodes: bool = False
+
+
+ACCOUNTINGS = {
+    each.name: each
+    for each in (
+        Accounting("paper"),
+        Accounting("weights", output_share=0.0),
+        Accounting(
+            "notebooks", 0.25, 2.0, 2.0, _ZFP, for_each_consumer=True, leaves_out_first=True, between_nodes=True
+        ),
+    )
+}
+
+
+def read_graphs(folder: Path, names: Sequence[str]) -> list[GraphSpec]:
+    """All graphs of a folder (JSON or ONNX), or those named, by name. Raises BadSetting, BadModelFile."""
+    if not folder.is_dir():
+        raise BadSetting(setting="--graphs", reason=f"{folder} is no folder")
+    files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".onnx")}
+    if unknown := [name for name in names if name not in files]:
+        raise BadSetting(setting="--model", reason=f"there is no {unknown[0]}.json or .onnx in {folder}")
+    chosen = {name: files[name] for name in names or sorted(files)}
+    if not chosen:
+        raise BadSetting(setting="--graphs", reason=f"there is no .json or .onnx file in {folder}")
+    return [read_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen.values()]
+
+
+def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:
+    """Compute left out, all nodes of one size, links not drawn yet."""
+    chain = candidate_chain(spec)
+    held = [round(accounting.output_share * sum(tensor.num_bytes for tensor in tensors)) for tensors in spec.produced]
+    weights = tuple(
+        parameter._replace(num_bytes=round(accounting.weight_share * parameter.num_bytes))
+        for parameter in spec.parameters
+    )
+    problem = pipeline_problem(
+        replace(spec, parameters=weights),
+        np.zeros((spec.num_operators, num_nodes)).tolist(),
+        [memory_bytes] * num_nodes,
+        np.ones((num_nodes, num_nodes)).tolist(),
+        accounting.compression / accounting.transfer_share,
+        chain=chain,
+        resident_bytes=held,
+    )
+    if accounting.for_each_consumer:
+        times = [_num_consumers(spec, chain, cut) for cut in range(len(chain.crossing))]
+        sizes = tuple(size * count for size, count in zip(problem.boundary_bytes, times, strict=True))
+        problem = replace(problem, boundary_bytes=sizes)
+    if accounting.leaves_out_first:
+        without = np.zeros_like(problem.stage_bytes)
+        without[:-1] = problem.stage_bytes[1:]
+        problem = replace(problem, stage_bytes=without)
+    return problem
+
+
+def draw_links(problem: PipelineProblem, accounting: Accounting, chance: Random) -> PipelineProblem:
+    """The same problem in a random communication graph."""
+    return replace(problem, rate=rates(positions(problem.num_devices, chance), accounting.between_nodes))
+
+
+def positions(num_nodes: int, chance: Random) -> NDArray[np.float64]:
+    """[n, 2] metres from the router, each coordinate uniform in (-150, -1) and (1, 150)."""
+    sides = [[chance.choice((-1, 1)) for _ in "xy"] for _ in range(num_nodes)]
+    span = _RANGE_METRES - _NEAREST_METRES
+    return np.array([[side * (_NEAREST_METRES + span * chance.random()) for side in node] for node in sides])
+
+
+def rates(places: NDArray[np.float64], between_nodes: bool) -> NDArray[np.float64]:
+    """[n, n] bytes per second; infinite on the diagonal."""
+    if between_nodes:
+        squares = ((places[:, None] - places[None]) ** 2).sum(axis=2)
+    else:
+        ways = (places**2).sum(axis=1)
+        squares = np.maximum(ways[:, None], ways[None])
+    np.fill_diagonal(squares, math.inf)
+    # Two nodes in one place would have an infinite rate; nearer than 1 m counts as 1 m, as towards the router.
+    found: NDArray[np.float64] = np.log2(1 + _A / np.maximum(squares, _NEAREST_METRES**2)) * 1e6 / 8
+    np.fill_diagonal(found, math.inf)
+    return found
+
+
+def _num_consumers(spec: GraphSpec, chain: Chain, cut: int) -> int:
+    return max(len(spec.successors[chain.points[cut]]), 1)
