@@ -25,6 +25,7 @@ class RingStep(NamedTuple):
     receive: int | None
 
 
+@lru_cache(maxsize=256)
 def ring_all_gather(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
     """Ring AllGather: in step t compute tile (r-t), send it on, and receive tile (r-t-1); the last step moves nothing."""
     return tuple(
@@ -37,6 +38,7 @@ def ring_all_gather(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
     )
 
 
+@lru_cache(maxsize=256)
 def ring_reduce_scatter(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
     """Ring ReduceScatter: in step t compute tile (r+D-1-t), add the partial sum received for it, send it on.
 

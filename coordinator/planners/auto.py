@@ -83,7 +83,8 @@ class AutoPlanner:
 
     def _in_micro_batches(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
         """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
-        parallel = sorted((each for each in plans if each[1].num_ranks > 1), key=lambda each: seconds_of(each[1]))
+        sharing = [each for each in plans if each[1].num_ranks > 1 and each[1].body.strategy in ("hmp", "megatron-tp")]
+        parallel = sorted(sharing, key=lambda each: seconds_of(each[1]))
         found = []
         for label, plan in parallel[:_MICRO_BATCH_FROM]:
             better = in_micro_batches(request, plan)
