@@ -113,7 +113,7 @@ def _show(graph: Graph, cluster: GraphCluster, planned: Planned, goal: GraphGoal
         )
         return
     out.print(*graph_plan_tables(plan), sep="\n")
-    out.print(prediction_line(plan))
+    out.print(prediction_line(plan), soft_wrap=True)
     out.print(proof_line(planned, "s"), soft_wrap=True)
     if line := one_device_line(planned):
         out.print(line, soft_wrap=True)

@@ -102,12 +102,13 @@ def bench_model(
         print_json({"alone": alone.as_json(), "load": full.as_json(), "predicted": promise})
         return
     for load in (alone, full):
-        out.print(load.describe())
+        out.print(load.describe(), soft_wrap=True)
     if plan is not None:
         predicted = plan.predicted
         out.print(
             f"predicted: {format_seconds(predicted.latency_seconds)} for one request, "
-            f"{1 / max(predicted.bottleneck_seconds, 1e-9):.3g} a second from a full pipeline"
+            f"{1 / max(predicted.bottleneck_seconds, 1e-9):.3g} a second from a full pipeline",
+            soft_wrap=True,
         )
 
 

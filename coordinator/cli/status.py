@@ -30,7 +30,7 @@ def status(
         out.print(*plan_tables(now.plan, peaks), sep="\n")
     if now.graph_plan is not None:
         out.print(*graph_plan_tables(now.graph_plan, peaks), sep="\n")
-        out.print(prediction_line(now.graph_plan))
+        out.print(prediction_line(now.graph_plan), soft_wrap=True)
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.graphs.cluster import GraphCluster
-from coordinator.graphs.pricing import in_flight, peak_bytes
+from coordinator.graphs.pricing import in_flight, peak_bytes, transfers_of
 from hearth.graph.plan import Segment
 from hearth.graph.spec import GraphSpec
 from hearth.plan import MemoryUse
@@ -20,13 +20,15 @@ def memory_use(
 
     Weights count once for each segment that uses them, for each is a session of its own, and as much as they took on
     the device when it was profiled. Activations are what running took then, as much of it as the largest segment has
-    tensors alive at once; and what comes and goes for each request in flight. What loading took beside counts for the
-    largest segment. On devices out of a file weights alone count, as in the papers.
+    tensors alive at once; and what comes and goes for each request in flight, twice where it leaves, for encryption
+    copies it. What loading took beside counts for the largest segment. On devices out of a file weights alone count, as
+    in the papers.
     """
     whole = max(peak_bytes(spec, range(spec.num_operators)), 1)
     graph_bytes = spec.parameter_bytes(range(spec.num_operators))
     sizes = {tensor.name: tensor.num_bytes for tensor in spec.tensors}
     requests = in_flight(segments)
+    transfers = transfers_of(spec, segments)
     found = []
     for rank, member in enumerate(members):
         own = [segment for segment in segments if segment.rank == rank]
@@ -40,6 +42,7 @@ def memory_use(
         factor = max(device.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
         loading = device.loading_bytes * max(per_segment, default=0) // max(graph_bytes, 1)
         passing = sum(sizes[name] for segment in own for name in (*segment.inputs, *segment.outputs))
+        passing += sum(each.num_bytes for each in transfers if each.source == rank)
         found.append(
             MemoryUse(
                 weights=int(weights * factor),

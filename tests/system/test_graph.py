@@ -1,0 +1,193 @@
+"""A graph of operators served by a home of real processes: equal to onnxruntime, several requests at once, devices lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.graphs import save_two_branch_model
+from support.home import TestHome, wait_for
+
+from hearth.client import Home
+from hearth.errors import BadRequest, DeviceLost, HearthError, NotServing, StepFailed, WorkerDied
+
+ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
+pytestmark = pytest.mark.processes
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some tens of milliseconds a request, so that devices are worth sharing and there is time to kill one."""
+    return save_two_branch_model(tmp_path_factory.mktemp("model") / "two-branches.onnx", channels=48, size=96, depth=3)
+
+
+@pytest.fixture(scope="module")
+def house(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    with TestHome(tmp_path_factory.mktemp("house"), model) as home:
+        for name in ("a", "b", "c"):
+            home.start_agent(name)
+        home.start_coordinator("--objective", "throughput", "--strategy", "pipeline-exact", "--min-devices", "3")
+        home.ready().close()
+        yield home
+
+
+def image(seed: int = 0) -> Arrays:
+    return {"image": np.random.default_rng(seed).standard_normal((1, 3, 96, 96)).astype(np.float32)}
+
+
+def reference(model: Path, inputs: Arrays) -> Arrays:
+    session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+    return {"scores": session.run(["scores"], inputs)[0]}
+
+
+def assert_equal(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert np.abs(found[name] - array).max() < 1e-4
+
+
+def test_requests_side_by_side_equal_onnxruntime(house: TestHome, model: Path) -> None:
+    with house.connect() as home, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(home.infer, image(seed)) for seed in range(12)]
+        for seed, answer in enumerate(asked):
+            assert_equal(answer.result(30), reference(model, image(seed)))
+        plan = home.status().graph_plan
+    assert plan is not None
+    assert plan.num_ranks > 1
+    assert plan.objective == "throughput"
+
+
+def test_an_input_that_does_not_fit_is_named(house: TestHome) -> None:
+    with house.connect() as home:
+        info = home.model_info()
+        assert [(each.name, each.dtype, each.shape) for each in info.inputs] == [("image", "float32", (1, 3, 96, 96))]
+        right = image()["image"]
+        for inputs, reason in (
+            ({"picture": right}, "no input 'picture'; it takes image"),
+            ({}, "input 'image' is missing"),
+            ({"image": right.astype(np.float64)}, "'image' must be float32, not float64"),
+            ({"image": right[:, :1]}, r"'image' must have the shape \[1, 3, 96, 96\], not \[1, 1, 96, 96\]"),
+            ({"image": right.astype(complex)}, "'image' cannot be sent"),
+        ):
+            with pytest.raises(BadRequest, match=reason):
+                home.infer(inputs)
+        with pytest.raises(BadRequest, match="graph of operators"):
+            home.embed(["no sentence"])
+        assert home.infer(image())["scores"].shape == (1, 48)
+
+
+def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(house: TestHome, model: Path) -> None:
+    with house.connect() as home:
+        plan = home.status().graph_plan
+        assert plan is not None
+        victim = plan.devices[0].name
+        (worker,) = [
+            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_worker_of(int(pid), house.pid(victim))
+        ]
+        os.kill(worker, signal.SIGKILL)
+        wait_for("the loss to be seen", lambda: "worker" in home.status().last_error, 10.0)
+        assert_equal(home.infer(image(), timeout_seconds=60.0), reference(model, image()))
+        after = home.status().graph_plan
+        assert after is not None
+        assert victim not in [device.name for device in after.devices]
+
+
+def _is_worker_of(pid: int, agent: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return f"PPid:\t{agent}\n" in status and b"graph_process" in command
+
+
+def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_flight_and_no_more(
+    house: TestHome, model: Path
+) -> None:
+    """The last test of this house: it kills one of its devices."""
+    with house.connect() as home:
+        plan = home.status().graph_plan
+        assert plan is not None
+        load = _Load(home)
+        try:
+            wait_for("answers", lambda: len(load.answers) > 10)
+            victim = plan.devices[-1].name
+            began = time.monotonic()
+            house.kill(victim)
+            wait_for("an error", lambda: load.errors, 15.0)
+            wait_for("serving to go on", lambda: home.ready() and home.status().graph_plan.epoch > plan.epoch, 40.0)  # type: ignore[union-attr]
+            count = len(load.answers)
+            wait_for("answers again", lambda: len(load.answers) > count + 10)
+        finally:
+            load.end()
+        assert time.monotonic() - began < 60
+        assert all(isinstance(error, DeviceLost | WorkerDied | StepFailed | NotServing) for error in load.errors)
+        assert len(load.errors) <= load.threads * 3
+        after = home.status().graph_plan
+        assert after is not None
+        assert victim not in [device.name for device in after.devices]
+        assert_equal(home.infer(image(3)), reference(model, image(3)))
+
+
+class _Load:
+    """Requests from several threads, without pause."""
+
+    threads = 8
+
+    def __init__(self, home: Home) -> None:
+        self.answers: list[float] = []
+        self.errors: list[HearthError] = []
+        self._home = home
+        self._ending = threading.Event()
+        self._running = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(self.threads)]
+        for thread in self._running:
+            thread.start()
+
+    def _ask(self, seed: int) -> None:
+        inputs = image(seed)
+        while not self._ending.is_set():
+            try:
+                self._home.infer(inputs, timeout_seconds=30.0)
+                self.answers.append(time.monotonic())
+            except HearthError as error:
+                self.errors.append(error)
+                time.sleep(0.2)
+
+    def end(self) -> None:
+        self._ending.set()
+        for thread in self._running:
+            thread.join(40)
+
+
+def test_after_a_power_cut_the_graph_is_served_again_with_its_plan(model: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model) as house:
+        house.start_agent("a")
+        house.start_agent("b")
+        house.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")
+        with house.ready() as home:
+            before, plan = home.infer(image())["scores"], home.status().graph_plan
+        for name in ("a", "b", "coordinator"):
+            house.kill(name)
+        for name in ("b", "a"):
+            house.start_agent(name)
+        house.start_coordinator(model=False)
+        with house.ready() as home:
+            again = home.status().graph_plan
+            assert np.array_equal(home.infer(image())["scores"], before)
+        assert plan is not None
+        assert again is not None
+        assert again.epoch > plan.epoch
+        assert again.segments == plan.segments
+        pushed = re.findall(r"pushed ([\d.]+ \w+),", house.log("coordinator"))
+        assert pushed[-1] == "0 B"  # everything was in the stores
