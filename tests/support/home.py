@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import psutil
 
 from hearth.client import Home, connect
 from hearth.errors import HearthError
-from hearth.security import new_home_key, save_credential
+from hearth.security import Credential, new_home_key, save_credential
 
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 60.0
+START_SECONDS = 180.0  # of a home on a machine that does much else; only a failure takes so long
+# Tests say how many devices a plan waits for: nobody else will come.
+_SETTLE_SECONDS = "0.2"
 _T = TypeVar("_T")
 
 
@@ -35,16 +38,23 @@ def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = START_S
 
 
 class TestHome:
-    """Start and kill its programs by name; everything is gone when the context ends."""
+    """Start and kill its programs by name; everything is gone when the context ends.
+
+    What homes measure is kept in `known`, if given: an agent of a later home is the device that had its name before, and
+    a later coordinator finds the profiles of these devices, as one does that was started again. Keys, stores and plans
+    are every home's own.
+    """
 
     __test__ = False
 
-    def __init__(self, folder: Path, model_dir: Path) -> None:
+    def __init__(self, folder: Path, model_dir: Path, known: Path | None = None) -> None:
         self.folder = folder
         self.model_dir = model_dir
+        self.known = known
         self.key = folder / "key"
         save_credential(self.key, new_home_key())
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._began: dict[str, int] = {}  # where in its log the present run of a program begins
 
     def __enter__(self) -> TestHome:
         return self
@@ -59,8 +69,12 @@ class TestHome:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self.known is not None:
+            for path in (*self.folder.glob("*/state/identity.json"), *self.folder.glob("*/profiles/*.json")):
+                _copy(path, self.known / path.relative_to(self.folder))
 
     def start_agent(self, name: str, *options: str) -> None:
+        self._recall(f"{name}/state/identity.json")
         self._start(
             name,
             "hearth-agent", "--name", name, "--key-path", str(self.key),
@@ -71,18 +85,20 @@ class TestHome:
 
     def start_coordinator(self, *options: str, model: bool = True, name: str = "coordinator") -> None:
         arguments = [str(self.model_dir)] if model else []
+        self._recall(f"{name}/profiles/*.json")
         self._start(
             name,
             "hearth", "serve", *arguments, "--key", str(self.key), "--port", "0", "--name", name,
             "--state-dir", str(self.folder / name), "--mdns-interfaces", LOOPBACK, *options,
         )  # fmt: skip
 
-    def connect(self, key: object = None, seconds: float = 30.0) -> Home:
-        """A client of the coordinator, found over mDNS."""
+    def connect(self, key: Credential | None = None, seconds: float = 30.0, found: bool = False) -> Home:
+        """A client of the coordinator: at its address, or `found` over mDNS, which takes a second more."""
+        address = None if found else f"{LOOPBACK}:{self.port('coordinator')}"
 
         def attempt() -> Home | None:
             try:
-                return connect(key=key or self.key, timeout_seconds=5.0, interfaces=[LOOPBACK])  # type: ignore[arg-type]
+                return connect(address, key=key or self.key, timeout_seconds=5.0, interfaces=[LOOPBACK])
             except HearthError:
                 return None
 
@@ -115,15 +131,33 @@ class TestHome:
         return self._processes[name].wait(seconds)
 
     def port(self, name: str) -> int:
-        """The port that a program listens on, as its log says."""
+        """The port that a program listens on, as its log says; the last one, if it was started again."""
         pattern = r"(?:control|listening on) port (\d+)"
-        found = wait_for(f"the port of {name}", lambda: re.search(pattern, self.log(name)))
-        return int(found[1])
+        return int(
+            wait_for(f"the port of {name}", lambda: re.findall(pattern, self.log(name)[self._began.get(name, 0) :]))[-1]
+        )
 
     def log(self, name: str) -> str:
+        """What a program has said, also before it was started again."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def _recall(self, pattern: str) -> None:
+        """Bring back what an earlier home knew, unless this one knows better."""
+        for path in self.known.glob(pattern) if self.known is not None else ():
+            here = self.folder / path.relative_to(self.known)
+            if not here.exists():
+                _copy(path, here)
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         command = [str(Path(sys.executable).parent / program), *arguments]
+        environ = {"HEARTH_COORDINATOR_SETTLE_SECONDS": _SETTLE_SECONDS, **os.environ}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self._began[name] = log.tell()
+            self._processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
+            )
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)

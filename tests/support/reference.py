@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import transformers
 
+torch.set_num_threads(1)  # small models gain nothing from more, which wait for a core where others use it
+
 
 @lru_cache(maxsize=8)
 def decoder(model_dir: Path) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from support.home import TestHome, wait_for
 from support.models import save_random_model, small_decoder
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from support.reference import greedy
 
 from hearth.client import Home
 from hearth.errors import BadRequest, ContextTooLong, QueueFull
@@ -38,31 +40,23 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A token takes a hundredth of a second and more: time to do something in the middle of an answer."""
-    config = without_end(num_hidden_layers=16, hidden_size=480, num_attention_heads=12, intermediate_size=1280)
+    """Deep rather than wide: quickly started, and an answer takes long enough to do something in its middle."""
+    config = without_end(
+        num_hidden_layers=16, hidden_size=240, num_attention_heads=12, intermediate_size=640,
+        max_position_embeddings=8192,
+    )  # fmt: skip
     return save_random_model(tmp_path_factory.mktemp("slow"), config, generates=True)
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that generate together, for tests that break nothing."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir) as home:
+    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, known) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
         home.ready().close()
         yield home
-
-
-def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.inference_mode():
-        ids = model.generate(torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, pad_token_id=0)
-    found: list[int] = ids[0, len(prompt) :].tolist()
-    return found
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(pair: TestHome) -> None:
@@ -132,10 +126,10 @@ def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> No
         assert home.ready()
 
 
-def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, tmp_path: Path) -> None:
+def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, known: Path, tmp_path: Path) -> None:
     """Of three stages one is lost: two share the layers anew."""
     count, victim = 80, "a"
-    with TestHome(tmp_path, slow_model_dir) as house:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         for name in ("a", "b", "c"):
             house.start_agent(name)
         house.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
@@ -156,9 +150,11 @@ def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, tm
             assert "trying again" not in house.log("coordinator")
 
 
-def test_a_device_that_vanishes_in_mid_answer_changes_no_token(slow_model_dir: Path, tmp_path: Path) -> None:
+def test_a_device_that_vanishes_in_mid_answer_changes_no_token(
+    slow_model_dir: Path, known: Path, tmp_path: Path
+) -> None:
     count = 40
-    with TestHome(tmp_path, slow_model_dir) as house:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         for name in ("a", "b"):
             house.start_agent(name)
         house.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
@@ -182,15 +178,15 @@ def test_a_device_that_vanishes_in_mid_answer_changes_no_token(slow_model_dir: P
 
 
 def test_too_many_requests_are_refused_and_an_app_that_is_killed_frees_its_own(
-    slow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir) as house:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         house.start_agent("a")
-        house.start_coordinator("--strategy", "local", "--context", str(CONTEXT))
+        house.start_coordinator("--strategy", "local", "--context", "8000")
         with house.ready() as home:
             other = house.connect()
-            answers = [other.generate(token_ids=PROMPT, max_tokens=290) for _ in range(2)]
+            answers = [other.generate(token_ids=PROMPT, max_tokens=7900) for _ in range(2)]
             for answer in answers:
                 next(answer)
             with pytest.raises(QueueFull):

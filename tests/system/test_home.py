@@ -23,6 +23,8 @@ from support.plans import BERT_LARGE
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
+from support.reference import hidden_states
+
 from hearth.client import Home, connect
 from hearth.errors import (
     AgentBusy,
@@ -78,16 +80,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Large enough that a request lasts a good part of a second: time to kill something in its middle."""
     config = small_bert(
-        num_hidden_layers=24, hidden_size=768, num_attention_heads=12, intermediate_size=3072,
-        max_position_embeddings=512,
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
     )  # fmt: skip
     return save_random_model(tmp_path_factory.mktemp("slow"), config)
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that serve by hmp, for tests that break nothing."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir) as home:
+    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, known) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", "hmp", "--min-devices", "2")
@@ -95,18 +96,10 @@ def pair(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield home
 
 
-def reference(model_dir: Path) -> np.ndarray:
-    import torch
-    from transformers import AutoModel
-
-    with torch.inference_mode():
-        return AutoModel.from_pretrained(model_dir)(torch.tensor([TOKENS])).last_hidden_state[0].numpy()
-
-
 def test_hidden_states_equal_transformers_and_repeat(pair: TestHome) -> None:
-    with pair.connect() as home:
+    with pair.connect(found=True) as home:
         first, second = home.hidden_states(TOKENS), home.hidden_states(TOKENS)
-    assert np.abs(first - reference(pair.model_dir)).max() < 1e-4
+    assert np.abs(first - hidden_states(pair.model_dir, [TOKENS])).max() < 1e-4
     assert np.array_equal(first, second)
 
 
@@ -219,9 +212,9 @@ def test_another_homes_key_finds_nothing_and_opens_nothing(pair: TestHome) -> No
 
 
 def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_succeeds(
-    slow_model_dir: Path, tmp_path: Path
+    slow_model_dir: Path, known: Path, tmp_path: Path
 ) -> None:
-    with TestHome(tmp_path, slow_model_dir) as house:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         for name in ("a", "b", "c"):
             house.start_agent(name)
         house.start_coordinator("--strategy", "hmp", "--min-devices", "3")
@@ -232,15 +225,17 @@ def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_su
             assert isinstance(failure[0], WorkerDied)
             assert failure[1] < 5.0
             again = home.hidden_states([7] * 64, timeout_seconds=60.0)
-            assert again.shape == (64, 768)
+            assert again.shape == (64, 512)
             plan = home.status().plan
             assert plan is not None
             assert {device.name for device in plan.devices} == {"a", "c"}
             assert "trying again" not in house.log("coordinator")  # one new plan was enough
 
 
-def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(slow_model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, slow_model_dir) as house:
+def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(
+    slow_model_dir: Path, known: Path, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         for name in ("a", "b"):
             house.start_agent(name)
         house.start_coordinator("--strategy", "hmp", "--min-devices", "2")
@@ -252,7 +247,7 @@ def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(slow_model
                 failure = _fail_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
                 assert isinstance(failure[0], DeviceLost | StepFailed)
                 assert failure[1] < 5.0
-                assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 768)
+                assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
                 plan = home.status().plan
                 assert plan is not None
                 assert [device.name for device in plan.devices] == ["a"]
@@ -288,8 +283,8 @@ def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
     return caught[0]
 
 
-def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir) as house:
+def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Path, known: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, known) as house:
         names = ["a", "b", "coordinator"]
         house.start_agent("a")
         house.start_agent("b")
@@ -323,8 +318,8 @@ def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Pat
         assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # only those were sent again
 
 
-def test_what_two_devices_need_leaves_the_coordinator_once(model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir) as house:
+def test_what_two_devices_need_leaves_the_coordinator_once(model_dir: Path, known: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, known) as house:
         house.start_agent("a")
         house.start_agent("b")
         house.start_coordinator("--strategy", "sp", "--min-devices", "2")  # all weights on both
@@ -341,8 +336,10 @@ def _stored_chunks(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.glob("*/store/??/*")}
 
 
-def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir) as house:
+def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(
+    model_dir: Path, known: Path, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, known) as house:
         house.start_agent("a", "--memory-bytes", "100MiB")
         house.start_coordinator()
         with house.connect() as home:
@@ -357,8 +354,8 @@ def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(model_dir: Pa
     assert ModelDoesNotFit(model="m", missing_bytes=5).details()["missing_bytes"] == 5
 
 
-def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir) as house:
+def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, known: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, known) as house:
         house.start_agent("a", "--store-bytes", "1MiB")
         house.start_coordinator()
         with house.connect() as home:
@@ -366,8 +363,8 @@ def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, tmp_path: 
             assert [device.state for device in home.devices().devices] == ["alive"]
 
 
-def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir) as house:
+def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, known: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, known) as house:
         house.start_agent("a")
         house.start_coordinator()
         with house.ready() as home:
@@ -389,10 +386,10 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, tmp_
 
 
 def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
-    slow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir) as house:
+    with TestHome(tmp_path, slow_model_dir, known) as house:
         house.start_agent("a")
         house.start_coordinator("--strategy", "local")
         with house.ready() as home, ThreadPoolExecutor(8) as pool:
@@ -401,16 +398,16 @@ def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
         refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
         assert refused
         assert refused[0].limit == 2
-        assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 768)] * (
+        assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 512)] * (
             8 - len(refused)
         )
 
 
 def test_without_multicast_agents_and_coordinator_are_found_by_address(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
-    with TestHome(tmp_path, model_dir) as house:
+    with TestHome(tmp_path, model_dir, known) as house:
         house.start_agent("a", "--no-advertise")
         house.start_coordinator("--devices", f"{LOOPBACK}:{house.port('a')}")
         with connect(f"{LOOPBACK}:{house.port('coordinator')}", key=house.key, timeout_seconds=20.0) as home:
