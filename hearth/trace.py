@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from hearth.messages import DeviceTrace, GraphDone, StepDone, TraceEvent
 
 
-def shift_to_common_clock(done: StepDone | GraphDone, sent_seconds: float, answered_seconds: float) -> tuple[TraceEvent, ...]:
+def shift_to_common_clock(
+    done: StepDone | GraphDone, sent_seconds: float, answered_seconds: float
+) -> tuple[TraceEvent, ...]:
     """The step's events on the asker's clock.
 
     As NTP does it: what passed on the way to the worker is taken to be as long as the way back, so the error is at most

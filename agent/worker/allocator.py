@@ -25,3 +25,13 @@ def keep_freed_buffers() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def give_back_freed_buffers() -> None:
+    """To the kernel, once: what was kept is of no more use, and memory may be short."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:  # musl
+        return

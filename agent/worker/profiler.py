@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from agent.worker import blocks
-from agent.worker.allocator import keep_freed_buffers
+from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.casts import TorchCasts
 from agent.worker.kv_cache import SequenceCache
 from agent.worker.matrices import Matrix, empty_matrix
@@ -61,11 +61,14 @@ def profile(request: ProfilerRequest) -> BlockProfile:
     device = make_staging(request.compute_device).device
     spec, S = request.model, request.seq_len
     H, d = spec.hidden_size, spec.head_dim
-    layers = [random_layer(spec, device) for _ in range(_num_copies(spec))]
+    measure = _Meter(device)
+    # First and alone: a device may hold little more than these copies.
+    per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
+    give_back_freed_buffers()
+    layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
     embedding = _random_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
     everything = Span(0, S)
-    measure = _Meter(device)
 
     def gemm(x_sk: Tensor) -> Callable[[], object]:
         turn = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
@@ -125,7 +128,6 @@ def profile(request: ProfilerRequest) -> BlockProfile:
             "embedding": measure.curve(some_rows, embed),
             "mlp_rows": measure.curve(some_rows, mlp_rows),
         }
-        per_byte, per_layer = _decoding(spec, layers, measure, device) if spec.causal else (0.0, 0.0)
     wire = wire_cost(measure.cpu_per_second, TorchCasts())
     return BlockProfile(
         seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
@@ -147,10 +149,10 @@ def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torc
     )
 
 
-def _decoding(
-    spec: ModelSpec, layers: Sequence[LayerShard], measure: _Meter, device: torch.device
-) -> tuple[float, float]:
+@torch.inference_mode()
+def _decoding(spec: ModelSpec, measure: _Meter, device: torch.device) -> tuple[float, float]:
     """Seconds of one row per byte of the weights that it reads, and of a layer beside that."""
+    layers = [random_layer(spec, device) for _ in range(_num_decoded(spec))]
     # The same calls on a layer so narrow that its weights weigh next to nothing.
     thin = spec.model_copy(
         update={
@@ -221,6 +223,7 @@ class _Meter:
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
         """Measure each size; those that a busy moment spoilt are measured again, and the least time counts."""
         measured = {size: self.seconds(block(size)) for size in sizes}
+        give_back_freed_buffers()
         for _ in range(_REPEATS):
             again = suspicious_point(measured)
             if again is None:
@@ -297,11 +300,25 @@ def _zero(tensor: Tensor | None) -> None:
         tensor.zero_()
 
 
-def _num_copies(spec: ModelSpec) -> int:
+def _without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
+    """Norms and biases: what is measured brings its own matrices."""
+    none = empty_matrix(0, 0, "float32", device)
+    gate = None if layer.gate_weight is None else none
+    return replace(layer, qkv_weight=none, out_weight=none, gate_weight=gate, up_weight=none, down_weight=none)
+
+
+def _layer_bytes(spec: ModelSpec) -> int:
     widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
-    layer_bytes = round(spec.matrix_bytes * spec.hidden_size * widths)
-    copies = max(1, min(_MAX_COPIES, _COPIES_BYTES // layer_bytes))
-    return max(copies, min(spec.num_layers, -(-_DECODED_BYTES // layer_bytes))) if spec.causal else copies
+    return round(spec.matrix_bytes * spec.hidden_size * widths)
+
+
+def _num_copies(spec: ModelSpec) -> int:
+    return max(1, min(_MAX_COPIES, _COPIES_BYTES // _layer_bytes(spec)))
+
+
+def _num_decoded(spec: ModelSpec) -> int:
+    """Layers that are decoded with in turn."""
+    return max(1, min(spec.num_layers, -(-_DECODED_BYTES // _layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-_BLOCK_BYTES = 4 << 20  # of a file that a copy maps at a time
+# Parts of mapped files that stay resident: the tensors of a layer, from which many chunks are cut one after the other.
+_RESIDENT_BYTES = 64 << 20
+_BLOCK_BYTES = 4 << 20  # of a tensor that is larger: what is resident at a time
 # The format's names: ours, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
 SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
@@ -44,12 +48,44 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = path.open("rb", buffering=0)
         except FileNotFoundError:
             raise BadCheckpoint(path=str(path), reason="there is no such file") from None
+        except OSError as error:
+            raise self._unreadable(error) from None
+        try:
+            self.map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise BadCheckpoint(path=str(path), reason=f"it cannot be read ({error})") from None
+            self._file.close()
+            raise self._unreadable(error) from None
+
+    def close(self) -> None:
+        """Unmap, unless arrays still look into it: then the last of them does."""
+        self._file.close()
+        try:
+            self.map.close()
+        except BufferError:
+            pass
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped."""
+        import numpy as np
+
+        return int(np.frombuffer(self.map, np.uint8).ctypes.data)
+
+    def read(self, start: int, into: np.ndarray[Any, Any]) -> None:
+        """Fill a contiguous array. Raises BadCheckpoint."""
+        left = into.data.cast("B") if into.size else memoryview(b"")
+        while left:
+            try:
+                found = os.pread(self._file.fileno(), len(left), start)
+            except OSError as error:
+                raise self._unreadable(error) from None
+            if not found:
+                raise self._bad("it was cut short while it was read")
+            left[: len(found)] = found
+            left, start = left[len(found) :], start + len(found)
 
     def tensors(self) -> dict[str, _Tensor]:
         data = self.map
@@ -91,6 +127,9 @@ class _File:
         if _CAN_LET_GO and stop > start:
             self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
+    def _unreadable(self, error: Exception) -> BadCheckpoint:
+        return self._bad(f"it cannot be read ({error})")
+
     def _bad(self, reason: str) -> BadCheckpoint:
         return BadCheckpoint(path=str(self.path), reason=reason)
 
@@ -102,6 +141,8 @@ class Checkpoint:
         self.path = model_dir
         self._files: list[_File] = []
         self._tensors: dict[str, _Tensor] = {}
+        self._lock = threading.Lock()
+        self._recent: dict[_Tensor, None] = {}  # that are resident, the last used last
         try:
             for file, names in _files_of(model_dir).items():
                 self._add(file, names)
@@ -127,10 +168,7 @@ class Checkpoint:
     def close(self) -> None:
         """Unmap, unless arrays still look into the files: then the last of them does."""
         for file in self._files:
-            try:
-                file.map.close()
-            except BufferError:
-                pass
+            file.close()
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
@@ -158,23 +196,30 @@ class Checkpoint:
         return flat.reshape(tensor.shape)
 
     def copied(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A copy, C-contiguous, of part of `array(name)`. No more of the file stays resident, whatever its size."""
+        """A copy, C-contiguous, of part of `array(name)`; from any thread. Little of the files stays resident, whatever
+        their size. Raises BadCheckpoint."""
         import numpy as np
 
-        copy, file = np.empty(view.shape, view.dtype), self._tensor(name).file
-        if not copy.size:
-            return copy
-        begin = np.frombuffer(file.map, np.uint8).ctypes.data
-        slowest = int(np.argmax(view.strides))  # the axis along which the file is passed through once
-        here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
-        count = max(_BLOCK_BYTES // there.strides[0], 1)
-        for first in range(0, there.shape[0], count):
-            block = there[first : first + count]
-            here[first : first + count] = block
-            start = block.ctypes.data - begin
-            extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
-            file.let_go(start, start + extent + block.itemsize)
-        return copy
+        tensor = self._tensor(name)
+        for turned in (view, view.T):
+            if turned.flags.c_contiguous:  # a run of bytes is read, which takes less than mapping it for one use
+                copy = np.empty(turned.shape, turned.dtype)
+                tensor.file.read(turned.ctypes.data - tensor.file.address, copy)
+                return copy if turned is view else np.ascontiguousarray(copy.T)
+        if tensor.stop - tensor.start <= _RESIDENT_BYTES:
+            self._used(tensor)
+            return np.array(view, order="C")
+        return _copied_by_blocks(tensor.file, view)
+
+    def _used(self, tensor: _Tensor) -> None:
+        """Other parts of it are wanted soon: it stays resident, and what was used longest ago does not."""
+        with self._lock:
+            self._recent.pop(tensor, None)
+            self._recent[tensor] = None
+            while sum(each.stop - each.start for each in self._recent) > _RESIDENT_BYTES:
+                oldest = next(iter(self._recent))
+                del self._recent[oldest]
+                oldest.file.let_go(oldest.start, oldest.stop)
 
     def _add(self, path: Path, names: set[str] | None) -> None:
         file = _File(path)
@@ -190,6 +235,23 @@ class Checkpoint:
             return self._tensors[name]
         except KeyError:
             raise BadCheckpoint(path=str(self.path), reason=f"the tensor {name} is missing") from None
+
+
+def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As `np.array`, of a view that reaches over more of the file than may be resident."""
+    import numpy as np
+
+    copy = np.empty(view.shape, view.dtype)
+    slowest = int(np.argmax(view.strides))  # the axis along which the file is passed through once
+    here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
+    count = max(_BLOCK_BYTES // there.strides[0], 1)
+    for first in range(0, there.shape[0], count):
+        block = there[first : first + count]
+        here[first : first + count] = block
+        start = block.ctypes.data - file.address
+        extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
+        file.let_go(start, start + extent + block.itemsize)
+    return copy
 
 
 def _files_of(model_dir: Path) -> dict[Path, set[str] | None]:

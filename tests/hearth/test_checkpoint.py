@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 from support.checkpoints import CONFIGS, HEADS, tensors_of, write_model
 
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
+from hearth.model import checkpoint as checkpoint_module
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import read_spec
 from hearth.model.sentence import read_pooling
@@ -28,18 +30,32 @@ def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Pat
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is resident")
-def test_a_copy_leaves_nothing_of_the_file_resident(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [64 << 20, 12 << 20], ids=["many tensors", "tensors too large to stay"])
+def test_little_of_the_files_is_resident_after_copies(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that cutting a checkpoint takes no more memory for a larger one."""
-    whole = np.arange(6000 * 2000, dtype=np.float32).reshape(6000, 2000)  # 46 MiB
-    save_file({"w": whole}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(checkpoint_module, "_RESIDENT_BYTES", most)
+    values = np.arange(3000 * 2000, dtype=np.float32).reshape(3000, 2000)  # 23 MiB
+    save_file({f"w{index}": values + index for index in range(6)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        for index in range(6):
+            array, whole = checkpoint.array(f"w{index}"), values + index
+            for stored, expected in ((array, whole), (array.T, whole.T)):
+                for part in (np.s_[:, 64:128], np.s_[1000:1900], np.s_[7:7], np.s_[:, ::2]):
+                    copy = checkpoint.copied(f"w{index}", stored[part])
+                    assert copy.flags.c_contiguous
+                    assert np.array_equal(copy, expected[part])
+                    assert resident_bytes(tmp_path / "model.safetensors") < most + (4 << 20)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path) -> None:
+    save_file({"w": np.ones((5000, 100), np.float32)}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
         array = checkpoint.array("w")
-        for stored, expected in ((array, whole), (array.T, whole.T)):
-            for part in (np.s_[:, 64:128], np.s_[1000:1900], np.s_[7:7], np.s_[:, ::2]):
-                copy = checkpoint.copied("w", stored[part])
-                assert copy.flags.c_contiguous
-                assert np.array_equal(copy, expected[part])
-                assert resident_bytes(tmp_path / "model.safetensors") < 8 << 20
+        os.truncate(tmp_path / "model.safetensors", 1 << 20)
+        with pytest.raises(BadCheckpoint, match="cut short while it was read"):
+            checkpoint.copied("w", array[4000:])
 
 
 def resident_bytes(path: Path) -> int:

@@ -60,7 +60,7 @@ class StoredModel:
                     store.put(ref.hash, chunk_bytes(checkpoint, self.spec, ref.kind, ref.layer, ref.grain))
 
 
-class _Group:
+class Group:
     """Processes that answer JSON requests, one per device. The testbed ends them; leaving the context closes sockets."""
 
     def __init__(self, testbed: Testbed, kind: str) -> None:
@@ -79,7 +79,8 @@ class _Group:
         for socket in self._sockets.values():
             socket.close()
 
-    def start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str, limited: bool = True) -> None:
+        """On a device; not `limited`: without its share of the CPU, as what runs beside it does."""
         path = self._testbed.folder / f"{self._kind}-{name}"
         if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
             raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
@@ -91,15 +92,17 @@ class _Group:
         module = f"tools.bench.{self._kind}"
         with shielded(), self._log(name).open("ab") as log:
             self._processes[name] = self._testbed.popen(
-                name, sys.executable, "-m", module, address, *arguments, stdout=log, stderr=log,
+                name, sys.executable, "-m", module, address, *arguments, limited=limited, stdout=log, stderr=log,
                 stdin=subprocess.DEVNULL, memory_limited=False, environment={"GLOO_SOCKET_IFNAME": "eth0"},
             )  # fmt: skip
 
-    def ask(self, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Send to all at once, then wait for all. Raises InternalError with what a runner said."""
+    def ask(
+        self, requests: Mapping[str, Mapping[str, Any]], seconds: float = _ANSWER_SECONDS
+    ) -> dict[str, dict[str, Any]]:
+        """Send to all at once, then wait for all. Raises InternalError with what a runner said, DeadlineExceeded."""
         for name, request in requests.items():
-            self._sockets[name].send(json.dumps(request).encode())
-        deadline = time.monotonic() + _ANSWER_SECONDS
+            self.send(name, request)
+        deadline = time.monotonic() + seconds
         answers = {name: self._answer(name, deadline) for name in requests}
         for name, answer in answers.items():
             if "error" in answer:
@@ -107,13 +110,21 @@ class _Group:
                 raise InternalError(where=f"{self._kind} on {name}", reason=answer["error"] + said)
         return answers
 
+    def send(self, name: str, request: Mapping[str, Any]) -> None:
+        """Without waiting for the answer."""
+        self._sockets[name].send(json.dumps(request).encode())
+
+    def process(self, name: str) -> subprocess.Popen[bytes]:
+        return self._processes[name]
+
     def _answer(self, name: str, deadline: float) -> dict[str, Any]:
+        began = time.monotonic()
         while not self._sockets[name].poll(_LOOK_MS):
             if self._processes[name].poll() is not None:
                 reason = f"it has ended: {self._last_line(name) or 'it said nothing'}"
                 raise InternalError(where=f"{self._kind} on {name}", reason=reason)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=_ANSWER_SECONDS)
+                raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=time.monotonic() - began)
         answer: dict[str, Any] = json.loads(self._sockets[name].recv())
         return answer
 
@@ -124,7 +135,7 @@ class _Group:
         return self._testbed.folder / f"{self._kind}-{name}.log"
 
 
-class EngineRunners(_Group):
+class EngineRunners(Group):
     """The worker's engine on every device; any number of plans stay loaded."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
@@ -237,7 +248,7 @@ class EngineRunners(_Group):
         return {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound}
 
 
-class ReferenceRunner(_Group):
+class ReferenceRunner(Group):
     """`transformers` on one of the devices."""
 
     def __init__(self, testbed: Testbed, device: str) -> None:
@@ -253,7 +264,7 @@ class ReferenceRunner(_Group):
         return self.ask({self._device: request})[self._device]
 
 
-class GlooRunners(_Group):
+class GlooRunners(Group):
     """torch.distributed on gloo; `join` says which of the devices take part from now on."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import FAMILIES, Source, TensorNames, read_spec
 from hearth.model.rotary import frequencies
-from tools.bench.runner import serve
+from tools.bench.child import serve
 
 _TIMEOUT = timedelta(seconds=60)
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

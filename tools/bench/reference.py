@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.runner import serve
+from tools.bench.child import serve
 
 
 class Reference:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import zmq
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.collectives import Collectives
@@ -33,7 +32,7 @@ from agent.worker.shard import Shard, load_shard
 from agent.worker.staging import CpuStaging
 from agent.worker.tracing import Recorder
 from hearth.codec import wire_layout
-from hearth.errors import HearthError, StepFailed
+from hearth.errors import StepFailed
 from hearth.framing import Phase, apart, pack_array, read_header
 from hearth.geometry import spans
 from hearth.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
@@ -42,6 +41,7 @@ from hearth.plan import Plan, plan_from_json
 from hearth.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
+from tools.bench.child import serve
 
 _TOKEN = bytes(16)
 _STEP_SECONDS = 60.0
@@ -313,20 +313,6 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # where a runner that does not answer stands
     keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))
-
-
-def serve(address: str, target: object) -> None:
-    """Answer requests `{"do": METHOD, ...}` for ever; the parent ends us."""
-    socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.connect(address)
-    while True:
-        request = json.loads(socket.recv())
-        try:
-            answer = getattr(target, request.pop("do"))(**request)
-        except Exception as error:
-            what = str(error) if isinstance(error, HearthError) else f"{type(error).__name__}: {error}"
-            answer = {"error": what}
-        socket.send(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ def shape_of_file(path: Path) -> Shape:
     return Shape(name, int(config[family.config["num_layers"]]), config)
 
 
-def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """A checkpoint with every bias and norm gain randomised.
+def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> Path:
+    """A checkpoint with every bias and norm gain randomised; `dtype` is torch's name of what is stored.
 
     As transformers makes them, biases are 0 and gains 1: a bias added on every device would pass unseen.
     """
@@ -128,7 +128,7 @@ def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0) ->
                 parameter.normal_(0, 0.2)
             elif "norm" in name.lower() or ".ln_" in name:
                 parameter.normal_(1, 0.2)
-    model.float().save_pretrained(directory, safe_serialization=True, max_shard_size="100GB")
+    model.to(getattr(torch, dtype)).save_pretrained(directory, safe_serialization=True, max_shard_size="100GB")
     del model
     gc.collect()
     return directory

@@ -1,0 +1,197 @@
+"""The commands of `python -m tools.bench` that hold what was promised against what is: figures beside what was asked."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Optional, cast, get_args
+
+import typer
+from rich.status import Status
+
+from coordinator.cli.output import err, handles_errors, out
+from hearth.errors import BadSetting
+from hearth.model.families import read_json
+from hearth.model.spec import WeightFormat
+from hearth.plan import STRATEGIES
+from tools.bench import interrupts
+from tools.bench.cases import (
+    FAMILIES,
+    NEW_TOKENS,
+    ExactnessRow,
+    chosen_cases,
+    chosen_families,
+    details,
+    summary,
+)
+from tools.bench.findings import Finding, all_hold, as_json, findings_table
+from tools.bench.interrupts import shielded
+from tools.bench.measure import temporary_folder
+from tools.bench.push import PushBench
+from tools.bench.rows import check_writable
+from tools.bench.shapes import SHAPES, save_random_model
+from tools.testbed import Scenario, Testbed, load_scenario
+from tools.testbed.cluster import check_possible
+
+_HUB = "hub"  # a scenario whose coordinator has a link of its own
+GPT2_LARGE: Mapping[str, Any] = SHAPES["gpt2-large"].config
+
+Model = Annotated[
+    Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+    typer.Option(
+        help="A decoder's directory, or only its config.json. Default: random weights of GPT-2 large, in bfloat16.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str, typer.Option(help=f"In the devices' memory: {', '.join(get_args(WeightFormat))}.", metavar="FORMAT")
+]
+Json = Annotated[Optional[Path], typer.Option("--json", help="Save the figures here.", metavar="FILE")]  # noqa: UP045
+Markdown = Annotated[Optional[Path], typer.Option(help="Save the table here.", metavar="FILE")]  # noqa: UP045
+
+
+@handles_errors
+def push(
+    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 250.0,
+    devices: Annotated[int, typer.Option(help="That get weights, beside the hub.", min=2, max=4)] = 4,
+    model: Model = None,
+    weights: Weights = "bfloat16",
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """How fast and with how many bytes weights get to the devices, and what memory that takes. Needs root."""
+    check_files(json, markdown)
+    scenario, findings = _with_hub(devices), list[Finding]()
+    with working(scenario) as (folder, status):
+        model_dir = model_of(model, folder, status)
+        with agents(scenario, folder, mbit) as testbed:
+            found = collector(findings, json)
+            with PushBench(testbed, model_dir, _format(weights), mbit, reporter(status), found) as bench:
+                bench.run()
+    conclude(f"{scenario.name}, {devices} devices, {mbit:g} Mbit/s", findings, json, markdown)
+
+
+@handles_errors
+def exactness(
+    families: Annotated[str, typer.Option(help=f"Of {', '.join(FAMILIES)}.", metavar="LIST")] = ",".join(FAMILIES),
+    strategies: Annotated[str, typer.Option(help="Of those that there are.", metavar="LIST")] = ",".join(STRATEGIES),
+    tokens: Annotated[int, typer.Option(help="Of each answer.", min=1, max=400)] = NEW_TOKENS,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Whether generation gives the tokens and logits of transformers, at each family's real widths. Needs no root."""
+    from tools.bench.exactness import ExactnessBench  # loads torch
+
+    check_files(json, markdown)
+    chosen, cases = chosen_families(families), chosen_cases(strategies)
+    rows: list[ExactnessRow] = []
+    for name, family in chosen.items():
+        with working() as (folder, status):
+            for row in ExactnessBench(folder, reporter(status), tokens).measure(name, family, cases):
+                rows.append(row)
+                out.print(f"{name}: {row.case}: {row.equal_tokens} of {row.tokens} tokens equal, logits within "
+                          f"{row.largest_difference:.1e} ({row.seconds:.0f} s) {row.different_at}", soft_wrap=True,
+                          markup=False)  # fmt: skip
+                if json is not None:
+                    json.write_text(as_json(rows))
+                if markdown is not None:
+                    markdown.write_text(f"{summary(rows)}\n\n{details(rows)}\n")
+    out.print(f"\n{summary(rows)}\n\n{details(rows)}", soft_wrap=True, markup=False)
+    if not all(row.holds for row in rows):
+        err.print("[red]error:[/] an answer differs; the table says which", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+# ---- the same for all -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def working(scenario: Scenario | None = None) -> Iterator[tuple[Path, Status]]:
+    """A folder that is gone afterwards, and a line that says what goes on. Raises BadSetting."""
+    if scenario is not None:
+        check_possible(scenario)
+    with temporary_folder() as folder, Status("", console=err) as status:
+        yield folder, status
+
+
+@contextmanager
+def agents(scenario: Scenario, folder: Path, mbit: float, *options: str) -> Iterator[Testbed]:
+    """A testbed with an agent on every device but the coordinator's, until the end of the block or an interrupt."""
+    chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
+    testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)))
+    try:
+        with shielded(with_children=True):
+            testbed.up()
+        for device in chosen.devices:
+            if device.name != chosen.coordinator:
+                testbed.start_agent(device.name, *options)
+        yield testbed
+    finally:
+        with shielded(with_children=True):
+            testbed.down()
+
+
+def reporter(status: Status) -> Callable[[str], None]:
+    """Shows what goes on, and ends it where an interrupt came."""
+
+    def report(what: str) -> None:
+        interrupts.check()
+        status.update(what)
+
+    return report
+
+
+def collector(findings: list[Finding], json: Path | None) -> Callable[[Finding], None]:
+    """Shows and keeps each figure as it comes: an interrupt costs only those that are still to come."""
+
+    def found(each: Finding) -> None:
+        findings.append(each)
+        err.print(f"{each.what}: {each.measured}", soft_wrap=True, markup=False)
+        if json is not None:
+            json.write_text(as_json(findings))
+
+    return found
+
+
+def conclude(title: str, findings: Sequence[Finding], json: Path | None, markdown: Path | None, more: str = "") -> None:
+    """Print and save. Exits with 1 where a figure is not what was asked."""
+    text = f"**{title}**\n\n{findings_table(findings)}\n{more}"
+    if json is not None:
+        json.write_text(as_json(findings))
+    if markdown is not None:
+        markdown.write_text(text)
+    out.print(text, soft_wrap=True, markup=False)
+    if not all_hold(findings):
+        err.print("[red]error:[/] a figure is not what was asked; the table says which", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def check_files(json: Path | None, markdown: Path | None) -> None:
+    """Raises BadSetting."""
+    check_writable("--json", json)
+    check_writable("--markdown", markdown)
+
+
+def model_of(
+    path: Path | None, folder: Path, status: Status, default: Mapping[str, Any] = GPT2_LARGE, dtype: str = "bfloat16"
+) -> Path:
+    """The directory itself, or random weights in `folder`. Without an end token: random weights say it anywhere."""
+    if path is not None and path.is_dir():
+        return path
+    status.update("making the model")
+    config = SHAPES["gpt2-large"].config if path is None else read_json(path)
+    return save_random_model(folder / "model", {**config, "bos_token_id": None, "eos_token_id": None}, dtype="bfloat16")
+
+
+def _with_hub(devices: int) -> Scenario:
+    """The first `devices`, and the hub."""
+    scenario = load_scenario(_HUB)
+    return scenario.model_copy(update={"devices": (*scenario.devices[:devices], scenario.devices[-1])})
+
+
+def _format(weights: str) -> WeightFormat:
+    if weights not in get_args(WeightFormat):
+        raise BadSetting(setting="--weights", reason=f"'{weights}' is none of {', '.join(get_args(WeightFormat))}")
+    return cast(WeightFormat, weights)

@@ -1,0 +1,132 @@
+"""The coordinator's part of a push, step by step: `python -m tools.bench.pusher ipc://PATH KEY ADDRESS`.
+
+It is the product's code (`Fleet`, `Deployment`) and imports what `hearth serve` imports, so that its memory is a
+coordinator's; only who asks for what, and when, is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from itertools import permutations
+from pathlib import Path
+from typing import Any, TypeVar
+
+import coordinator.service  # noqa: F401 (its memory counts)
+from coordinator.deployment import Deployment
+from coordinator.fleet import Fleet
+from hearth.errors import BadKey, DeadlineExceeded
+from hearth.model.checkpoint import Checkpoint
+from hearth.model.families import read_spec
+from hearth.model.sharding import cached_manifest
+from hearth.plan import plan_from_json
+from hearth.profile import Link
+from hearth.security import HomeKey, agent_access, load_credential
+from tools.bench.child import serve
+
+_SETTLE_SECONDS = 60.0
+_CALL_SECONDS = 900.0
+
+_T = TypeVar("_T")
+
+
+class Pusher:
+    """Calls come one at a time; the fleet beats on in a thread of its own."""
+
+    def __init__(self, key: Path, address: str) -> None:
+        home = load_credential(key)
+        if not isinstance(home, HomeKey):
+            raise BadKey(source=str(key), reason="a coordinator needs the home key")
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._fleet: Fleet = self._run(self._opened(home, address))
+        self._deployment: Deployment | None = None
+        self._epoch = 0
+
+    def devices(self, names: list[str]) -> dict[str, Any]:
+        """Ids by name, once exactly these are usable. Raises DeadlineExceeded."""
+        return {"ids": self._run(self._there(set(names)))}
+
+    def read(self, model_dir: str, cache_dir: str, weights: str) -> dict[str, Any]:
+        """Hash a checkpoint; the manifest is kept in the cache."""
+        spec = read_spec(Path(model_dir)).model_copy(update={"weights": weights})
+        began = time.perf_counter()
+        with Checkpoint(Path(model_dir)) as checkpoint:
+            refs = cached_manifest(checkpoint, spec, Path(cache_dir))
+        return {"seconds": time.perf_counter() - began, "num_bytes": sum(ref.num_bytes for ref in refs)}
+
+    def push(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
+        """Bring the plan's devices what they lack: seconds, and bytes as `Distribution` counts them."""
+        return self._run(self._push(plan, Path(model_dir), Path(cache_dir)))
+
+    def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
+        """Push, start the workers and connect them: the most that each of them held, as its agent says."""
+        return self._run(self._load(plan, Path(model_dir), Path(cache_dir)))
+
+    def unload(self) -> dict[str, Any]:
+        if self._deployment is not None:
+            self._run(self._deployment.close())
+        return {}
+
+    def peak(self) -> dict[str, Any]:
+        """The most memory that this process had resident so far."""
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return {"num_bytes": int(found[1]) << 10 if found else 0}
+
+    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
+
+    async def _there(self, names: set[str]) -> dict[str, str]:
+        await self._until("the devices", lambda: {device.name for device in self._fleet.usable()} == names)
+        return {device.name: device.device_id for device in self._fleet.usable()}
+
+    @staticmethod
+    async def _until(what: str, probe: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while not probe():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(action=what, seconds=_SETTLE_SECONDS)
+            await asyncio.sleep(0.05)
+
+    @staticmethod
+    async def _opened(home: HomeKey, address: str) -> Fleet:
+        return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
+
+    async def _push(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
+        deployment = Deployment(self._fleet, plan_from_json(plan))
+        began = time.perf_counter()
+        await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
+        return {
+            "seconds": time.perf_counter() - began,
+            "sent_bytes": deployment.sent_bytes,
+            "passed_bytes": deployment.passed_bytes,
+        }
+
+    async def _load(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
+        self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
+        parsed = plan_from_json(plan).with_epoch(self._epoch)
+        deployment = Deployment(self._fleet, parsed)
+        chunks = await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
+        ids = [device.device_id for device in parsed.devices]
+        links = {
+            (a, b): Link(source=a, target=b, bytes_per_second=1e7, round_trip_seconds=1e-3)
+            for a, b in permutations(ids, 2)
+        }
+        await deployment.load(chunks, links, encrypt=True)
+        self._deployment = deployment
+        states = self._fleet.devices
+
+        def all_told() -> bool:
+            found = [states[device].state for device in ids]
+            return all(state is not None and (state.worker, state.epoch) == ("ready", self._epoch) for state in found)
+
+        await self._until("the workers' first heartbeat", all_told)
+        return {"peaks": {device: state.worker_peak_bytes for device in ids if (state := states[device].state)}}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], Pusher(Path(sys.argv[2]), sys.argv[3]))

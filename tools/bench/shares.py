@@ -1,0 +1,66 @@
+"""Plans with given shares, made by no planner: for proofs that hold whatever a planner would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.memory import memory_use
+from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.model.spec import ModelSpec
+from hearth.plan import Generation, LayerMode, Plan, PlannedDevice, Prediction, Strategy, TransformerPlan, WireFormat
+
+_UNLIMITED_BYTES = 1 << 40
+_STEP_SECONDS = 6.0  # no prediction: waits for peers are patient
+
+
+def shared_plan(
+    spec: ModelSpec,
+    strategy: Strategy,
+    weights: Sequence[float],
+    generation: Generation,
+    names: Sequence[str] = (),
+    modes: Sequence[LayerMode] = (),
+) -> Plan:
+    """Heads, columns, vocabulary and rows (in a pipeline: layers) in proportion to `weights`, one per device.
+
+    `names` are the devices' ids. Under `sp` every rank has rows, since there all weights are everywhere.
+    """
+    body = _body(spec, strategy, weights, modes)
+    ids = names or [f"device{rank}" for rank in range(len(weights))]
+    devices = tuple(
+        PlannedDevice(
+            device_id=device,
+            name=device,
+            memory=memory_use(spec, body, rank, generation.prefill_rows, generation),
+            budget_bytes=_UNLIMITED_BYTES,
+            compute_seconds=0.0,
+        )
+        for rank, device in enumerate(ids)
+    )
+    return Plan(
+        epoch=1,
+        model=spec,
+        planner="bench",
+        seq_len=generation.prefill_rows,
+        devices=devices,
+        body=body,
+        wire=WireFormat(lz4="off"),
+        predicted=Prediction(total_seconds=_STEP_SECONDS, compute_seconds=_STEP_SECONDS, transfer_seconds=0.0),
+        generation=generation,
+    )
+
+
+def _body(spec: ModelSpec, strategy: Strategy, weights: Sequence[float], modes: Sequence[LayerMode]) -> TransformerPlan:
+    if strategy == "pipeline":
+        return TransformerPlan.pipeline(spec, largest_remainder(weights, spec.num_layers))
+    columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
+    vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
+    everywhere = strategy == "sp" or bool(modes)
+    return TransformerPlan(
+        strategy=strategy,
+        heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
+        columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
+        row_weights=tuple(max(weight, 0.5) if everywhere else weight for weight in weights),
+        vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
+        modes=tuple(modes),
+    )
