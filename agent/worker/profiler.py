@@ -63,7 +63,8 @@ def profile(request: ProfilerRequest) -> BlockProfile:
     H, d = spec.hidden_size, spec.head_dim
     measure = _Meter(device)
     # First and alone: a device may hold little more than these copies.
-    per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
+    with torch.inference_mode():
+        per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
     give_back_freed_buffers()
     layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
     embedding = _random_embedding(spec, device)
@@ -149,7 +150,6 @@ def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torc
     )
 
 
-@torch.inference_mode()
 def _decoding(spec: ModelSpec, measure: _Meter, device: torch.device) -> tuple[float, float]:
     """Seconds of one row per byte of the weights that it reads, and of a layer beside that."""
     layers = [random_layer(spec, device) for _ in range(_num_decoded(spec))]
