@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
+from coordinator.placement.bounds import earliest_ends, least_rests
 from coordinator.placement.problem import Flow, Matrix, PlacementProblem
 from coordinator.placement.schedule import Item, Schedule, Send, by_start, schedule
 
@@ -41,11 +42,12 @@ class Context(NamedTuple):
 @dataclass(frozen=True)
 class Effort:
     """When to stop. `deterministic_seconds` are the solver's own count of its work: with one worker, a run that ends by
-    them repeats exactly; `seconds` are on the clock."""
+    them repeats exactly; `seconds` are on the clock. `linearization` 0 searches fast, 2 bounds well."""
 
     seconds: float
     deterministic_seconds: float = math.inf
     num_workers: int = 1
+    linearization: int = 1
 
 
 def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
@@ -101,6 +103,7 @@ def solve_model(
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = effort.num_workers
     solver.parameters.random_seed = 0
+    solver.parameters.linearization_level = effort.linearization
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.0)
     if effort.deterministic_seconds < math.inf:
         solver.parameters.max_deterministic_time = effort.deterministic_seconds
@@ -117,6 +120,16 @@ def _horizon(problem: PlacementProblem) -> int:
     slowest = sum(max(row) for row in problem.seconds)
     carried = sum(len(set(flow.targets)) * max(map(max, flow.seconds)) for flow in problem.flows)
     return round(slowest + carried + len(problem.flows) * max(map(max, problem.latency)))
+
+
+class _Use(NamedTuple):
+    """Of a resource, for `ticks` from `start` on if `present`: not before `head`, and not in the last `tail` ticks."""
+
+    start: cp_model.IntVar
+    ticks: int
+    present: cp_model.IntVar
+    head: float = 0.0
+    tail: float = 0.0
 
 
 class _Model:
@@ -140,15 +153,16 @@ class _Model:
         self._sends: dict[Send, cp_model.IntVar] = {}
         self._taken: dict[tuple[Send, int], cp_model.IntVar] = {}
         self._pairs: dict[tuple[int, int], dict[tuple[int, int], cp_model.IntVar]] = {}  # edge -> channel -> whether
-        self._sides: dict[tuple[str, int], list[cp_model.IntervalVar]] = {}
+        self._uses: dict[tuple[str, int], list[_Use]] = {}
+        self._ends_by = earliest_ends(problem, pins, context.releases if context is not None else None)
+        self._rests = least_rests(problem, pins, context.tails if context is not None else None)
         self._place(pins)
         self._keep_memory()
         for index in range(len(problem.flows)):
             self._carry(index)
-        for intervals in self._sides.values():
-            if len(intervals) > 1:
-                self.model.add_no_overlap(intervals)
         makespan = self._time()
+        for uses in self._uses.values():
+            self._one_at_a_time(uses, makespan)
         for i in range(problem.num_operators):
             if context is not None:
                 self.model.add(self._starts[i] >= self._at(i, context.releases[i]))
@@ -171,23 +185,22 @@ class _Model:
 
     def _place(self, pins: Mapping[int, int]) -> None:
         """Each operator on one device (4c), for the time it takes there (4b), never two at once (6)."""
-        running: list[list[cp_model.IntervalVar]] = [[] for _ in self._devices]
         for i, seconds in enumerate(self._problem.seconds):
             if i in pins:
                 on = {pins[i]: self._always}
             else:
-                on = {k: self.model.new_bool_var("") for k in self._devices}
+                # Where it could not be done in time it need not be thought of.
+                ways = [k for k in self._devices if self._ends_by[i][k] + self._rests[i][k] <= self._most]
+                on = {k: self.model.new_bool_var("") for k in ways}
                 self.model.add_exactly_one(on.values())
             start, end = self._time(), self._time()
             self._on.append(on)
             self.model.add(end == start + self._at(i, seconds))
             for k, here in on.items():
-                running[k].append(self._interval(start, round(seconds[k]), here))
+                head = self._ends_by[i][k] - seconds[k]
+                self._use("compute", k, _Use(start, round(seconds[k]), here, head, self._rests[i][k]))
             self._starts.append(start)
             self._ends.append(end)
-        for intervals in running:
-            if len(intervals) > 1:
-                self.model.add_no_overlap(intervals)
 
     def _keep_memory(self) -> None:
         """(5), with shared weights once on each device that uses them."""
@@ -234,7 +247,7 @@ class _Model:
         self.model.add(self._starts[target] >= start + carried)
         for (a, b), taken in pairs.items():
             self._sends[Send(index, b)] = start
-            self._occupy(a, b, start, busy[a, b], taken)
+            self._occupy(index, a, b, _Use(start, busy[a, b], taken), [target])
 
     def _carry_to_several(
         self, index: int, busy: Mapping[tuple[int, int], int], late: Mapping[tuple[int, int], int]
@@ -251,20 +264,37 @@ class _Model:
             for a in sources:
                 taken = self._taken[Send(index, b), a] = model.new_bool_var("")
                 model.add_implication(taken, self._on[flow.source][a])
-                self._occupy(a, b, start, busy[a, b], taken)
+                self._occupy(index, a, b, _Use(start, busy[a, b], taken), targets)
                 for target in targets:
                     pair = self._between(flow.source, target)[a, b]
                     model.add_implication(pair, taken)
                     model.add(self._starts[target] >= start + late[a, b]).only_enforce_if(pair)
 
-    def _occupy(self, a: int, b: int, start: cp_model.IntVar, ticks: int, taken: cp_model.IntVar) -> None:
-        if ticks > 0:  # what takes no time is no transfer
-            interval = self._interval(start, ticks, taken)
-            self._sides.setdefault(("send", a), []).append(interval)
-            self._sides.setdefault(("receive", b), []).append(interval)
+    def _occupy(self, index: int, a: int, b: int, use: _Use, targets: Sequence[int]) -> None:
+        """Both sides of a channel, for one transfer. What takes no time is none."""
+        if use.ticks > 0:
+            head = self._ends_by[self._problem.flows[index].source][a]
+            tail = min(self._problem.seconds[target][b] + self._rests[target][b] for target in targets)
+            use = use._replace(head=head, tail=self._problem.latency[a][b] + tail)
+            self._use("send", a, use)
+            self._use("receive", b, use)
 
-    def _interval(self, start: cp_model.IntVar, ticks: int, present: cp_model.IntVar) -> cp_model.IntervalVar:
-        return self.model.new_optional_fixed_size_interval_var(start, ticks, present, "")
+    def _use(self, kind: str, device: int, use: _Use) -> None:
+        self._uses.setdefault((kind, device), []).append(use)
+
+    def _one_at_a_time(self, uses: Sequence[_Use], makespan: cp_model.IntVar) -> None:
+        if len(uses) < 2:
+            return
+        model = self.model
+        model.add_no_overlap(
+            model.new_optional_fixed_size_interval_var(use.start, use.ticks, use.present, "") for use in uses
+        )
+        # Implied, for the linear relaxation: first something reaches the resource, then all its work, then a way out.
+        used = model.new_bool_var("")
+        for use in uses:
+            model.add_implication(use.present, used)
+        around = round(min(use.head for use in uses) + min(use.tail for use in uses))
+        model.add(makespan >= around * used + sum(use.ticks * use.present for use in uses))
 
     def _between(self, source: int, target: int) -> dict[tuple[int, int], cp_model.IntVar]:
         """By devices of both ends, whether they are there: the products, said with sums (a transport polytope)."""

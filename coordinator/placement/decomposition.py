@@ -25,7 +25,7 @@ from coordinator.placement.heft import heft
 from coordinator.placement.problem import Flow, PlacementProblem
 from coordinator.placement.schedule import Item, Schedule, Send, best_schedule
 
-_FIRST_EFFORT = 0.5  # deterministic seconds for an arc; doubled at each return to it
+_FIRST_EFFORT = 0.5  # deterministic seconds for an arc; doubled after each two tries
 _MOST_BESIDE = 0.3  # of a segment's operators may run beside a near cut in it
 _MOST_COST = 0.2  # of the segment's work may be dropped for it
 _COST_OF_A_TRANSFER = 0.01  # of the segment's work
@@ -207,7 +207,7 @@ class Arc:
 
     def __init__(self, problem: PlacementProblem, pins: Mapping[int, int]) -> None:
         self._problem, self._pins = problem, pins
-        self._effort = _FIRST_EFFORT
+        self._effort, self._tries = _FIRST_EFFORT, 0
         self.lower = relaxed_makespan(problem, pins)
         self.schedule = self._first_guess()
         if problem.num_operators == len(pins):
@@ -229,10 +229,13 @@ class Arc:
     def tighten(self, below: int, seconds: float, num_workers: int) -> None:
         """Look for a schedule that ends before `below`, or for the proof that there is none."""
         below = min(below, self.upper)
-        answer = solve_model(
-            self._problem, Effort(seconds, self._effort, num_workers), self._pins, self.schedule, below
-        )
-        self._effort *= 2
+        # Searching without a linear relaxation proves small arcs fastest; the relaxation bounds large ones well.
+        linearization = 1 if self._tries % 2 else 0
+        effort = Effort(seconds, self._effort, num_workers, linearization)
+        answer = solve_model(self._problem, effort, self._pins, self.schedule, below)
+        self._tries += 1
+        if not self._tries % 2:
+            self._effort *= 2
         if answer.schedule is not None and answer.schedule.makespan < self.upper:
             self.schedule = answer.schedule
         self.lower = max(self.lower, answer.bound)
