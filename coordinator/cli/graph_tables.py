@@ -70,8 +70,11 @@ def one_device_line(planned: Planned) -> str:
     """Where sharing the work does not pay, that is said in so many words."""
     chosen, plan = planned.chosen, planned.chosen.plan
     shared = [each for each in planned.candidates if each.plan is not None and each.plan.num_ranks > 1]
-    if plan is None or plan.num_ranks > 1 or not shared:
+    free = [each for each in planned.candidates if each.answer is not None and each.answer.strategy != "local"]
+    if plan is None or plan.num_ranks > 1 or not free:
         return ""
+    if not shared:
+        return "one device is faster: every strategy that may share the work keeps it on one"
     objective = plan.objective
     best = min(shared, key=lambda each: each.seconds(objective))
     seconds, alone = best.seconds(objective), chosen.seconds(objective)
