@@ -10,11 +10,12 @@ from coordinator.simulator import Task, Timeline, simulate
 from coordinator.step_graph import step_tasks
 from hearth.messages import DeviceTrace, TraceEvent
 from hearth.model.spec import ModelSpec
-from hearth.plan import Plan, Prediction, TransformerPlan, WireFormat
+from hearth.plan import LayerMode, Plan, Prediction, TransformerPlan, WireFormat
 from hearth.profile import ClusterProfile
 
 # Of equal layers this many are simulated; each further one takes as long as the last of them.
 _SIMULATED_LAYERS = 2
+_LAYERS_TO_SETTLE = 4  # with micro-batches in flight
 
 
 def predict(
@@ -23,13 +24,14 @@ def predict(
     """Price one step: the prediction, and each rank's busy seconds.
 
     Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
-    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole; so are
-    micro-batches, since an early one runs layers ahead of a late one.
+    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole.
     """
-    if body.layers or body.micro_batches > 1:
-        timeline = simulate(_all_tasks(spec, body, cluster, seq_len, wire))
+    if body.layers:
+        timeline = simulate(pipeline_tasks(spec, body, cluster, seq_len, wire))
         return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
     modes = [body.mode(layer) for layer in range(spec.num_layers)]
+    if body.micro_batches > 1:
+        return _predict_micro_batches(spec, body, cluster, seq_len, wire, modes)
     runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
     shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
     tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
@@ -50,6 +52,29 @@ def predict(
                 extra[resource] += repeats * seconds
     all_busy = {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
     return _prediction(total, all_busy, len(cluster.devices))
+
+
+def _predict_micro_batches(
+    spec: ModelSpec,
+    body: TransformerPlan,
+    cluster: ClusterProfile,
+    seq_len: int,
+    wire: WireFormat,
+    modes: Sequence[LayerMode],
+) -> tuple[Prediction, tuple[float, ...]]:
+    """An early micro-batch runs layers ahead of a late one, so that it takes a few layers until each adds as much as the
+    one before; layers that differ are simulated whole."""
+    shown = 2 * _LAYERS_TO_SETTLE
+    if len(set(modes)) > 1 or len(modes) <= shown:
+        timeline = simulate(step_tasks(spec, body, cluster, seq_len, wire, modes)[0])
+        return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
+    short, long = (
+        simulate(step_tasks(spec, body, cluster, seq_len, wire, modes[:count])[0]) for count in (shown // 2, shown)
+    )
+    repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
+    busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
+    total = long.makespan + repeats * (long.makespan - short.makespan)
+    return _prediction(total, busy, len(cluster.devices))
 
 
 def _prediction(total: float, busy: Mapping[str, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:

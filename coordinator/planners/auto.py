@@ -24,7 +24,7 @@ _SHARING: tuple[Strategy, ...] = ("hmp", "sp", "megatron-tp")
 _MAX_LEAVE_ONE_OUT = 6
 _STEP = 1.35
 _A_HAIR = 1.01  # one more device is one more that can fail
-_MICRO_BATCH_FROM = 3
+_MICRO_BATCH_FROM = 2
 _REPLICATE_FROM = 2  # of the best sharded plans; each costs some twenty simulations
 
 
