@@ -48,7 +48,7 @@ class Rows:
         lp.a_matrix_.value_ = np.array(self._values)
         if integer:
             lp.integrality_ = [highspy.HighsVarType.kInteger] * self._num_variables
-        solver = highspy.Highs()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
         solver.passModel(lp)

@@ -64,7 +64,7 @@ class _Search:
             except NoPlacement:
                 continue
             self._offer(found.assignment, found.order)
-        if self._done:
+        if self._is_done():
             return
         reach = Reach(self._ticked)
         cuts = exact_cuts(self._ticked, reach)
@@ -79,12 +79,12 @@ class _Search:
         where, items = joined(segments, path.schedules)
         for assignment, order in self._completed(where, items):
             self._offer(assignment, order)
-        if self._problem.num_operators <= _WHOLE and not self._done:
+        if self._problem.num_operators <= _WHOLE and not self._is_done():
             self._solve_whole()
-        if self._known is not None and not self._done:
+        if self._known is not None and not self._is_done():
             for better in improve(self._ticked, self._known, self._clock, self._until, self._num_workers):
                 self._offer(better.assignment, better.order)
-                if self._done:
+                if self._is_done():
                     break
 
     def placement(self) -> Placement:
@@ -95,7 +95,7 @@ class _Search:
             "moirai",
             self._best,
             bound=min(self._lower / self._ticks_per_unit, self._best.makespan),
-            proven_optimal=self._done,
+            proven_optimal=self._is_done(),
             planning_seconds=self._clock() - self._began,
         )
 
@@ -103,8 +103,7 @@ class _Search:
     def _left(self) -> float:
         return max(0.0, self._until - self._clock())
 
-    @property
-    def _done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._known is not None and round(self._known.makespan) <= self._lower
 
     def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:

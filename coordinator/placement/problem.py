@@ -150,8 +150,8 @@ def problem_of(
     ranks = range(len(memory_bytes))
     users: list[list[int]] = [[] for _ in spec.parameters]
     for index, operator in enumerate(spec.operators):
-        for parameter in set(operator.parameters):
-            users[parameter].append(index)
+        for used in set(operator.parameters):
+            users[used].append(index)
     own, shared = [0] * spec.num_operators, []
     for parameter, operators in zip(spec.parameters, users, strict=True):
         if len(operators) == 1:
