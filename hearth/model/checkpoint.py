@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
-import threading
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,15 +75,16 @@ class _File:
     def read(self, start: int, into: np.ndarray[Any, Any]) -> None:
         """Fill a contiguous array. Raises BadCheckpoint."""
         left = into.data.cast("B") if into.size else memoryview(b"")
-        while left:
-            try:
-                found = os.pread(self._file.fileno(), len(left), start)
-            except OSError as error:
-                raise self._unreadable(error) from None
-            if not found:
-                raise self._bad("it was cut short while it was read")
-            left[: len(found)] = found
-            left, start = left[len(found) :], start + len(found)
+        try:
+            with self.path.open("rb", buffering=0) as file:  # several threads read, each at its own place
+                file.seek(start)
+                while left:
+                    num_bytes = file.readinto(left)
+                    if not num_bytes:
+                        raise self._bad("it was cut short while it was read")
+                    left = left[num_bytes:]
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def tensors(self) -> dict[str, _Tensor]:
         data = self.map
@@ -141,7 +140,6 @@ class Checkpoint:
         self.path = model_dir
         self._files: list[_File] = []
         self._tensors: dict[str, _Tensor] = {}
-        self._lock = threading.Lock()
         self._recent: dict[_Tensor, None] = {}  # that are resident, the last used last
         try:
             for file, names in _files_of(model_dir).items():
@@ -212,14 +210,20 @@ class Checkpoint:
         return _copied_by_blocks(tensor.file, view)
 
     def _used(self, tensor: _Tensor) -> None:
-        """Other parts of it are wanted soon: it stays resident, and what was used longest ago does not."""
-        with self._lock:
-            self._recent.pop(tensor, None)
-            self._recent[tensor] = None
-            while sum(each.stop - each.start for each in self._recent) > _RESIDENT_BYTES:
-                oldest = next(iter(self._recent))
-                del self._recent[oldest]
-                oldest.file.let_go(oldest.start, oldest.stop)
+        """Other parts of it are wanted soon: it stays resident, and what was used longest ago does not.
+
+        Threads may come at once: each step here is one of the dictionary's own, and letting go twice does no harm.
+        """
+        self._recent.pop(tensor, None)
+        self._recent[tensor] = None
+        resident = list(self._recent)
+        num_bytes = sum(each.stop - each.start for each in resident)
+        for oldest in resident:
+            if num_bytes <= _RESIDENT_BYTES:
+                break
+            num_bytes -= oldest.stop - oldest.start
+            self._recent.pop(oldest, None)
+            oldest.file.let_go(oldest.start, oldest.stop)
 
     def _add(self, path: Path, names: set[str] | None) -> None:
         file = _File(path)
