@@ -88,8 +88,9 @@ class WorkerProcess:
         self.epoch = request.load.plan.epoch
         self.state = "loading"
         module = "agent.worker.graph_process" if isinstance(request, StartGraphWorker) else "agent.worker.process"
+        level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, self._address, stdin=asyncio.subprocess.DEVNULL
+            sys.executable, "-m", module, self._address, level, stdin=asyncio.subprocess.DEVNULL
         )
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive())]
         try:

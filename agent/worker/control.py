@@ -1,7 +1,8 @@
 """What every worker process has in common: the control thread that speaks with the daemon, and its manners as a child.
 
-A worker is started with the address of a private ipc socket. Its control thread takes requests off that socket into a
-queue for the main thread and hands answers back. When the daemon goes away, so does the worker.
+A worker is started with the address of a private ipc socket, and the level of what it logs. Its control thread takes
+requests off that socket into a queue for the main thread and hands answers back. When the daemon goes away, so does the
+worker.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def become_a_worker() -> None:
     """Die with the daemon, before it when memory runs out, and not by Ctrl-C, which goes to the daemon; log plainly."""
     _die_with_the_daemon()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us in order
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    level = sys.argv[2] if len(sys.argv) > 2 else "INFO"  # the daemon's
+    logging.basicConfig(level=level, format="%(name)s %(levelname)s %(message)s")
     try:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
     except OSError as error:

@@ -7,6 +7,7 @@ vocabulary, the rows whose next token is wanted; meanwhile rank 0 may begin furt
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from hearth.framing import Phase
 from hearth.geometry import Span, rows_for, spans
 from hearth.messages import SequenceRows, StepOrder, decode, encode
 from hearth.plan import Plan
+
+log = logging.getLogger("hearth.worker")
 
 LEADER = 0
 
@@ -120,6 +123,9 @@ class Generation:
         )
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
+        if log.isEnabledFor(logging.DEBUG):
+            counts = [(rows.sequence, len(rows.token_ids)) for rows in order.rows]
+            log.debug("step of %s: rows of %s, frees %s", order.kind, counts, list(order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
         if not order.rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from hearth.errors import BadRequest, HearthError
 from hearth.framing import unpack_array
 from hearth.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
 from hearth.plan import Plan
+
+log = logging.getLogger("hearth.worker")
 
 Answers = list[tuple[bytes, Message]]  # by request
 
@@ -67,6 +70,8 @@ class Leader:
     def cancel(self, request_id: bytes) -> None:
         """Forget a request; one that has ended is none."""
         for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
+            running = self._scheduler.running.get(number)
+            log.debug("sequence %d was cancelled after %d tokens", number, len(running.generated) if running else 0)
             self._forget(number)
 
     def step(self) -> Answers:

@@ -1,4 +1,4 @@
-"""The worker process: `python -m agent.worker.process SOCKET`, started by the daemon, one per deployed plan.
+"""The worker process: `python -m agent.worker.process SOCKET LOG_LEVEL`, started by the daemon, one per deployed plan.
 
 A control thread speaks with the daemon; the main thread computes; the communicator has its own thread.
 """

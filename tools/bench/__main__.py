@@ -305,7 +305,7 @@ def generate(
 
 
 app.command()(handles_errors(partition_command.partition))
-for proof in (proofs.push, proofs.exactness):
+for proof in (proofs.push, proofs.capacity, proofs.soak, proofs.exactness):
     app.command()(proof)
 
 

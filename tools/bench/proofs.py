@@ -16,7 +16,9 @@ from hearth.errors import BadSetting
 from hearth.model.families import read_json
 from hearth.model.spec import WeightFormat
 from hearth.plan import STRATEGIES
+from hearth.units import parse_bytes
 from tools.bench import interrupts
+from tools.bench.capacity import CapacityBench
 from tools.bench.cases import (
     FAMILIES,
     NEW_TOKENS,
@@ -32,11 +34,16 @@ from tools.bench.measure import temporary_folder
 from tools.bench.push import PushBench
 from tools.bench.rows import check_writable
 from tools.bench.shapes import SHAPES, save_random_model
+from tools.bench.soak import SoakBench
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
 _HUB = "hub"  # a scenario whose coordinator has a link of its own
 GPT2_LARGE: Mapping[str, Any] = SHAPES["gpt2-large"].config
+SMALL_LLAMA: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12,
+    "num_key_value_heads": 6, "num_hidden_layers": 6, "vocab_size": 16000, "max_position_embeddings": 512,
+}  # fmt: skip
 
 Model = Annotated[
     Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
@@ -71,6 +78,65 @@ def push(
             with PushBench(testbed, model_dir, _format(weights), mbit, reporter(status), found) as bench:
                 bench.run()
     conclude(f"{scenario.name}, {devices} devices, {mbit:g} Mbit/s", findings, json, markdown)
+
+
+@handles_errors
+def capacity(
+    limit: Annotated[str, typer.Option(help="Of each device's memory.", metavar="SIZE")] = "900M",
+    agent: Annotated[str, typer.Option(help="Of that, what is not for its worker.", metavar="SIZE")] = "80M",
+    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 4,
+    model: Model = None,
+    weights: Weights = "bfloat16",
+    context: Annotated[int, typer.Option(help="Tokens of each answer, its prompt included.", min=2)] = 256,
+    sequences: Annotated[int, typer.Option(help="Answers at once.", min=1, max=64)] = 4,
+    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 500.0,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """A model that fits no single device, on several with limits that the kernel enforces; planned against actual
+    memory. Needs root."""
+    check_files(json, markdown)
+    limit_bytes, agent_bytes = _bytes("--limit", limit), _bytes("--agent", agent)
+    scenario = _with_hub(devices)
+    limited = tuple(
+        device if device.name == scenario.coordinator else device.model_copy(update={"memory_bytes": limit_bytes})
+        for device in scenario.devices
+    )
+    scenario = Scenario.model_validate({**scenario.model_dump(), "devices": [each.model_dump() for each in limited]})
+    with working(scenario) as (folder, status):
+        model_dir = model_of(model, folder, status)
+        with agents(scenario, folder, mbit, "--memory-bytes", str(limit_bytes - agent_bytes)) as testbed:
+            with CapacityBench(testbed, model_dir, _format(weights), context, sequences, reporter(status)) as bench:
+                findings, by_device = bench.run()
+    title = f"{devices} devices of {limit}, {weights}, {sequences} answers of {context} tokens at once"
+    conclude(title, findings, json, markdown, by_device)
+
+
+@handles_errors
+def soak(
+    clients: Annotated[int, typer.Option(help="At once.", min=1, max=64)] = 8,
+    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 3,
+    seconds: Annotated[float, typer.Option(help="How long.", min=1)] = 120.0,
+    model: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="A decoder's directory, or only its config.json. Default: a small Llama.", show_default=False
+        ),
+    ] = None,
+    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 125.0,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Several clients at once, a third of the requests given up midway: answers, memory, and what is left over. Needs
+    root."""
+    check_files(json, markdown)
+    scenario = _with_hub(devices)
+    with working(scenario) as (folder, status):
+        model_dir = model_of(model, folder, status, SMALL_LLAMA, "float32")
+        with agents(scenario, folder, mbit, "--log-level", "debug") as testbed:
+            with SoakBench(testbed, model_dir, clients, seconds, reporter(status)) as bench:
+                findings, memory = bench.run()
+    conclude(f"{clients} clients, {devices} devices, {mbit:g} Mbit/s", findings, json, markdown, memory)
 
 
 @handles_errors
@@ -189,6 +255,13 @@ def _with_hub(devices: int) -> Scenario:
     """The first `devices`, and the hub."""
     scenario = load_scenario(_HUB)
     return scenario.model_copy(update={"devices": (*scenario.devices[:devices], scenario.devices[-1])})
+
+
+def _bytes(setting: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise BadSetting(setting=setting, reason=str(error)) from None
 
 
 def _format(weights: str) -> WeightFormat:

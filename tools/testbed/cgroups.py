@@ -77,6 +77,17 @@ class DeviceCgroup:
             quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
         return int(quota) / int(period)
 
+    def held_bytes(self) -> int:
+        """What its processes hold now, less the page cache, which they would give back."""
+        rows = dict(line.split() for line in (self._groups[-1] / "memory.stat").read_text().splitlines())
+        return int(rows["anon"] if _UNIFIED else rows["total_rss"])
+
+    def times_out_of_memory(self) -> int:
+        """How often the kernel killed one of its processes, since it was made."""
+        name = "memory.events" if _UNIFIED else "memory.oom_control"
+        rows = dict(line.split() for line in (self._groups[-1] / name).read_text().splitlines())
+        return int(rows.get("oom_kill", 0))
+
     def pids(self) -> list[int]:
         found: set[int] = set()
         for group in self._groups:

@@ -187,6 +187,14 @@ class Testbed:
         """What the kernel holds the device to now, in cores."""
         return self._cgroups[name].cpu_share()
 
+    def held_bytes(self, name: str) -> int:
+        """What the device's memory-limited processes hold now, less the page cache."""
+        return self._cgroups[name].held_bytes()
+
+    def times_out_of_memory(self, name: str) -> int:
+        """How often the kernel killed a process of the device for its memory limit."""
+        return self._cgroups[name].times_out_of_memory()
+
     def command(self, name: str, *arguments: str) -> list[str]:
         """What runs a program in the device's namespace."""
         namespace = self.network.namespace(self.device(name).name)

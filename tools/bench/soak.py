@@ -1,0 +1,220 @@
+"""Several apps ask at once for minutes, and every third request is given up in the middle: is anything lost, or left over?
+
+The real coordinator, agents and workers on a testbed. Each request of a pool is answered alone first; whatever the same
+request gets in the crowd must equal that. What rank 0 and the others did for a request that was cancelled is read from
+their logs, which at level debug name the sequences of every step.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from hearth.model.families import read_spec
+from hearth.units import format_bytes, format_seconds
+from tools.bench.capacity import ClientRunner
+from tools.bench.clients import Ask, Outcome
+from tools.bench.findings import Finding, at_most, equal, table
+from tools.bench.stats import percentile
+from tools.bench.watch import MemoryWatch, agent_of, resident_bytes, worker_of
+from tools.testbed import Testbed
+
+CONTEXT = 384
+MAX_PROMPT, MAX_TOKENS = 200, 150
+# What a process may hold more at the end than at the start: its allocator's slack.
+MOST_LEFT_BYTES = 16 << 20
+_POOL = 32  # different requests
+_SEED = 20240229
+_SETTLE_SECONDS = 30.0
+_SOAK_MARGIN_SECONDS = 300.0
+_ORDER = re.compile(r"DEBUG step of (\w+): rows of (\[.*?\]), frees (\[.*?\])$")
+_CANCELLED = re.compile(r"DEBUG sequence (\d+) was cancelled after (\d+) tokens$")
+
+
+@dataclass
+class Ledger:
+    """What one rank's log says of sequences that were cancelled."""
+
+    cancelled: dict[int, int] = field(default_factory=dict)  # sequence: tokens chosen for it before
+    steps: int = 0
+    rows_after: Counter[int] = field(default_factory=Counter)  # by sequence: rows computed when it was no more
+
+    @property
+    def late_rows(self) -> int:
+        return sum(self.rows_after.values())
+
+
+def read_ledger(lines: Sequence[str]) -> Ledger:
+    """Rank 0 logs what is cancelled; every rank logs each step's sequences, and those that are freed before it: rows of a
+    sequence in a step after either are rows too many. Numbers are never given twice."""
+    ledger = Ledger()
+    gone: set[int] = set()
+    for line in lines:
+        if (found := _CANCELLED.search(line)) is not None:
+            ledger.cancelled[int(found[1])] = int(found[2])
+            gone.add(int(found[1]))
+        elif (found := _ORDER.search(line)) is not None:
+            ledger.steps += 1
+            gone.update(map(int, re.findall(r"\d+", found[3])))
+            for sequence, rows in re.findall(r"\((\d+), (\d+)\)", found[2]):
+                if int(sequence) in gone:
+                    ledger.rows_after[int(sequence)] += int(rows)
+    return ledger
+
+
+def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:
+    """Random lengths; every other one sampled, with a seed of its own."""
+    chance = random.Random(seed)
+    pool = []
+    for index in range(count):
+        prompt = [chance.randrange(3, vocab_size) for _ in range(chance.randint(1, MAX_PROMPT))]
+        max_tokens = chance.randint(2, MAX_TOKENS)
+        sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
+        pool.append(Ask.model_validate({"prompt": prompt, "max_tokens": max_tokens, **sampled}))
+    return pool
+
+
+class SoakBench:
+    """On a testbed that is up, with agents that log at level debug on all devices but the hub."""
+
+    def __init__(
+        self, testbed: Testbed, model_dir: Path, clients: int, seconds: float, report: Callable[[str], None]
+    ) -> None:
+        self._testbed, self._model_dir, self._report = testbed, model_dir, report
+        self._num_clients, self._seconds = clients, seconds
+        self._names = [d.name for d in testbed.scenario.devices if d.name != testbed.scenario.coordinator_device]
+        self._clients = ClientRunner(testbed)
+
+    def __enter__(self) -> SoakBench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clients.__exit__(kind, error, trace)
+
+    def run(self) -> tuple[list[Finding], str]:
+        """The figures, and the memory of every process."""
+        self._report("planning, pushing and loading")
+        coordinator = self._testbed.start_coordinator(
+            str(self._model_dir), "--context", str(CONTEXT), "--sequences", str(self._num_clients), "--strategy", "hmp",
+            "--min-devices", str(len(self._names)),
+        )  # fmt: skip
+        self._clients.ready()
+        processes = self._processes(psutil.Process(coordinator.pid))
+        pool = requests(read_spec(self._model_dir).vocab_size)
+        with MemoryWatch(processes) as watch:
+            self._report(f"{len(pool)} requests, one after the other")
+            alone = self._clients.answers(pool, together=False)
+            before = watch.now()
+            self._report(f"{self._num_clients} clients for {self._seconds:g} s")
+            began = time.monotonic()
+            answered = self._clients.call(
+                "soak", asks=[each.model_dump() for each in pool], clients=self._num_clients, seconds=self._seconds,
+                seed=_SEED, patience=self._seconds + _SOAK_MARGIN_SECONDS,
+            )  # fmt: skip
+            seconds = time.monotonic() - began
+            end = self._settled(watch)
+        outcomes = [Outcome.model_validate(each) for each in answered["outcomes"]]
+        status = self._clients.call("status")
+        ledgers = {name: read_ledger(self._testbed.log(f"{name}.log").splitlines()) for name in self._names}
+        findings = [
+            *self._of_answers(pool, alone, outcomes, seconds),
+            *self._of_cancelled(outcomes, ledgers),
+            *self._of_processes(processes, watch.start, end, status["failed_requests"]),
+        ]
+        return findings, _memory_table(watch.start, before, watch.peak, end)
+
+    def _processes(self, coordinator: psutil.Process) -> dict[str, psutil.Process]:
+        found = {"coordinator": coordinator}
+        for name in self._names:
+            for what, process in (("agent", agent_of(self._testbed, name)), ("worker", worker_of(self._testbed, name))):
+                if process is not None:
+                    found[f"{what} on {name}"] = process
+        return found
+
+    @staticmethod
+    def _settled(watch: MemoryWatch) -> dict[str, int]:
+        """Once nothing becomes less any more."""
+        found, until = watch.now(), time.monotonic() + _SETTLE_SECONDS
+        while time.monotonic() < until:
+            time.sleep(2.0)
+            before, found = found, watch.now()
+            if all(found[name] >= before[name] - (1 << 20) for name in found):
+                break
+        return found
+
+    # ---- what is said ----------------------------------------------------------------------------------------------
+
+    def _of_answers(
+        self, pool: Sequence[Ask], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
+    ) -> list[Finding]:
+        completed = [each for each in outcomes if not each.cancelled and not each.error]
+        cancelled = [each for each in outcomes if each.cancelled]
+        errors = [each.error for each in (*alone, *outcomes) if each.error]
+        whole = [each for each in completed if each.tokens == alone[each.ask].tokens]
+        begun = [each for each in cancelled if each.tokens == alone[each.ask].tokens[: len(each.tokens)]]
+        sampled = sum(1 for each in completed if pool[each.ask].seed is not None)
+        tokens = sum(len(each.tokens) for each in outcomes)
+        first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None]
+        waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
+        return [
+            Finding(
+                what=f"requests of {self._num_clients} clients on {len(self._names)} devices in {seconds:.0f} s",
+                measured=f"{len(outcomes)}, {tokens} tokens ({tokens / seconds:.0f} a second); first token {waits}",
+                value=len(outcomes),
+            ),
+            equal("completed, and equal to the answer that the request gets alone", len(whole), len(completed),
+                  f"{len(whole)} of {len(completed)} ({len(completed) - sampled} greedy, {sampled} sampled with a seed)",
+                  "all"),
+            equal("given up midway, and equal so far", len(begun), len(cancelled),
+                  f"{len(begun)} of {len(cancelled)} ({len(cancelled) / max(len(outcomes), 1):.0%} of all)", "all"),
+            equal("errors", len(errors), 0, f"{len(errors)} {'; '.join(sorted(set(errors)))[:300]}".strip(), "none"),
+        ]  # fmt: skip
+
+    @staticmethod
+    def _of_cancelled(outcomes: Sequence[Outcome], ledgers: Mapping[str, Ledger]) -> list[Finding]:
+        leaders = [ledger for ledger in ledgers.values() if ledger.cancelled]
+        cancelled = sum(len(ledger.cancelled) for ledger in leaders)
+        computed = sum(sum(ledger.cancelled.values()) for ledger in leaders)
+        seen = sum(len(each.tokens) for each in outcomes if each.cancelled)
+        late = sum(ledger.late_rows for ledger in ledgers.values())
+        steps = max(ledger.steps for ledger in ledgers.values())
+        return [
+            equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0,
+                  f"{late}, in {steps} steps with {cancelled} cancels at rank 0", "none"),
+            Finding(
+                what="tokens chosen for these that their clients did not take: on the way, or before the cancel came",
+                measured=f"{computed - seen} ({(computed - seen) / max(cancelled, 1):.1f} of each)",
+                value=computed - seen,
+            ),
+        ]  # fmt: skip
+
+    @staticmethod
+    def _of_processes(
+        processes: Mapping[str, psutil.Process], start: Mapping[str, int], end: Mapping[str, int], failed: int
+    ) -> list[Finding]:
+        left = {name: end[name] - start[name] for name in start}
+        most = max(left, key=lambda name: left[name])
+        ended = [name for name, process in processes.items() if not process.is_running() or not resident_bytes(process)]
+        return [
+            at_most("memory at the end over that at the start, the worst process", left[most], MOST_LEFT_BYTES,
+                    f"{format_bytes(left[most])} ({most})", f"at most {format_bytes(MOST_LEFT_BYTES)}"),
+            equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none"),
+            equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none"),
+        ]  # fmt: skip
+
+
+def _memory_table(
+    start: Mapping[str, int], before: Mapping[str, int], peak: Mapping[str, int], end: Mapping[str, int]
+) -> str:
+    rows = [(name, *(format_bytes(each[name]) for each in (start, before, peak, end))) for name in start]
+    return "\n" + table(("resident", "at the start", "after the single runs", "peak", "at the end"), rows)
