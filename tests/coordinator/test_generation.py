@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -891,6 +891,14 @@ def test_an_answer_is_a_plain_iterator() -> None:
             home.generate(token_ids=[1] * 70, max_tokens=2).text()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """It interrupts, also where the tests were started by what ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_loop_that_is_left_ends_the_answer() -> None:
     with Background(Script(silent_after=9)) as served, served.connect() as home:
         for _ in home.generate(token_ids=[1]):
@@ -902,6 +910,7 @@ def test_a_loop_that_is_left_ends_the_answer() -> None:
         assert list(answer) == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_answer_and_the_connection_lives() -> None:
     with Background(Script(silent_after=3)) as served, served.connect() as home:
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
@@ -998,6 +1007,7 @@ def test_a_chat_keeps_its_history_until_it_is_reset(tokenizer: TextTokenizer, ke
         assert result.stdout.count("Yo!\n") == 1
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_a_chat_ends_the_answer_and_keeps_the_chat(
     tokenizer: TextTokenizer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
