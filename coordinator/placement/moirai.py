@@ -17,6 +17,7 @@ from coordinator.placement.baselines import BASELINES
 from coordinator.placement.bounds import relaxed_makespan
 from coordinator.placement.cpsat import Effort, in_ticks, solve_model
 from coordinator.placement.decomposition import Reach, exact_cuts, joined, near_cuts, segments_of, shortest_path
+from coordinator.placement.fitting import fit
 from coordinator.placement.heft import heft
 from coordinator.placement.problem import PlacementProblem
 from coordinator.placement.schedule import Item, Placement, Schedule, best_schedule
@@ -37,7 +38,8 @@ def solve(
     """The best placement found within the time limit, with a bound.
 
     `num_workers` threads search; with one, the same limit on the same machine gives the same answer unless the clock
-    cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit.
+    cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit with the bytes that are missing, or
+    NoPlacement when it was not found out in time whether the graph fits.
     """
     search = _Search(problem, time_limit_seconds, num_workers, clock)
     search.run()
@@ -54,16 +56,23 @@ class _Search:
         self._until = self._began + time_limit_seconds
         self._num_workers = num_workers
         self._lower = relaxed_makespan(self._ticked)  # ticks
+        self._missing = 0  # bytes, where the graph fits nowhere
         self._best: Schedule | None = None  # on the true times
         self._known: Schedule | None = None  # the best one in ticks
 
     def run(self) -> None:
         for baseline in BASELINES.values():
             try:
-                found = baseline(self._problem).schedule
+                placed = baseline(self._problem).schedule
             except NoPlacement:
                 continue
-            self._offer(found.assignment, found.order)
+            self._offer(placed.assignment, placed.order)
+        if self._known is None:  # memory is short: list scheduling ran into it
+            fitted = fit(self._problem, self._left, self._num_workers)
+            if fitted.assignment is None:
+                self._missing = fitted.missing_bytes
+                return
+            self._offer(fitted.assignment, range(self._problem.num_operators))
         if self._is_done():
             return
         reach = Reach(self._ticked)
@@ -72,8 +81,9 @@ class _Search:
         if max(len(segment.operators) for segment in segments) > _SEGMENT:
             cuts = near_cuts(self._ticked, reach, cuts, _SEGMENT)
             segments = segments_of(self._ticked, cuts, reach)
-        exact = cuts == exact_cuts(self._ticked, reach)
-        share = 1.0 if exact else _PATH_SHARE
+            share = _PATH_SHARE
+        else:
+            share = 1.0
         path = shortest_path(self._ticked, segments, self._clock, self._clock() + share * self._left, self._num_workers)
         self._lower = max(self._lower, path.lower)
         where, items = joined(segments, path.schedules)
@@ -89,8 +99,9 @@ class _Search:
 
     def placement(self) -> Placement:
         if self._best is None or self._known is None:
-            missing = sum(self._problem.memory_bytes) - sum(self._problem.budget_bytes)
-            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=max(missing, 0))
+            if self._missing == 0:  # neither found nor ruled out in time
+                raise NoPlacement(graph=self._problem.name, strategy="moirai")
+            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing)
         return Placement(
             "moirai",
             self._best,
@@ -116,16 +127,16 @@ class _Search:
                 setattr(self, name, found)
 
     def _completed(self, where: dict[int, int], items: list[Item]) -> Iterable[tuple[Sequence[int], Sequence[Item]]]:
-        """The path's placement with what the near cuts dropped: where it would end first, or all on one device."""
+        """The path's placement with what the near cuts dropped where it would end first."""
         n = self._problem.num_operators
         if len(where) == n:
             yield [where[i] for i in range(n)], items
             return
         try:
             found = heft(self._ticked, where)
-            yield found.assignment, found.order
         except NoPlacement:
-            pass
+            return
+        yield found.assignment, found.order
 
     def _solve_whole(self) -> None:
         below = None if self._known is None else round(self._known.makespan)

@@ -246,6 +246,13 @@ def test_a_file_that_is_no_instance_is_told(tmp_path: Path, text: str, word: str
         read_instance(path)
 
 
+def test_what_fits_nowhere_says_how_many_bytes_are_missing(two_branches: PlacementProblem) -> None:
+    for budgets, missing in (((4, 1), 2), ((2, 2), 2), ((0, 0), 6)):
+        with pytest.raises(ModelDoesNotFit) as caught:
+            solve(replace(two_branches, budget_bytes=budgets), 10)
+        assert caught.value.missing_bytes == missing
+
+
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(BadGraph):
         read_instance(tmp_path / "none.json")
