@@ -331,15 +331,23 @@ class Home(AbstractContextManager["Home"]):
     def __init__(self, home: AsyncHome) -> None:
         self._home = home
         self._loop = asyncio.new_event_loop()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()  # what threads wait for
+        self._ending = threading.Lock()
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._run(self._finish())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        with self._ending:  # nobody begins a call that the loop would not live to answer
+            already, self._closed = self._closed, True
+        if already:
+            return
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        for future in list(self._waiting):
+            future.cancel()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -439,7 +447,12 @@ class Home(AbstractContextManager["Home"]):
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Run it in the loop's thread. Ctrl-C here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        with self._ending:
+            if self._closed:
+                call.close()
+                raise ConnectionLost(endpoint="the coordinator")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+            self._waiting.add(future)
         try:
             return future.result()
         except concurrent.futures.CancelledError:  # another thread has closed this
@@ -447,6 +460,8 @@ class Home(AbstractContextManager["Home"]):
         except BaseException:
             future.cancel()
             raise
+        finally:
+            self._waiting.discard(future)
 
     async def _finish(self) -> None:
         """Close; whatever other threads still wait for ends, before the loop does."""
