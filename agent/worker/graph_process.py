@@ -142,7 +142,7 @@ def _fault(message: Message, error: Exception) -> Failed:
 
 def main(arguments: Sequence[str] | None = None) -> Any:
     become_a_worker()
-    (address,) = arguments or sys.argv[1:]
+    address, *_ = arguments or sys.argv[1:]
     _prepare(_Control(address)).compute()
 
 
