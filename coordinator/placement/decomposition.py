@@ -29,6 +29,7 @@ _FIRST_EFFORT = 0.5  # deterministic seconds for an arc; doubled after each two 
 _MOST_BESIDE = 0.3  # of a segment's operators may run beside a near cut in it
 _MOST_COST = 0.2  # of the segment's work may be dropped for it
 _COST_OF_A_TRANSFER = 0.01  # of the segment's work
+_LARGE = 30  # operators of a segment that is bounded first and searched then
 _ANY = -1  # in place of a device: the side of a segment that has no cut vertex
 
 
@@ -230,7 +231,8 @@ class Arc:
         """Look for a schedule that ends before `below`, or for the proof that there is none."""
         below = min(below, self.upper)
         # Searching without a linear relaxation proves small arcs fastest; the relaxation bounds large ones well.
-        linearization = 1 if self._tries % 2 else 0
+        large = self._problem.num_operators > _LARGE
+        linearization = (self._tries + large) % 2
         effort = Effort(seconds, self._effort, num_workers, linearization)
         answer = solve_model(self._problem, effort, self._pins, self.schedule, below)
         self._tries += 1
