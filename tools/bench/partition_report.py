@@ -148,7 +148,10 @@ def _say_exact(rows: Sequence[Bottlenecks]) -> list[str]:
 
 
 def _comparison(rows: Sequence[Bottlenecks]) -> list[str]:
-    headings = ("model", "memory", "nodes", "stages", *_PLANNERS, "random", "joint", "one start", "unproven")
+    headings = (
+        "model", "memory", "nodes", "stages", *_PLANNERS,
+        "random / pipeline", "joint / pipeline", "one start / pipeline", "unproven",
+    )  # fmt: skip
     found = []
     for row in measured(rows):
         where = (row.model, f"{row.memory_mib} MiB", row.num_nodes)
