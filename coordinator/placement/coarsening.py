@@ -59,7 +59,8 @@ def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
     for first in range(spec.num_operators):
         if first in taken:
             continue
-        chain, kinds, length = [first], (spec.operators[first].kind,), 1
+        chain, length = [first], 1
+        kinds: tuple[str, ...] = (spec.operators[first].kind,)
         # Bind while it is part of a rule; what never completed one is let go at the end.
         while kinds in partial:
             follower = _only_successor(spec, chain[-1])
