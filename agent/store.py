@@ -73,12 +73,14 @@ class ShardStore:
             self._writing_bytes += len(data)
         try:
             self._write(chunk, data)
-            with self._lock:
-                self._sizes[chunk] = len(data)
-                self._verified.add(chunk)
-        finally:
+        except BaseException:
             with self._lock:
                 self._writing_bytes -= len(data)
+            raise
+        with self._lock:  # in one go: counted twice, it would push another chunk out
+            self._writing_bytes -= len(data)
+            self._sizes[chunk] = len(data)
+            self._verified.add(chunk)
 
     def _write(self, chunk: str, data: Buffer) -> None:
         """Whole or not at all. Without the lock: a disk takes several writes at once faster than one after the other."""
