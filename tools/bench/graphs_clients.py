@@ -1,0 +1,109 @@
+"""An app that has a home run its graph: `python -m tools.bench.graphs_clients ipc://PATH KEY ADDRESS`, in the hub's
+namespace, by the client library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from coordinator.graphs.load import random_inputs
+from hearth.client import AsyncHome, connect_async
+from hearth.errors import HearthError
+from tools.bench.child import serve
+
+_CALL_SECONDS = 600.0
+_ANSWER_SECONDS = 60.0
+
+_T = TypeVar("_T")
+_Arrays = dict[str, "np.ndarray[Any, Any]"]
+
+
+class GraphClients:
+    """Calls come one at a time; what they ask for runs in a loop in a thread of its own.
+
+    Every request has the same random inputs, so all answers are compared with the first that ever came.
+    """
+
+    def __init__(self, key: Path, address: str) -> None:
+        self._key, self._address = key, address
+        self._reference: _Arrays = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def forget(self) -> dict[str, Any]:
+        """Another graph comes."""
+        self._reference = {}
+        return {}
+
+    def wait_ready(self, within_seconds: float) -> dict[str, Any]:
+        """Until the coordinator serves: its status. Raises what the client raises."""
+        return self._run(self._wait_ready(within_seconds))
+
+    def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
+        """Ask without pause. `done`: when each answer came, in seconds, from the one after `warm_up` answers on."""
+        return self._run(self._load(at_once, warm_up, seconds))
+
+    def one_by_one(self, count: int) -> dict[str, Any]:
+        """`latencies` in seconds, at the client; one request before them is not counted."""
+        return self._run(self._one_by_one(count))
+
+    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
+
+    async def _wait_ready(self, seconds: float) -> dict[str, Any]:
+        async with await connect_async(self._address, self._key, seconds) as home:
+            await home.wait_ready(seconds)
+            return (await home.status()).model_dump(mode="json")
+
+    async def _load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        done: list[float] = []
+        differences: list[float] = []
+        errors: list[str] = []
+
+        async def ask(home: AsyncHome, inputs: _Arrays) -> None:
+            while not errors and (len(done) <= warm_up or loop.time() < done[warm_up] + seconds):
+                try:
+                    outputs = await home.infer(inputs, _ANSWER_SECONDS)
+                except HearthError as error:
+                    errors.append(str(error))
+                    return
+                done.append(loop.time())
+                differences.append(self._difference(outputs))
+
+        async with await connect_async(self._address, self._key) as home:
+            inputs = random_inputs((await home.model_info()).inputs)
+            await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
+        return {"done": done[warm_up:], "difference": max(differences, default=0.0), "errors": errors}
+
+    async def _one_by_one(self, count: int) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        latencies: list[float] = []
+        differences: list[float] = []
+        async with await connect_async(self._address, self._key) as home:
+            inputs = random_inputs((await home.model_info()).inputs)
+            for _ in range(1 + count):
+                sent = loop.time()
+                outputs = await home.infer(inputs, _ANSWER_SECONDS)
+                latencies.append(loop.time() - sent)
+                differences.append(self._difference(outputs))
+        return {"latencies": latencies[1:], "difference": max(differences), "errors": []}
+
+    def _difference(self, outputs: _Arrays) -> float:
+        """The largest, over the largest value of the output that it is in."""
+        self._reference = self._reference or outputs
+        return max(
+            float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+            for name, expected in self._reference.items()
+        )
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], GraphClients(Path(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,165 @@
+"""`python -m tools.bench graphs`: real plans of graphs on the testbed, for throughput and for latency. Needs root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Optional, get_args
+
+import typer
+from rich.status import Status
+
+from coordinator.graphs.model import kind_of
+from coordinator.graphs.request import THROUGHPUT, check_strategy
+from hearth.errors import BadSetting
+from hearth.plan import Values
+from tools.bench.findings import Finding
+from tools.bench.graphs import GraphsBench
+from tools.bench.graphs_findings import (
+    ASKED_GAIN,
+    NO_GAIN,
+    ONE_DEVICE,
+    Served,
+    of_pipelines,
+    of_placements,
+    served_table,
+)
+from tools.bench.proofs import agents, check_files, collector, conclude, reporter, working
+from tools.graph_models import NETWORKS, Size, build, export
+from tools.testbed import Scenario, load_scenario
+
+_HUB = "hub"
+_TWO_BRANCH = "two_branch"
+_ASKED_DEVICES = 3  # what the asked gain is for
+_PARTS = ("throughput", "latency")
+_File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
+
+
+def graphs(
+    model: Annotated[str, typer.Option(help=f"For throughput: {', '.join(NETWORKS)}.", metavar="NAME")] = "resnet50",
+    onnx: Annotated[
+        _File, typer.Option(help="For throughput: this file instead.", metavar="FILE.onnx", show_default=False)
+    ] = None,
+    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 3,
+    cores: Annotated[float, typer.Option(help="Each device's share of a core.", min=0.01, max=1)] = 0.45,
+    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=0.1)] = 60.0,
+    slow_mbit: Annotated[float, typer.Option(help="For latency as well: a slow link.", min=0.1)] = 4.0,
+    strategies: Annotated[
+        str, typer.Option(help=f"For throughput, of auto, {', '.join(THROUGHPUT)}.", metavar="LIST")
+    ] = "pipeline-exact",
+    wires: Annotated[
+        str, typer.Option(help=f"For throughput, of {', '.join(get_args(Values))}.", metavar="LIST")
+    ] = "exact,fp16,int8",
+    parts: Annotated[str, typer.Option(help=f"Of {', '.join(_PARTS)}.", metavar="LIST")] = ",".join(_PARTS),
+    rounds: Annotated[int, typer.Option(help="How often each plan is deployed and measured.", min=1)] = 3,
+    seconds: Annotated[float, typer.Option(help="Of full load in each round.", min=1)] = 8.0,
+    requests: Annotated[int, typer.Option(help="For latency, one after the other in each round.", min=1)] = 10,
+    json: Annotated[_File, typer.Option(help="Save the figures here.", metavar="FILE")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the tables here.", metavar="FILE")] = None,
+) -> None:
+    """A pipeline of several devices against one device, and placements for latency at a fast and a slow link."""
+    chosen_parts, chosen_wires = _chosen("--parts", parts, _PARTS), _chosen("--wires", wires, get_args(Values))
+    chosen = _strategies(strategies)
+    if slow_mbit >= mbit:
+        raise BadSetting(setting="--slow-mbit", reason=f"{slow_mbit:g} is not slower than {mbit:g} of --mbit")
+    _check_model(model, onnx)
+    check_files(json, markdown)
+    scenario = _scenario(devices, cores)
+    findings: list[Finding] = []
+    tables: list[str] = []
+    with working(scenario) as (folder, status):
+        found = collector(findings, json)
+        exported = _exported(chosen_parts, model, onnx, folder, status)
+        with (
+            agents(scenario, folder, mbit) as testbed,
+            GraphsBench(testbed, rounds, reporter(status)) as bench,
+        ):
+            if "throughput" in chosen_parts:
+                one, pipelines = bench.throughput(exported["throughput"], chosen, chosen_wires, mbit, seconds)
+                asked = ASKED_GAIN if devices == _ASKED_DEVICES else None
+                for each in of_pipelines(one, pipelines, asked):
+                    found(each)
+                tables.append(f"Throughput, {exported['throughput'].stem}; seconds for each answer at full load\n\n"
+                              f"{served_table([one, *pipelines])}\n")  # fmt: skip
+            if "latency" in chosen_parts:
+                placed = bench.latency(exported["latency"], (mbit, slow_mbit), requests)
+                for group in placed:
+                    for each in of_placements(*group):
+                        found(each)
+                found(_both_seen(placed))
+                rows = [each for group in placed for each in group if each is not None]
+                tables.append(f"Latency, {_TWO_BRANCH}; seconds of one request alone\n\n{served_table(rows)}\n")
+    title = f"{devices} devices of {cores:g} core, {mbit:g} Mbit/s, {rounds} rounds"
+    conclude(title, findings, json, markdown, "\n" + "\n".join(tables))
+
+
+def _both_seen(placed: Sequence[tuple[Served, Served, Served, Served | None]]) -> Finding:
+    """That the rates show both answers: otherwise nothing was shown."""
+    sides = {one.predicted_seconds / moirai.predicted_seconds > NO_GAIN for one, moirai, *_ in placed}
+    missing = {True: "several devices", False: "one device"}
+    said = ", ".join(missing[side] for side in (True, False) if side not in sides)
+    return Finding(
+        what="rates at which several devices win, and at which one does, says the simulator",
+        measured=f"none for {said}" if said else "both",
+        asked="both",
+        holds=not said,
+    )
+
+
+def _exported(parts: Sequence[str], model: str, onnx: Path | None, folder: Path, status: Status) -> dict[str, Path]:
+    found = {}
+    if "throughput" in parts:
+        found["throughput"] = onnx or _export(model, folder, status)
+    if "latency" in parts:
+        found["latency"] = _export(_TWO_BRANCH, folder, status)
+    return found
+
+
+def _export(name: str, folder: Path, status: Status) -> Path:
+    """With random weights."""
+    path = folder / f"{name}.onnx"
+    if not path.exists():
+        status.update(f"making {name}")
+        export(build(name, Size()), path)
+    return path
+
+
+def _check_model(model: str, onnx: Path | None) -> None:
+    """Raises BadSetting, BadModelFile."""
+    if model not in NETWORKS:
+        raise BadSetting(setting="--model", reason=f"'{model}' is none of {', '.join(NETWORKS)}")
+    if onnx is None:
+        return
+    if not onnx.is_file():
+        raise BadSetting(setting="--onnx", reason=f"there is no file {onnx}")
+    if kind_of(onnx) != "onnx":
+        raise BadSetting(setting="--onnx", reason=f"{onnx} is no ONNX file by its name")
+
+
+def _strategies(text: str) -> list[str]:
+    """Raises BadSetting."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise BadSetting(setting="--strategies", reason="it names none")
+    for strategy in found:
+        check_strategy(strategy, "throughput")
+    if ONE_DEVICE in found:
+        raise BadSetting(setting="--strategies", reason=f"{ONE_DEVICE} is what the others are compared with")
+    return found
+
+
+def _chosen(setting: str, text: str, allowed: Sequence[str]) -> list[str]:
+    """Raises BadSetting."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if wrong := [part for part in found if part not in allowed]:
+        raise BadSetting(setting=setting, reason=f"'{wrong[0]}' is none of {', '.join(allowed)}")
+    if not found:
+        raise BadSetting(setting=setting, reason=f"it names none of {', '.join(allowed)}")
+    return found
+
+
+def _scenario(devices: int, cores: float) -> Scenario:
+    """The first devices of the hub's scenario, each with this share of its core, and the hub."""
+    scenario = load_scenario(_HUB)
+    chosen = [device.model_copy(update={"cpu_share": cores}) for device in scenario.devices[:devices]]
+    return scenario.model_copy(update={"name": "graphs", "devices": (*chosen, scenario.devices[-1])})
