@@ -47,6 +47,7 @@ PURE = (
     "coordinator.graphs.memory",
     "coordinator.graphs.pricing",
     "coordinator.graphs.request",
+    "coordinator.graphs.wire",
     "coordinator.memory",
     "coordinator.pipeline_graph",
     "coordinator.placement.k_path",

@@ -88,7 +88,7 @@ def _show(graph: Graph, cluster: GraphCluster, planned: Planned, goal: GraphGoal
     assert plan is not None
     assert answer is not None
     members = list(dict.fromkeys(answer.assignment))
-    priced = price(spec, plan.segments, cluster, members, goal.congestion)
+    priced = price(spec, plan.segments, cluster, members, goal.congestion, plan.wire.values)
     if output.save is not None:
         _save(output.save, plan.model_dump_json(indent=1))
     if output.picture is not None:

@@ -137,7 +137,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[s
         f"busiest in a full pipeline: {what} {names[rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
         f"({share:.0%} of the time that one alone takes)"
     ]
-    transfers = sorted(transfers_of(spec, plan.segments), key=lambda each: -each.num_bytes)
+    transfers = sorted(transfers_of(spec, plan.segments, plan.wire.values), key=lambda each: -each.num_bytes)
     if transfers:
         total = sum(each.num_bytes for each in transfers)
         lines.append(f"{len(transfers)} transfers of {format_bytes(total)} in all for a request:")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from coordinator.graphs.memory import memory_use, reserved_bytes
 from coordinator.graphs.pricing import price, segment_seconds, transfers_of
 from coordinator.graphs.request import AUTO, Answer, Candidate, GraphRequest, Planned, check_strategy, seconds_of
+from coordinator.graphs.wire import on_wire
 from coordinator.placement import moirai
 from coordinator.placement.baselines import BASELINES
 from coordinator.placement.pipeline import PLANNERS
@@ -210,6 +211,7 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
     spec, cluster = request.spec, request.cluster
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
+    spec = on_wire(spec, request.wire.values)
     if request.objective == "latency":
         problem = problem_of(
             spec, cluster.seconds, rooms, cluster.bytes_per_second, cluster.latency_seconds, request.congestion
@@ -283,7 +285,8 @@ def _build(request: GraphRequest, answer: Answer) -> GraphPlan:
     assignment = [ranks[device] for device in answer.assignment]
     ways = (False, True) if request.objective == "latency" and len(members) > 1 else (False,)
     cuts = [cut(spec, assignment, eager=eager) for eager in ways]
-    prices = [price(spec, segments, cluster, members, request.congestion) for segments in cuts]
+    values = request.wire.values
+    prices = [price(spec, segments, cluster, members, request.congestion, values) for segments in cuts]
     best = min(range(len(cuts)), key=lambda way: prices[way].latency_seconds)
     segments, priced = cuts[best], prices[best]
     memory = memory_use(spec, segments, cluster, members)

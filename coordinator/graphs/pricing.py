@@ -1,14 +1,25 @@
-"""What a cut graph takes: its segments and their transfers as tasks of the one simulator. Pure."""
+"""What a cut graph takes: its segments and their transfers as tasks of the one simulator. Pure.
+
+On live devices the graph's inputs come over the network as well, from the coordinator, and its outputs go there: they keep a
+device's link and its cores as busy as any tensor. The coordinator's own link is not measured; it is taken to be no slower than
+the best that the device has to another.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.graphs.cluster import GraphCluster
+from coordinator.graphs.wire import num_converted, wire_bytes
 from coordinator.simulator import Task, Timeline, simulate
 from hearth.graph.plan import Segment
 from hearth.graph.spec import GraphSpec
+from hearth.plan import Values
+
+# How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
+_HANDED_OVER = 2
 
 
 class Price(NamedTuple):
@@ -24,28 +35,39 @@ class Price(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A tensor goes once to each rank that has a segment that takes it. `segment` is the one that makes it."""
+    """A tensor goes once to each rank that has a segment that takes it. `segment` is the one that makes it.
+
+    `num_bytes` as it travels; `num_converted` of its values change their format on the way, there and back.
+    """
 
     tensor: str
     segment: int
     source: int
     target: int
     num_bytes: int
+    num_converted: int = 0
 
 
 def segment_seconds(cluster: GraphCluster, device: int, segment: Segment) -> float:
     return sum(cluster.seconds[operator][device] for operator in segment.operators)
 
 
-def transfers_of(spec: GraphSpec, segments: Sequence[Segment]) -> list[Transfer]:
+def transfers_of(spec: GraphSpec, segments: Sequence[Segment], values: Values = "exact") -> list[Transfer]:
     """Between ranks, in the order of the segments that make them."""
-    num_bytes = {tensor.name: tensor.num_bytes for tensor in spec.tensors}
+    tensors = {tensor.name: tensor for tensor in spec.tensors}
     takers: dict[str, set[int]] = {}
     for segment in segments:
         for name in segment.inputs:
             takers.setdefault(name, set()).add(segment.rank)
     return [
-        Transfer(name, index, segment.rank, rank, num_bytes[name])
+        Transfer(
+            name,
+            index,
+            segment.rank,
+            rank,
+            wire_bytes(tensors[name], values),
+            num_converted(tensors[name], values),
+        )
         for index, segment in enumerate(segments)
         for name in segment.outputs
         for rank in sorted(takers.get(name, set()) - {segment.rank})
@@ -59,12 +81,16 @@ def tasks_of(
     members: Sequence[int],
     congestion: bool = True,
     num_requests: int = 1,
+    values: Values = "exact",
 ) -> list[Task]:
     """Requests that all come at once; `members[r]` is the index in the cluster of rank r's device.
 
-    Inputs of the graph lie where they are used. Without `congestion`, transfers keep nobody busy.
+    On devices out of a file inputs of the graph lie where they are used. Without `congestion`, transfers keep nobody busy.
+    `values` is the format in which tensors travel.
     """
-    transfers = transfers_of(spec, segments)
+    transfers = transfers_of(spec, segments, values)
+    fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
+    inputs = {tensor.name for tensor in spec.inputs}
     of_segment: list[list[Transfer]] = [[] for _ in segments]
     for transfer in transfers:
         of_segment[transfer.segment].append(transfer)
@@ -72,12 +98,22 @@ def tasks_of(
     for request in range(num_requests):
         mark = f"{request}:" if num_requests > 1 else ""
         at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
+        for rank, num_bytes in fed.items():
+            at.update({(name, rank): len(tasks) for name in inputs})
+            sides = (f"receive:{rank}",) if congestion else ()
+            delay = _home_delay(cluster, members[rank], num_bytes)
+            seconds = num_bytes / _home_rate(cluster, members[rank])
+            tasks.append(Task(f"{mark}inputs of rank {rank}", sides, seconds, (), delay, num_bytes))
+        makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
+        outputs = {tensor.name for tensor in spec.outputs}
         for index, segment in enumerate(segments):
             after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
             seconds = segment_seconds(cluster, members[segment.rank], segment)
             made = len(tasks)
             tasks.append(Task(f"{mark}segment {index}", (f"compute:{segment.rank}",), seconds, after))
             at.update({(name, segment.rank): made for name in segment.outputs})
+            if outputs.intersection(segment.outputs):
+                makers.setdefault(segment.rank, []).append(made)
             for transfer in of_segment[index]:
                 source, target = members[transfer.source], members[transfer.target]
                 sides = (f"send:{transfer.source}", f"receive:{transfer.target}") if congestion else ()
@@ -88,28 +124,43 @@ def tasks_of(
                         sides,
                         transfer.num_bytes / cluster.bytes_per_second[source][target],
                         (made,),
-                        cluster.latency_seconds[source][target] + _wire_seconds(cluster, transfer, source, target),
+                        cluster.latency_seconds[source][target]
+                        + _wire_seconds(cluster, transfer, source, target, values),
                         transfer.num_bytes,
                     )
                 )
+        for rank, num_bytes in given.items():
+            sides = (f"send:{rank}",) if congestion else ()
+            delay = _home_delay(cluster, members[rank], num_bytes)
+            seconds = num_bytes / _home_rate(cluster, members[rank])
+            tasks.append(Task(f"{mark}outputs of rank {rank}", sides, seconds, tuple(makers[rank]), delay, num_bytes))
     return tasks
 
 
 def price(
-    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int], congestion: bool = True
+    spec: GraphSpec,
+    segments: Sequence[Segment],
+    cluster: GraphCluster,
+    members: Sequence[int],
+    congestion: bool = True,
+    values: Values = "exact",
 ) -> Price:
     """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
-    tasks = tasks_of(spec, segments, cluster, members, congestion)
+    tasks = tasks_of(spec, segments, cluster, members, congestion, values=values)
     timeline = simulate(tasks)
     busy = dict(timeline.busy)
+    transfers = transfers_of(spec, segments, values)
     if not congestion:  # then a link's ends are not shared, but each channel still is
-        for transfer in transfers_of(spec, segments):
+        for transfer in transfers:
             channel = f"send:{transfer.source} to receive:{transfer.target}"
             rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
             busy[channel] = busy.get(channel, 0.0) + transfer.num_bytes / rate
-    for transfer in transfers_of(spec, segments):  # encryption and TCP take cores from the segments
+    for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
         for rank in (transfer.source, transfer.target):
-            busy[f"compute:{rank}"] += _end_seconds(cluster, members[rank], transfer.num_bytes)
+            busy[f"compute:{rank}"] += _end_seconds(cluster, members[rank], transfer, values)
+    for each in (_fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)):
+        for rank, num_bytes in each.items():
+            busy[f"compute:{rank}"] += _home_seconds(cluster, members[rank], num_bytes)
     bottleneck = max(busy, key=lambda resource: busy[resource])
     return Price(
         latency_seconds=timeline.makespan,
@@ -136,8 +187,9 @@ def num_stages(segments: Sequence[Segment]) -> int:
 
 
 def in_flight(segments: Sequence[Segment]) -> int:
-    """Requests at once that fill a pipeline: while one is computed in each stage, another travels to each."""
-    return min(2 * num_stages(segments), 256)
+    """Requests at once that fill a pipeline: while one is computed in each stage, another travels to each, and a third waits
+    there, so that a stage that is late at times holds up nobody."""
+    return min(3 * num_stages(segments), 256)
 
 
 def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
@@ -163,11 +215,56 @@ def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
     return peak
 
 
-def _wire_seconds(cluster: GraphCluster, transfer: Transfer, source: int, target: int) -> float:
-    return sum(_end_seconds(cluster, device, transfer.num_bytes) for device in (source, target))
+def _wire_seconds(cluster: GraphCluster, transfer: Transfer, source: int, target: int, values: Values) -> float:
+    return sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
 
 
-def _end_seconds(cluster: GraphCluster, device: int, num_bytes: int) -> float:
+def _end_seconds(cluster: GraphCluster, device: int, transfer: Transfer, values: Values) -> float:
     """Compute time that one end of a transfer takes from its device."""
     cost = cluster.devices[device].wire
-    return num_bytes * cost.encrypted_seconds_per_byte + cost.seconds_per_message
+    converting = cost.convert_seconds_per_value.get(values, 0.0) / 2 if transfer.num_converted else 0.0
+    return (
+        transfer.num_bytes * cost.encrypted_seconds_per_byte
+        + cost.seconds_per_message
+        + transfer.num_converted * converting
+    )
+
+
+# ---- the coordinator's end --------------------------------------------------------------------------------------------
+
+
+def _fed_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
+    """By rank, the bytes of the graph's inputs that it gets; none on devices out of a file, as in the papers."""
+    taken: dict[int, set[str]] = {}
+    for segment in segments if cluster.measured else ():
+        taken.setdefault(segment.rank, set()).update(segment.inputs)
+    found = {rank: sum(each.num_bytes for each in spec.inputs if each.name in names) for rank, names in taken.items()}
+    return {rank: num_bytes for rank, num_bytes in found.items() if num_bytes}
+
+
+def _given_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
+    """By rank, the bytes of the graph's outputs that it makes."""
+    num_bytes = {tensor.name: tensor.num_bytes for tensor in spec.outputs}
+    found: dict[int, int] = {}
+    for segment in segments if cluster.measured else ():
+        if own := [num_bytes[name] for name in segment.outputs if name in num_bytes]:
+            found[segment.rank] = found.get(segment.rank, 0) + sum(own)
+    return found
+
+
+def _home_rate(cluster: GraphCluster, member: int) -> float:
+    """Bytes per second between a device and the coordinator; infinite for a device without links."""
+    rates = [*cluster.bytes_per_second[member], *(row[member] for row in cluster.bytes_per_second)]
+    return max((rate for rate in rates if not math.isinf(rate)), default=math.inf)
+
+
+def _home_seconds(cluster: GraphCluster, member: int, num_bytes: int) -> float:
+    """Compute time that a device takes to get values from the coordinator, or to hand them over to it."""
+    cost = cluster.devices[member].wire
+    per_byte = cost.encrypted_seconds_per_byte + _HANDED_OVER * cost.plain_seconds_per_byte
+    return num_bytes * per_byte + (1 + _HANDED_OVER) * cost.seconds_per_message
+
+
+def _home_delay(cluster: GraphCluster, member: int, num_bytes: int) -> float:
+    latencies = [seconds for other, seconds in enumerate(cluster.latency_seconds[member]) if other != member]
+    return min(latencies, default=0.0) + _home_seconds(cluster, member, num_bytes)

@@ -1,12 +1,9 @@
-"""Cut a graph where every way goes through one operator, and the makespan becomes a shortest path. Pure but for a clock.
+"""Cut a graph where every way goes through one operator, and the makespan becomes a shortest path (paths.py). Pure.
 
 Such a cut vertex separates the schedule in time: everything before it is done before it ends, and nothing after it has
 begun. So all that a segment needs to know of the rest is on which device its first operator ran; the makespan is the
 shortest path over (cut vertex, device), and an arc costs what its segment takes between two devices. This holds with
 congestion control too, since at that moment no transfer is under way; not where memory binds, then it is a bound.
-
-Arcs are solved only where they could matter: the shortest path under their lower bounds is looked for, its open arcs
-are tightened, and this repeats until the path has only proven arcs.
 
 Vertices that are nearly cuts (few operators run beside them, some flows pass them by) may serve too: what is beside or
 passes by is left out, and the path is a lower bound only.
@@ -14,23 +11,16 @@ passes by is left out, and the path is a lower bound only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
-from coordinator.placement.bounds import relaxed_makespan
-from coordinator.placement.cpsat import Effort, solve_model
-from coordinator.placement.heft import heft
 from coordinator.placement.problem import Flow, PlacementProblem
-from coordinator.placement.schedule import Item, Schedule, Send, best_schedule
+from coordinator.placement.schedule import Item, Schedule, Send
 
-_FIRST_EFFORT = 0.5  # deterministic seconds for an arc; doubled after each two tries
 _MOST_BESIDE = 0.3  # of a segment's operators may run beside a near cut in it
 _MOST_COST = 0.2  # of the segment's work may be dropped for it
 _COST_OF_A_TRANSFER = 0.01  # of the segment's work
-_LARGE = 30  # operators of a segment that is bounded first and searched then
-_ANY = -1  # in place of a device: the side of a segment that has no cut vertex
 
 
 @dataclass(frozen=True)
@@ -203,123 +193,26 @@ def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Seg
     return found
 
 
-class Arc:
-    """What a segment takes between two devices: between `lower` and `upper`, the makespan of `schedule`."""
+class Joined(NamedTuple):
+    """Segments one after another. Devices and starts by operator; what was dropped is in none of them."""
 
-    def __init__(self, problem: PlacementProblem, pins: Mapping[int, int]) -> None:
-        self._problem, self._pins = problem, pins
-        self._effort, self._tries = _FIRST_EFFORT, 0
-        self.lower = relaxed_makespan(problem, pins)
-        self.schedule = self._first_guess()
-        if problem.num_operators == len(pins):
-            self.lower = self.upper
-
-    @property
-    def upper(self) -> int:
-        return round(self.schedule.makespan)
-
-    @property
-    def open(self) -> bool:
-        return self.lower < self.upper
-
-    @property
-    def patience(self) -> float:
-        """Deterministic seconds for the next try."""
-        return self._effort
-
-    def tighten(self, below: int, seconds: float, num_workers: int) -> None:
-        """Look for a schedule that ends before `below`, or for the proof that there is none."""
-        below = min(below, self.upper)
-        # Searching without a linear relaxation proves small arcs fastest; the relaxation bounds large ones well.
-        large = self._problem.num_operators > _LARGE
-        linearization = (self._tries + large) % 2
-        effort = Effort(seconds, self._effort, num_workers, linearization)
-        answer = solve_model(self._problem, effort, self._pins, self.schedule, below)
-        self._tries += 1
-        if not self._tries % 2:
-            self._effort *= 2
-        if answer.schedule is not None and answer.schedule.makespan < self.upper:
-            self.schedule = answer.schedule
-        self.lower = max(self.lower, answer.bound)
-
-    def _first_guess(self) -> Schedule:
-        problem, order = self._problem, range(self._problem.num_operators)
-        guesses = [
-            best_schedule(problem, [self._pins.get(i, k) for i in order], order) for k in range(problem.num_devices)
-        ]
-        if problem.num_operators > len(self._pins):
-            guesses.append(heft(problem, self._pins))
-        return min(guesses, key=lambda each: each.makespan)
+    assignment: dict[int, int]
+    starts: dict[int, float]
+    order: list[Item]
+    makespan: float
 
 
-class Path(NamedTuple):
-    """The best found way through all segments. `schedules` are the segments' own."""
-
-    schedules: tuple[Schedule, ...]
-    upper: int
-    lower: int
-
-
-def shortest_path(
-    problem: PlacementProblem,
-    segments: Sequence[Segment],
-    clock: Callable[[], float],
-    until: float,
-    num_workers: int = 1,
-) -> Path:
-    """Solve as many arcs as it takes, or as there is time for: `clock()` is less than `until`."""
-    sides = [
-        (range(problem.num_devices) if s.has_entry else (_ANY,), range(problem.num_devices) if s.has_exit else (_ANY,))
-        for s in segments
-    ]
-    known: dict[tuple[PlacementProblem, int, int], Arc] = {}
-    arcs: list[dict[tuple[int, int], Arc]] = []
-    for segment, (entries, exits) in zip(segments, sides, strict=True):
-        arcs.append({})
-        for a, b in product(entries, exits):
-            if (segment.problem, a, b) not in known:
-                known[segment.problem, a, b] = Arc(segment.problem, segment.pins(a, b))
-            arcs[-1][a, b] = known[segment.problem, a, b]
-    while True:
-        uppers = [{pair: arc.upper for pair, arc in layer.items()} for layer in arcs]
-        lowers = [{pair: arc.lower for pair, arc in layer.items()} for layer in arcs]
-        best, upper = _shortest(uppers)
-        path, lower = _shortest(lowers)
-        still_open = [index for index, pair in enumerate(path) if arcs[index][pair].open]
-        if lower >= upper or not still_open or clock() >= until:
-            if not still_open and lower < upper:
-                best, upper = path, lower
-            return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, best, strict=True)), upper, lower)
-        index = min(still_open, key=lambda i: arcs[i][path[i]].patience)
-        arc = arcs[index][path[index]]
-        # Where the rest of the way takes so long at least, this arc matters only below what is left.
-        rest = lower - arc.lower
-        arc.tighten(upper - rest, until - clock(), num_workers)
-
-
-def _shortest(layers: Sequence[Mapping[tuple[int, int], int]]) -> tuple[list[tuple[int, int]], int]:
-    """The arcs of the shortest path through all layers, and its length."""
-    reached: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-    for index, layer in enumerate(layers):
-        step: dict[int, tuple[int, list[tuple[int, int]]]] = {}
-        for (a, b), cost in layer.items():
-            length, path = reached[a] if index else (0, [])
-            if b not in step or length + cost < step[b][0]:
-                step[b] = (length + cost, [*path, (a, b)])
-        reached = step
-    length, path = min(reached.values(), key=lambda each: each[0])
-    return path, length
-
-
-def joined(segments: Sequence[Segment], schedules: Sequence[Schedule]) -> tuple[dict[int, int], list[Item]]:
-    """The segments' schedules one after another: devices by operator, and the order; what was dropped is not in it."""
-    where: dict[int, int] = {}
-    items: list[Item] = []
+def joined(segments: Sequence[Segment], schedules: Sequence[Schedule]) -> Joined:
+    """The segments' schedules as one."""
+    found = Joined({}, {}, [], sum(part.makespan for part in schedules))
+    began = 0.0
     for segment, part in zip(segments, schedules, strict=True):
         for item in part.order:
             if isinstance(item, Send):
-                items.append(Send(segment.flows[item.flow], item.device))
+                found.order.append(Send(segment.flows[item.flow], item.device))
             elif item > 0 or not segment.has_entry:
-                items.append(segment.operators[item])
-        where.update(zip(segment.operators, part.assignment, strict=True))
-    return where, items
+                found.order.append(segment.operators[item])
+                found.starts[segment.operators[item]] = began + part.starts[item]
+        found.assignment.update(zip(segment.operators, part.assignment, strict=True))
+        began += part.makespan
+    return found

@@ -22,7 +22,7 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     pins = pins or {}
     partial = PartialSchedule(problem, "heft")
     ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
-    for operator in _by_rank(problem, ranks):
+    for operator in by_rank(problem, ranks):
         start, device = min(
             (
                 (partial.earliest_start(operator, device, insertion=True), device)
@@ -56,7 +56,7 @@ def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> 
     return best.finished()
 
 
-def _by_rank(problem: PlacementProblem, ranks: list[float]) -> list[int]:
+def by_rank(problem: PlacementProblem, ranks: list[float]) -> list[int]:
     """Falling ranks; operators of no time could stand before what they depend on, so that is looked at too."""
     order: list[int] = []
     waiting_for = [len(predecessors) for predecessors in problem.predecessors]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from coordinator.placement.problem import PlacementProblem
@@ -64,13 +64,11 @@ class PartialSchedule:
         ready = self.inputs_at(operator, device)
         if not insertion:
             return max(ready, self.free_at(device))
-        seconds = self._problem.seconds[operator][device]
-        start = ready
-        for begin, end in self._busy[device]:
-            if start + seconds <= begin:
-                break
-            start = max(start, end)
-        return start
+        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
+
+    def earliest_after(self, operator: int, device: int, ready: float) -> float:
+        """In the first gap that is long enough, where its inputs are there at `ready`."""
+        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
 
     def place(self, operator: int, device: int, start: float) -> None:
         end = start + self._problem.seconds[operator][device]
@@ -95,6 +93,17 @@ class PartialSchedule:
         held = self._held[device]
         shared = sum(self._problem.shared[index].num_bytes for index in self._shared[operator] if index not in held)
         return self._problem.memory_bytes[operator] + shared
+
+
+def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:
+    """The first time from `ready` on at which so many seconds fit between spans, sorted, that do not overlap."""
+    start = ready
+    for index in range(max(0, bisect_left(spans, (ready, ready)) - 1), len(spans)):
+        begin, end = spans[index]
+        if start + seconds <= begin:
+            break
+        start = max(start, end)
+    return start
 
 
 def mean_seconds(problem: PlacementProblem) -> list[float]:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from coordinator.placement.baselines import BASELINES
 from coordinator.placement.bounds import relaxed_makespan
+from coordinator.placement.contention import around, contended_heft
 from coordinator.placement.cpsat import Effort, in_ticks, solve_model
-from coordinator.placement.decomposition import Reach, exact_cuts, joined, near_cuts, segments_of, shortest_path
+from coordinator.placement.decomposition import Joined, Reach, exact_cuts, joined, near_cuts, segments_of
 from coordinator.placement.fitting import fit
 from coordinator.placement.heft import heft
+from coordinator.placement.paths import shortest_path
 from coordinator.placement.problem import PlacementProblem
 from coordinator.placement.schedule import Item, Placement, Schedule, best_schedule
 from coordinator.placement.windows import improve
@@ -67,6 +69,7 @@ class _Search:
             except NoPlacement:
                 continue
             self._offer(placed.assignment, placed.order)
+        self._complete(Joined({}, {}, [], 0.0))
         if self._known is None:  # memory is short: list scheduling ran into it
             fitted = fit(self._problem, self._left, self._num_workers)
             if fitted.assignment is None:
@@ -86,9 +89,7 @@ class _Search:
             share = 1.0
         path = shortest_path(self._ticked, segments, self._clock, self._clock() + share * self._left, self._num_workers)
         self._lower = max(self._lower, path.lower)
-        where, items = joined(segments, path.schedules)
-        for assignment, order in self._completed(where, items):
-            self._offer(assignment, order)
+        self._complete(joined(segments, path.schedules))
         if self._problem.num_operators <= _WHOLE and not self._is_done():
             self._solve_whole()
         if self._known is not None and not self._is_done():
@@ -126,17 +127,22 @@ class _Search:
             if known is None or found.makespan < known.makespan:
                 setattr(self, name, found)
 
-    def _completed(self, where: dict[int, int], items: list[Item]) -> Iterable[tuple[Sequence[int], Sequence[Item]]]:
-        """The path's placement with what the near cuts dropped where it would end first."""
-        n = self._problem.num_operators
-        if len(where) == n:
-            yield [where[i] for i in range(n)], items
+    def _complete(self, part: Joined) -> None:
+        """A schedule of some operators, with the others where they end first."""
+        n, problem = self._problem.num_operators, self._ticked
+        if len(part.assignment) == n:
+            self._offer([part.assignment[i] for i in range(n)], part.order)
             return
-        try:
-            found = heft(self._ticked, where)
-        except NoPlacement:
-            return
-        yield found.assignment, found.order
+        for complete in (
+            lambda: heft(problem, part.assignment),
+            lambda: contended_heft(problem, part.assignment),
+            lambda: contended_heft(problem, part.assignment, around(problem, part.starts, part.makespan)),
+        ):
+            try:
+                found = complete()
+            except NoPlacement:
+                continue
+            self._offer(found.assignment, found.order)
 
     def _solve_whole(self) -> None:
         below = None if self._known is None else round(self._known.makespan)

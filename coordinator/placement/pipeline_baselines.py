@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.placement.partitions import fewest_stages
+from coordinator.placement.partitions import Partitioning, fewest_stages
 from coordinator.placement.pipeline_problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
@@ -50,6 +51,23 @@ def joint_stages_from(problem: PipelineProblem, start: int) -> Stages | None:
     return _greedy(problem, fewest_stages(problem, max(problem.memory_bytes)), start)
 
 
+def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
+    """These partitions, along the path from each device that always takes the fastest link to an unused one. The start
+    with the lowest bottleneck wins. `devices` can each hold any partition, and are as many or more.
+
+    The paper's words (IV) let joint choose its partitions greedily; its authors' notebook gives it those of Algorithm 1.
+    """
+    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
+    found = []
+    for start in devices:
+        path, unused = [start], set(devices) - {start}
+        while len(path) < len(firsts):
+            path.append(_nearest(problem, path[-1], unused))
+            unused.remove(path[-1])
+        found.append(tuple(map(Stage, firsts, partitioning.last, path)))
+    return min(found, key=problem.bottleneck_seconds)
+
+
 def largest_first(problem: PipelineProblem) -> Stages:
     """As much on each device as it can hold, largest first. Raises ModelDoesNotFit."""
     stages: list[Stage] = []
@@ -78,9 +96,13 @@ def _greedy(problem: PipelineProblem, needed: list[float], device: int) -> Stage
         first = last + 1
         if first == problem.num_blocks:
             return tuple(stages)
-        rates = problem.rate[device]
-        device = max(unused, key=lambda each: (rates[each], -each))
+        device = _nearest(problem, device, unused)
         unused.remove(device)
+
+
+def _nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
+    rates = problem.rate[device]
+    return max(unused, key=lambda each: (rates[each], -each))
 
 
 def _ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:

@@ -16,9 +16,12 @@ pytest.importorskip("ortools")
 
 from coordinator.placement.baselines import BASELINES
 from coordinator.placement.checker import violations
+from coordinator.placement.contention import around, contended_heft
 from coordinator.placement.cpsat import Effort, in_ticks, solve_model
-from coordinator.placement.decomposition import Reach, exact_cuts, segments_of, shortest_path
+from coordinator.placement.decomposition import Reach, exact_cuts, segments_of
 from coordinator.placement.moirai import solve
+from coordinator.placement.paths import shortest_path
+from coordinator.placement.patterns import patterns_of
 from coordinator.placement.problem import Flow, PlacementProblem, SharedMemory, read_instance
 from coordinator.placement.schedule import Schedule, Send, best_schedule, schedule, with_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
@@ -135,6 +138,94 @@ def test_the_path_over_cut_vertices_is_the_optimum_of_the_whole_model(problem: P
     whole = solve_model(ticked, Effort(20))
     assert whole.schedule is not None
     assert path.lower == path.upper == whole.bound == whole.schedule.makespan
+
+
+@st.composite
+def repeating(draw: st.DrawFn) -> PlacementProblem:
+    """Blocks of two branches one after another, whose times differ a little."""
+    num_blocks, k = 3, draw(st.integers(2, 3))
+
+    def times(base: int) -> tuple[float, ...]:
+        return tuple(float(base + draw(st.integers(0, 2))) for _ in range(k))
+
+    ways = tuple(tuple(0.0 if a == b else float(draw(st.integers(20, 90))) for b in range(k)) for a in range(k))
+    base = [draw(st.integers(50, 120)) for _ in range(3)]
+    seconds, flows = [times(50)], []
+    for block in range(num_blocks):
+        first = 3 * block
+        seconds += [times(each) for each in base]
+        flows += [Flow(first, (first + 1, first + 2), ways), Flow(first + 1, (first + 3,), ways)]
+        flows += [Flow(first + 2, (first + 3,), ways)]
+    n = len(seconds)
+    return PlacementProblem(
+        name="repeating",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{d}" for d in range(k)),
+        seconds=tuple(seconds),
+        memory_bytes=(0,) * n,
+        budget_bytes=(0,) * k,
+        flows=tuple(flows),
+        latency=((0.0,) * k,) * k,
+        congestion=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=20)
+@given(repeating())
+def test_blocks_that_repeat_nearly_are_bounded_together_and_the_path_is_still_the_optimum(
+    problem: PlacementProblem,
+) -> None:
+    ticked, _ = in_ticks(problem)
+    reach = Reach(ticked)
+    segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
+    for segment, pattern in zip(segments, patterns_of([each.problem for each in segments]), strict=True):
+        if pattern is not None:
+            assert all(
+                ours <= theirs
+                for rows in zip(pattern.seconds, segment.problem.seconds, strict=True)
+                for ours, theirs in zip(*rows, strict=True)
+            )
+    path = shortest_path(ticked, segments, lambda: 0.0, 1.0)
+    whole = solve_model(ticked, Effort(20))
+    assert whole.schedule is not None
+    assert path.lower == path.upper == whole.bound == whole.schedule.makespan
+
+
+def test_only_blocks_that_are_alike_have_a_pattern(two_branches: PlacementProblem) -> None:
+    slower = replace(two_branches, seconds=((1.0, 1.0), (4.1, 4.1), (4.0, 4.0), (1.0, 1.0)))
+    other = replace(two_branches, seconds=((1.0, 1.0), (9.0, 9.0), (4.0, 4.0), (1.0, 1.0)))
+    assert patterns_of([two_branches, slower, other]) == [two_branches, two_branches, None]
+    assert patterns_of([two_branches, two_branches]) == [None, None]  # the same: one arc does for both
+
+
+@given(problems(most=7, memory=False), st.data())
+def test_list_scheduling_with_channels_can_be_run_and_keeps_its_pins(
+    problem: PlacementProblem, data: st.DataObject
+) -> None:
+    operators, devices = range(problem.num_operators), st.integers(0, problem.num_devices - 1)
+    pins = data.draw(st.dictionaries(st.sampled_from(operators), devices))
+    found = contended_heft(problem, pins)
+    assert violations(problem, found) == []
+    assert all(found.assignment[operator] == device for operator, device in pins.items())
+
+
+def test_what_a_path_left_out_is_put_beside_it_in_time() -> None:
+    """0 and 1 are on the path; 2 runs beside them on the other device, and must come before 1 is over to delay nothing."""
+    ways = ((0.0, 1.0), (1.0, 0.0))
+    problem = PlacementProblem(
+        name="beside",
+        operators=("first", "second", "beside", "last"),
+        devices=("a", "b"),
+        seconds=((5.0, 5.0), (5.0, 5.0), (8.0, 8.0), (1.0, 1.0)),
+        memory_bytes=(0,) * 4,
+        budget_bytes=(0, 0),
+        flows=(Flow(0, (1,), ways), Flow(1, (3,), ways), Flow(2, (3,), ways)),
+        latency=((0.0, 0.0), (0.0, 0.0)),
+    )
+    starts = {0: 0.0, 1: 5.0, 3: 10.0}
+    found = contended_heft(problem, dict.fromkeys(starts, 0), around(problem, starts, 11.0))
+    assert found.assignment == (0, 0, 1, 0)
+    assert found.makespan == 11.0
 
 
 @given(problems(most=6, memory=False))

@@ -21,6 +21,7 @@ from typing import Any
 from coordinator.graphs.pricing import in_flight
 from hearth.errors import HearthError, InternalError
 from hearth.graph.plan import GraphPlan, Objective
+from hearth.messages import WireStats
 from tools.bench.drive import Group
 from tools.bench.graphs_findings import ONE_DEVICE, Served, interval_seconds
 from tools.bench.stats import rotated
@@ -58,6 +59,7 @@ class _Entry:
     answers: int = 0
     difference: float = 0.0
     errors: list[str] = field(default_factory=list)
+    wire_stats: WireStats = field(default_factory=WireStats)  # of the last round
 
     def served(self, objective: Objective, mbit: float) -> Served:
         assert self.plan is not None
@@ -76,6 +78,8 @@ class _Entry:
             answers=self.answers,
             difference=self.difference,
             errors=tuple(self.errors),
+            raw_bytes=self.wire_stats.raw_bytes,
+            sent_bytes=self.wire_stats.sent_bytes,
         )
 
 
@@ -177,6 +181,7 @@ class GraphsBench:
                 try:
                     self._report(f"round {number + 1} of {self._rounds}: {entry.label}: measuring")
                     answered = measure(entry, plan)
+                    entry.wire_stats = WireStats.model_validate(self._status()["wire"])
                 finally:
                     self._stop(coordinator)
                 entry.plan = entry.plan or plan
@@ -203,12 +208,15 @@ class GraphsBench:
             options += ["--plan", str(path)]
         coordinator = self._testbed.start_coordinator(*options)
         try:
-            status = self._clients.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
-            return coordinator, GraphPlan.model_validate(status["graph_plan"])
+            return coordinator, GraphPlan.model_validate(self._status()["graph_plan"])
         except HearthError as error:
             self._stop(coordinator)
             said = self._testbed.log("coordinator.log").strip()[-500:]
             raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
+
+    def _status(self) -> dict[str, Any]:
+        """Once it serves. Raises what the client raises."""
+        return self._clients.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
 
     @staticmethod
     def _stop(coordinator: Popen[bytes]) -> None:

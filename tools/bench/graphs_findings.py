@@ -37,6 +37,8 @@ class Served(BaseModel):
     answers: int = 0
     difference: float = 0.0  # from what one device gave, over the largest value
     errors: tuple[str, ...] = ()
+    raw_bytes: int = 0  # of all tensors between devices in a round, and as they travelled
+    sent_bytes: int = 0
 
     @property
     def median_seconds(self) -> float:
@@ -163,6 +165,7 @@ def _row(each: Served) -> tuple[str, ...]:
     return (
         each.label, ", ".join(each.devices), str(each.segments), stages, format_seconds(each.predicted_seconds),
         format_seconds(each.median_seconds), _spread(each.seconds), f"{each.error:+.1%}",
+        f"{each.sent_bytes / each.raw_bytes:.0%}" if each.raw_bytes else "-",
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from coordinator.placement.pipeline_baselines import joint_stages, joint_stages_from, random_stages
+from coordinator.placement.partitions import Partitioning
+from coordinator.placement.pipeline_baselines import joint_stages, joint_stages_from, nearest_stages, random_stages
 from coordinator.placement.pipeline_exact import best_stages
 from coordinator.placement.pipeline_problem import PipelineProblem
 from coordinator.placement.pipeline_published import NUM_CLASSES, equal_partitions, published_stages, theorem_bound
@@ -28,10 +29,11 @@ NODES = (5, 10, 15, 20, 50)
 MEMORY_MIB = (64, 128, 256, 512)
 CLASSES = (2, 5, 8, 11, 14, 17, NUM_CLASSES)
 RATIO_NODES, RATIO_MEMORY_MIB = 50, 64
-_SAVE_EVERY = 20  # runs
+_SAVE_EVERY = 100  # runs
 T = TypeVar("T")
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
+SAME_CUTS = "joint, same partitions"  # as `pipeline`
 THEOREM, BOUND = "Theorem 1", "bound"
 
 
@@ -95,6 +97,8 @@ class Points(BaseModel):
     same: bool | None
     largest_block: int  # operators
     largest_block_bytes: int  # of weights
+    most_beside: int = 0  # tensors that cross one cut beside the one of its point
+    most_beside_bytes: int = 0
 
     @property
     def usable(self) -> bool:
@@ -116,16 +120,24 @@ def points_of(spec: GraphSpec) -> Points:
     points = candidate_points(spec)
     one_source = sum(not before for before in spec.predecessors) == 1
     paper = published_points(spec) if one_source else None
-    blocks = candidate_chain(spec).blocks
+    chain = candidate_chain(spec)
+    beside = [_beside(spec, point, crossing) for point, crossing in zip(points, chain.crossing, strict=False)]
     return Points(
         model=spec.name,
         num_operators=spec.num_operators,
         num_points=len(points) - 1,
         by_paper=None if paper is None else len(paper) - 1,
         same=None if paper is None else paper == points,
-        largest_block=max(map(len, blocks)),
-        largest_block_bytes=max(map(spec.parameter_bytes, blocks)),
+        largest_block=max(map(len, chain.blocks)),
+        largest_block_bytes=max(map(spec.parameter_bytes, chain.blocks)),
+        most_beside=max(map(len, beside), default=0),
+        most_beside_bytes=max(map(sum, beside), default=0),
     )
+
+
+def _beside(spec: GraphSpec, point: int, crossing: Sequence[int]) -> list[int]:
+    """Bytes of each tensor across a cut that its point does not make: side inputs, carried along."""
+    return [spec.tensors[index].num_bytes for index in crossing if spec.tensors[index].source != point]
 
 
 def measure(
@@ -154,14 +166,14 @@ def measure(
     for run in range(found.num_runs, num_runs):
         chance = Random(f"{setting.seed} {setting.model} {setting.num_nodes} {setting.memory_mib} {run}")
         drawn = draw_links(problem, accounting, chance)
-        _one_run(drawn, chance, plans, found)
+        _one_run(drawn, partitioning, chance, plans, found)
         found.seconds.setdefault(THEOREM, []).append(theorem_bound(drawn, partitioning))
         if run % _SAVE_EVERY == _SAVE_EVERY - 1:
             yield found
     yield found
 
 
-def _one_run(problem: PipelineProblem, chance: Random, plans: Plans, found: Bottlenecks) -> None:
+def _one_run(problem: PipelineProblem, cuts: Partitioning, chance: Random, plans: Plans, found: Bottlenecks) -> None:
     def note(column: str, seconds: float) -> None:
         found.seconds.setdefault(column, []).append(seconds)
 
@@ -180,6 +192,7 @@ def _one_run(problem: PipelineProblem, chance: Random, plans: Plans, found: Bott
     found.planning.setdefault(EXACT, []).append(seconds)
     note(RANDOM, problem.bottleneck_seconds(random_stages(problem, chance)))
     note(JOINT, problem.bottleneck_seconds(joint_stages(problem)))
+    note(SAME_CUTS, problem.bottleneck_seconds(nearest_stages(problem, cuts, range(problem.num_devices))))
     start = chance.randrange(problem.num_devices)
     note(ONE_START, problem.bottleneck_seconds(joint_stages_from(problem, start) or joint_stages(problem)))
 

@@ -19,6 +19,7 @@ from tools.bench.partition import (
     RANDOM,
     RATIO_MEMORY_MIB,
     RATIO_NODES,
+    SAME_CUTS,
     THEOREM,
     Bottlenecks,
     Points,
@@ -28,7 +29,7 @@ from tools.bench.plots import check_plots
 
 _MOST_NODES = 50  # the paper compares with joint there
 _SIZE = (12.0, 7.0)  # inches
-_PLANNERS = (PIPELINE, EXACT, JOINT, ONE_START, RANDOM)
+_PLANNERS = (PIPELINE, EXACT, JOINT, SAME_CUTS, ONE_START, RANDOM)
 
 
 def markdown(figures: Sequence[Bottlenecks], ratios: Sequence[Bottlenecks], classes: Sequence[int]) -> str:
@@ -57,11 +58,16 @@ def points_markdown(points: Sequence[Points]) -> str:
             "-" if each.by_paper is None else f"{each.by_paper}{'' if each.same else ' (others)'}",
             each.largest_block,
             format_bytes(each.largest_block_bytes),
+            each.most_beside,
+            format_bytes(each.most_beside_bytes),
             "yes" if each.usable else "no",
         )
         for each in points
     ]
-    headings = ("graph", "operators", "points", "by LP and AP", "largest block", "its weights", "usable")
+    headings = (
+        "graph", "operators", "points", "by LP and AP", "largest block", "its weights", "carried along", "their bytes",
+        "usable",
+    )  # fmt: skip
     usable = sum(each.usable for each in points)
     without = ", ".join(each.model for each in points if not each.usable) or "none"
     many = sum(each.num_points >= 25 for each in points)
@@ -97,7 +103,7 @@ def _say_figures(rows: Sequence[Bottlenecks]) -> list[str]:
         f"({min(times):.1f} to {max(times):.1f}; the paper: about 10)"
     ]
     large = [row for row in rows if row.num_nodes == _MOST_NODES]
-    for column, paper in ((JOINT, "; the paper: 35 %"), (ONE_START, "")):
+    for column, paper in ((JOINT, "; the paper: 35 %"), (SAME_CUTS, ""), (ONE_START, "")):
         if large:
             lower = [1 - row.mean(PIPELINE) / row.mean(column) for row in large]
             best = [1 - row.mean(EXACT) / row.mean(column) for row in large]
@@ -150,13 +156,13 @@ def _say_exact(rows: Sequence[Bottlenecks]) -> list[str]:
 def _comparison(rows: Sequence[Bottlenecks]) -> list[str]:
     headings = (
         "model", "memory", "nodes", "stages", *_PLANNERS,
-        "random / pipeline", "joint / pipeline", "one start / pipeline", "unproven",
+        "random / pipeline", "joint / pipeline", "same partitions / pipeline", "one start / pipeline", "unproven",
     )  # fmt: skip
     found = []
     for row in measured(rows):
         where = (row.model, f"{row.memory_mib} MiB", row.num_nodes)
         base = row.mean(PIPELINE)
-        times = [f"{row.mean(column) / base:.2f} x" for column in (RANDOM, JOINT, ONE_START)]
+        times = [f"{row.mean(column) / base:.2f} x" for column in (RANDOM, JOINT, SAME_CUTS, ONE_START)]
         seconds = [f"{row.mean(column):.4g} s" for column in _PLANNERS]
         found.append((*where, row.num_stages, *seconds, *times, f"{row.num_unproven} of {row.num_runs}"))
     return [*_table(headings, found), "", *_left_out(rows)]
@@ -237,7 +243,7 @@ def save_plot(path: Path, figures: Sequence[Bottlenecks], ratios: Sequence[Bottl
 def _draw_nodes(axes: Any, model: str, rows: Sequence[Bottlenecks]) -> None:
     memory = min(row.memory_mib for row in rows)
     rows = sorted((row for row in rows if row.memory_mib == memory), key=lambda row: row.num_nodes)
-    for marker, column in zip("osD^v", _PLANNERS, strict=True):
+    for marker, column in zip("osDP^v", _PLANNERS, strict=True):
         axes.plot([row.num_nodes for row in rows], [row.mean(column) for row in rows], marker=marker, label=column)
     axes.set_yscale("log")
     axes.set_title(f"{model}, {memory} MiB", loc="left", fontsize=10)

@@ -8,8 +8,9 @@ taken:
   outputs count is what the paper's figures say: MobileNetV2, with 14 MB of weights, does not fit into 64 MB there, and
   InceptionResNetV2, with 223 MB, not into five times 64 MB.)
 - `weights`: the same, but weights alone are held.
-- `notebooks`: 1 byte for each weight and 8 for each float of an output, lambda = 1.44, a transfer as often as its tensor has
-  consumers, the first block of a partition left out of its memory, and rates by the distance between two nodes.
+- `notebooks`: 1 byte is held for each weight and 8 are sent for each float, lambda = 1.44, a transfer as often as its tensor
+  has consumers, the first block of a partition left out of its memory, and rates by the distance between two nodes, all of
+  which lie in one quadrant around the router.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Accounting:
     for_each_consumer: bool = False
     leaves_out_first: bool = False
     between_nodes: bool = False
+    one_quadrant: bool = False
 
 
 ACCOUNTINGS = {
@@ -54,8 +56,15 @@ ACCOUNTINGS = {
         Accounting("paper"),
         Accounting("weights", output_share=0.0),
         Accounting(
-            "notebooks", 0.25, 2.0, 2.0, _ZFP, for_each_consumer=True, leaves_out_first=True, between_nodes=True
-        ),
+            "notebooks",
+            weight_share=0.25,
+            transfer_share=2.0,
+            compression=_ZFP,
+            for_each_consumer=True,
+            leaves_out_first=True,
+            between_nodes=True,
+            one_quadrant=True,
+        ),  # fmt: skip
     )
 }
 
@@ -103,7 +112,8 @@ def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_n
 
 def draw_links(problem: PipelineProblem, accounting: Accounting, chance: Random) -> PipelineProblem:
     """The same problem in a random communication graph."""
-    return replace(problem, rate=rates(positions(problem.num_devices, chance), accounting.between_nodes))
+    places = positions(problem.num_devices, chance)
+    return replace(problem, rate=rates(np.abs(places) if accounting.one_quadrant else places, accounting.between_nodes))
 
 
 def positions(num_nodes: int, chance: Random) -> NDArray[np.float64]:
