@@ -2,7 +2,8 @@
 
 1. Every baseline, so that the answer is never worse than one of them.
 2. Cut vertices: a shortest path over the segments between them, which is the optimum where memory does not bind
-   (decomposition.py). Where segments stay large, near cuts give a bound, and a placement to start from.
+   (decomposition.py, paths.py). Where segments stay large, near cuts give a bound, and a placement to start from; what
+   they leave out is put around it by list scheduling (contention.py). Blocks that repeat are solved once (patterns.py).
 3. Small graphs as one model (cpsat.py); large ones window by window (windows.py).
 
 All work is done in whole ticks; what is found is priced by the simulator on the true times.
