@@ -16,6 +16,7 @@ from support.graphs import chain
 from coordinator.placement.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
 from coordinator.placement.partitions import classes_of, least_transfers
 from coordinator.placement.pipeline import PLANNERS, PipelineProblem, pipeline_problem
+from coordinator.placement.pipeline_baselines import nearest_stages
 from coordinator.placement.pipeline_exact import best_stages
 from coordinator.placement.pipeline_problem import Stage, Stages
 from coordinator.placement.pipeline_published import equal_partitions, published_stages, runs_of, theorem_bound
@@ -101,6 +102,34 @@ def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> Non
         assert [found.assignment[block] for block in range(problem.num_blocks)] == [
             stage.device for stage in found.stages for _ in range(stage.first, stage.last + 1)
         ]
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_joint_with_the_published_partitions_follows_the_fastest_links_from_the_best_start(seed: int) -> None:
+    problem = random_problem(Random(seed), equal=True)
+    try:
+        partitioning, devices = equal_partitions(problem)
+    except ModelDoesNotFit:
+        return
+    found = nearest_stages(problem, partitioning, devices)
+    problem.check(found)
+    assert tuple(stage.last for stage in found) == partitioning.last
+    taken = [stage.device for stage in found]
+    for index, (device, after) in enumerate(itertools.pairwise(taken)):
+        left = [each for each in devices if each not in taken[: index + 1]]
+        assert problem.rate[device, after] == max(problem.rate[device, each] for each in left)
+    walks = (_nearest_walk(problem, start, devices, len(found)) for start in devices)
+    every = [tuple(stage._replace(device=device) for stage, device in zip(found, walk, strict=True)) for walk in walks]
+    assert problem.bottleneck_seconds(found) == min(map(problem.bottleneck_seconds, every))
+
+
+def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], count: int) -> list[int]:
+    walk = [start]
+    while len(walk) < count:
+        left = [each for each in devices if each not in walk]
+        walk.append(min(left, key=lambda each: (-problem.rate[walk[-1], each], each)))
+    return walk
 
 
 @given(SEEDS)

@@ -64,7 +64,7 @@ ACCOUNTINGS = {
             leaves_out_first=True,
             between_nodes=True,
             one_quadrant=True,
-        ),  # fmt: skip
+        ),
     )
 }
 
