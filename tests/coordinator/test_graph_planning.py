@@ -111,7 +111,7 @@ def test_a_full_pipeline_ends_a_request_in_each_bottleneck() -> None:
     priced = price(spec, segments, cluster, [0, 1, 2])
     _, timeline = timeline_of(spec, segments, cluster, [0, 1, 2], 50)
     assert timeline.makespan == pytest.approx(priced.latency_seconds + 49 * priced.bottleneck_seconds)
-    assert (num_stages(segments), in_flight(segments)) == (3, 6)
+    assert (num_stages(segments), in_flight(segments)) == (3, 9)
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------------

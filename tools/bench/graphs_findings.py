@@ -156,6 +156,7 @@ def served_table(served: Sequence[Served]) -> str:
         "measured",
         "min..max",
         "predicted off by",
+        "sent, of raw",
     )
     return table(headings, [_row(each) for each in served])
 

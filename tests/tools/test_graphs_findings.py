@@ -1,0 +1,83 @@
+"""What the benchmark of graphs says: intervals, gains over paired rounds, and when a figure is not what was asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.bench.findings import all_hold
+from tools.bench.graphs_findings import Served, interval_seconds, of_answers, of_pipelines, of_placements, served_table
+
+
+def served(label: str, seconds: tuple[float, ...], predicted: float, devices: int = 1, **more: object) -> Served:
+    return Served.model_validate(
+        {
+            "label": label, "strategy": "moirai" if devices > 1 else "local", "wire": "exact", "mbit": 60.0,
+            "devices": tuple(f"d{index}" for index in range(devices)), "segments": devices,
+            "predicted_seconds": predicted, "stage_seconds": (predicted,) * devices, "seconds": seconds, "answers": 10,
+            **more,
+        }
+    )  # fmt: skip
+
+
+def test_an_interval_is_the_mean_from_the_first_answer_to_the_last() -> None:
+    assert interval_seconds([10.0, 10.1, 10.9, 11.5]) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="fewer than two"):
+        interval_seconds([1.0])
+
+
+def test_the_gain_is_of_rounds_in_pairs_and_asked_of_the_best_pipeline_only() -> None:
+    one = served("one device", (0.2, 0.4, 0.22), 0.21)
+    slow, fast = served("exact", (0.11, 0.21, 0.12), 0.12, 3), served("int8", (0.08, 0.16, 0.088), 0.085, 3)
+    found = {finding.what: finding for finding in of_pipelines(one, [slow, fast], 2.2)}
+    gain = found["int8: inferences a second, over one device's"]
+    assert (gain.value, gain.holds, gain.asked) == (pytest.approx(2.5), True, "at least 2.2")
+    assert found["exact: inferences a second, over one device's"].holds is None
+    assert found["one device: bottleneck, predicted against measured"].holds is True
+    assert all_hold(found.values())
+    assert all_hold(of_pipelines(one, [slow], None))
+    assert not all_hold(of_pipelines(one, [slow], 2.2))
+
+
+@pytest.mark.parametrize(("predicted", "holds"), [(0.86, True), (1.14, True), (0.84, False), (1.16, False)])
+def test_a_bottleneck_is_predicted_within_15_percent_either_way(predicted: float, holds: bool) -> None:
+    found = of_pipelines(served("one device", (1.0,), predicted), [served("two", (1.0,), 1.0, 2)], None)
+    (off,) = (each for each in found if each.what == "one device: bottleneck, predicted against measured")
+    assert off.holds is holds
+    assert off.value == pytest.approx(abs(predicted - 1))
+
+
+def test_where_the_simulator_says_several_devices_they_must_be_faster() -> None:
+    one = served("one device", (1.0, 1.1), 1.0)
+    moirai, auto = served("moirai", (0.7, 0.8), 0.7, 2), served("auto", (0.7, 0.75), 0.7, 2)
+    found = of_placements(one, moirai, auto, None)
+    assert found[0].asked == "faster"
+    assert "1.43" in found[0].what
+    assert all_hold(found)
+    assert not all_hold(of_placements(one, served("moirai", (1.2, 1.3), 0.7, 2), auto, None))
+    assert not all_hold(of_placements(one, moirai, served("auto", (1.2, 1.3), 0.7, 2), None))
+
+
+def test_where_it_says_one_device_auto_must_take_one_and_a_forced_plan_must_be_slower() -> None:
+    one, moirai = served("one device", (1.0, 1.1), 1.0), served("moirai", (1.0, 1.0), 1.0)
+    forced = served("forced", (1.3, 1.5), 1.25, 2)
+    found = of_placements(one, moirai, served("auto", (1.0, 1.0), 1.0), forced)
+    assert all_hold(found)
+    assert found[1].value == pytest.approx((1.3 + 1.5 / 1.1) / 2)
+    assert not all_hold(of_placements(one, moirai, served("auto", (1.0, 1.0), 1.0, 2), forced))
+    assert not all_hold(of_placements(one, moirai, moirai, served("forced", (0.9, 0.9), 1.25, 2)))
+
+
+def test_wrong_and_missing_answers_are_said() -> None:
+    assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-6)]))
+    assert not all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2)]))
+    assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2, wire="int8")]))
+    failed = of_answers([served("one device", (1.0,), 1.0, errors=("DeviceLost: m0",))])
+    assert not all_hold(failed)
+    assert "DeviceLost" in failed[-1].measured
+
+
+def test_a_table_has_a_row_for_each_plan() -> None:
+    lines = served_table([served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)]).splitlines()
+    assert len(lines) == 4
+    assert "-10.0%" in lines[2]
+    assert len({line.count("|") for line in lines}) == 1
