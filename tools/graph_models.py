@@ -24,12 +24,16 @@ _CALIBRATION_BATCH = 4
 
 @dataclass(frozen=True)
 class Size:
-    """`tiny` is for tests: the same kinds of layers, but few and narrow. `image_size` in pixels, `seq_len` in tokens."""
+    """`tiny` is for tests: the same kinds of layers, but few and narrow. `image_size` in pixels, `seq_len` in tokens.
+
+    `branch_width` is of two_branch: channels of each convolution; compute grows with its square.
+    """
 
     image_size: int | None = None
     seq_len: int = 128
     batch: int = 1
     tiny: bool = False
+    branch_width: int | None = None
 
 
 class Network(NamedTuple):
@@ -114,6 +118,7 @@ def _two_branch(size: Size) -> Network:
     from torch import nn
 
     width, depth, labels = (12, 2, 10) if size.tiny else (128, 8, 1000)
+    width = size.branch_width or width
 
     def layer(before: int, after: int, kernel: int, stride: int) -> nn.Sequential:
         convolution = nn.Conv2d(before, after, kernel, stride, kernel // 2)
@@ -227,10 +232,14 @@ def main(
     batch: Annotated[int, typer.Option(min=1)] = 1,
     open_batch: Annotated[bool, typer.Option(help="Leave the size of a batch open.")] = False,
     tiny: Annotated[bool, typer.Option(help="Few and narrow layers.")] = False,
+    branch_width: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Of two_branch: channels of each convolution; compute grows with its square.", min=8),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Write a network as an ONNX file, with random weights."""
-    network = build(name, Size(image_size, seq_len, batch, tiny), seed)
+    network = build(name, Size(image_size, seq_len, batch, tiny, branch_width), seed)
     export(network, path, {each: {0: "batch"} for each in network.inputs} if open_batch else None)
     out.print(f"{path}: {format_bytes(path.stat().st_size)}")
 

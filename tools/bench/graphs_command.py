@@ -50,6 +50,9 @@ def graphs(
     wires: Annotated[
         str, typer.Option(help=f"For throughput, of {', '.join(get_args(Values))}.", metavar="LIST")
     ] = "exact,fp16,int8",
+    branch_width: Annotated[
+        int, typer.Option(help="For latency: channels of each branch; compute grows with its square.", min=8, max=1024)
+    ] = 256,
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(_PARTS)}.", metavar="LIST")] = ",".join(_PARTS),
     rounds: Annotated[int, typer.Option(help="How often each plan is deployed and measured.", min=1)] = 3,
     seconds: Annotated[float, typer.Option(help="Of full load in each round.", min=1)] = 8.0,
@@ -69,7 +72,7 @@ def graphs(
     tables: list[str] = []
     with working(scenario) as (folder, status):
         found = collector(findings, json)
-        exported = _exported(chosen_parts, model, onnx, folder, status)
+        exported = _exported(chosen_parts, model, onnx, Size(branch_width=branch_width), folder, status)
         with (
             agents(scenario, folder, mbit) as testbed,
             GraphsBench(testbed, rounds, reporter(status)) as bench,
@@ -88,7 +91,9 @@ def graphs(
                         found(each)
                 found(_both_seen(placed))
                 rows = [each for group in placed for each in group if each is not None]
-                tables.append(f"Latency, {_TWO_BRANCH}; seconds of one request alone\n\n{served_table(rows)}\n")
+                tables.append(
+                    f"Latency, {_TWO_BRANCH} of width {branch_width}; seconds of one request alone\n\n{served_table(rows)}\n"
+                )
     title = f"{devices} devices of {cores:g} core, {mbit:g} Mbit/s, {rounds} rounds"
     conclude(title, findings, json, markdown, "\n" + "\n".join(tables))
 
@@ -106,21 +111,23 @@ def _both_seen(placed: Sequence[tuple[Served, Served, Served, Served | None]]) -
     )
 
 
-def _exported(parts: Sequence[str], model: str, onnx: Path | None, folder: Path, status: Status) -> dict[str, Path]:
+def _exported(
+    parts: Sequence[str], model: str, onnx: Path | None, size: Size, folder: Path, status: Status
+) -> dict[str, Path]:
     found = {}
     if "throughput" in parts:
-        found["throughput"] = onnx or _export(model, folder, status)
+        found["throughput"] = onnx or _export(model, size, folder, status)
     if "latency" in parts:
-        found["latency"] = _export(_TWO_BRANCH, folder, status)
+        found["latency"] = _export(_TWO_BRANCH, size, folder, status)
     return found
 
 
-def _export(name: str, folder: Path, status: Status) -> Path:
+def _export(name: str, size: Size, folder: Path, status: Status) -> Path:
     """With random weights."""
     path = folder / f"{name}.onnx"
     if not path.exists():
         status.update(f"making {name}")
-        export(build(name, Size()), path)
+        export(build(name, size), path)
     return path
 
 
