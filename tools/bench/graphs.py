@@ -90,6 +90,7 @@ class GraphsBench:
         self._testbed, self._rounds, self._report = testbed, rounds, report
         self._num_devices = len(testbed.scenario.devices) - 1
         self._clients = _Clients(testbed)
+        self._dims: list[str] = []
 
     def __enter__(self) -> GraphsBench:
         return self
@@ -100,9 +101,19 @@ class GraphsBench:
         self._clients.__exit__(kind, error, trace)
 
     def throughput(
-        self, model: Path, strategies: Sequence[str], wires: Sequence[str], mbit: float, seconds: float
+        self,
+        model: Path,
+        strategies: Sequence[str],
+        wires: Sequence[str],
+        mbit: float,
+        seconds: float,
+        dims: Sequence[str] = (),
     ) -> tuple[Served, list[Served]]:
-        """One device, and the pipelines. `seconds`: how long each is measured in a round, at full load."""
+        """One device, and the pipelines. `seconds`: how long each is measured in a round, at full load.
+
+        `dims` as `hearth serve --dim` takes them.
+        """
+        self._dims = [option for dim in dims for option in ("--dim", dim)]
         self._testbed.set_mbit(mbit)
         self._forget(model)
         one = _Entry("one device", ONE_DEVICE)
@@ -129,6 +140,7 @@ class GraphsBench:
         That plan is moirai's of a faster link, so rates should fall.
         """
         found = []
+        self._dims = []
         spread: GraphPlan | None = None
         self._forget(model)
         for mbit in mbits:
@@ -200,7 +212,7 @@ class GraphsBench:
         """Raises InternalError with what the coordinator said last."""
         options = [
             str(model), "--objective", objective, "--wire", entry.wire, "--min-devices", str(self._num_devices),
-            "--strategy", entry.strategy,
+            "--strategy", entry.strategy, *self._dims,
         ]  # fmt: skip
         if entry.plan is not None:
             path = self._testbed.folder / "plan.json"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Optional, get_args
 
 import typer
 from rich.status import Status
 
-from coordinator.graphs.model import kind_of
+from coordinator.graphs.model import kind_of, open_graph, parse_dims
 from coordinator.graphs.request import THROUGHPUT, check_strategy
 from hearth.errors import BadSetting
 from hearth.plan import Values
@@ -40,6 +40,9 @@ def graphs(
     onnx: Annotated[
         _File, typer.Option(help="For throughput: this file instead.", metavar="FILE.onnx", show_default=False)
     ] = None,
+    dim: Annotated[
+        list[str], typer.Option(help="Of FILE.onnx: a size that it leaves open; may be repeated.", metavar="NAME=N")
+    ] = [],  # noqa: B006
     devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 3,
     cores: Annotated[float, typer.Option(help="Each device's share of a core.", min=0.01, max=1)] = 0.45,
     mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=0.1)] = 60.0,
@@ -65,7 +68,7 @@ def graphs(
     chosen = _strategies(strategies)
     if slow_mbit >= mbit:
         raise BadSetting(setting="--slow-mbit", reason=f"{slow_mbit:g} is not slower than {mbit:g} of --mbit")
-    _check_model(model, onnx)
+    _check_model(model, onnx, parse_dims(dim))
     check_files(json, markdown)
     scenario = _scenario(devices, cores)
     findings: list[Finding] = []
@@ -78,7 +81,7 @@ def graphs(
             GraphsBench(testbed, rounds, reporter(status)) as bench,
         ):
             if "throughput" in chosen_parts:
-                one, pipelines = bench.throughput(exported["throughput"], chosen, chosen_wires, mbit, seconds)
+                one, pipelines = bench.throughput(exported["throughput"], chosen, chosen_wires, mbit, seconds, dim)
                 asked = ASKED_GAIN if devices == _ASKED_DEVICES else None
                 for each in of_pipelines(one, pipelines, asked):
                     found(each)
@@ -131,16 +134,19 @@ def _export(name: str, size: Size, folder: Path, status: Status) -> Path:
     return path
 
 
-def _check_model(model: str, onnx: Path | None) -> None:
+def _check_model(model: str, onnx: Path | None, dims: Mapping[str, int]) -> None:
     """Raises BadSetting, BadModelFile."""
     if model not in NETWORKS:
         raise BadSetting(setting="--model", reason=f"'{model}' is none of {', '.join(NETWORKS)}")
     if onnx is None:
+        if dims:
+            raise BadSetting(setting="--dim", reason="it is for a file of --onnx; our own networks leave nothing open")
         return
     if not onnx.is_file():
         raise BadSetting(setting="--onnx", reason=f"there is no file {onnx}")
     if kind_of(onnx) != "onnx":
         raise BadSetting(setting="--onnx", reason=f"{onnx} is no ONNX file by its name")
+    open_graph(onnx, dims)
 
 
 def _strategies(text: str) -> list[str]:
