@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -107,6 +108,7 @@ def test_exactness_is_measured_and_a_wrong_weight_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    from agent.worker.shard import Shard, load_shard
     from tools.bench import exactness
 
     monkeypatch.setattr(exactness, "PROMPT_TOKENS", (1, 9))
@@ -123,10 +125,8 @@ def test_exactness_is_measured_and_a_wrong_weight_is_found(
     assert right.holds
     assert (right.equal_tokens, right.tokens, right.devices) == (12, 12, 2)
 
-    load = exactness.load_shard
-
-    def damaged(*arguments: object) -> object:
-        shard = load(*arguments)  # type: ignore[arg-type]
+    def damaged(*arguments: Any) -> Shard:
+        shard = load_shard(*arguments)
         shard.layers[0].norm1.weight += torch.ones_like(shard.layers[0].norm1.weight)
         return shard
 
