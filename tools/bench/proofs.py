@@ -247,8 +247,8 @@ def model_of(
     if path is not None and path.is_dir():
         return path
     status.update("making the model")
-    config = SHAPES["gpt2-large"].config if path is None else read_json(path)
-    return save_random_model(folder / "model", {**config, "bos_token_id": None, "eos_token_id": None}, dtype="bfloat16")
+    config = default if path is None else read_json(path)
+    return save_random_model(folder / "model", {**config, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
 
 
 def _with_hub(devices: int) -> Scenario:
