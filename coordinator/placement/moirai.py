@@ -21,7 +21,7 @@ from coordinator.placement.cpsat import Effort, in_ticks, solve_model
 from coordinator.placement.decomposition import Joined, Reach, exact_cuts, joined, near_cuts, segments_of
 from coordinator.placement.fitting import fit
 from coordinator.placement.heft import heft
-from coordinator.placement.paths import shortest_path
+from coordinator.placement.paths import shortest_paths
 from coordinator.placement.problem import PlacementProblem
 from coordinator.placement.schedule import Item, Placement, Schedule, best_schedule
 from coordinator.placement.windows import improve
@@ -88,9 +88,10 @@ class _Search:
             share = _PATH_SHARE
         else:
             share = 1.0
-        path = shortest_path(self._ticked, segments, self._clock, self._clock() + share * self._left, self._num_workers)
-        self._lower = max(self._lower, path.lower)
-        self._complete(joined(segments, path.schedules))
+        until = self._clock() + share * self._left
+        for path in shortest_paths(self._ticked, segments, self._clock, until, self._num_workers):
+            self._lower = max(self._lower, path.lower)
+            self._complete(joined(segments, path.schedules))
         if self._problem.num_operators <= _WHOLE and not self._is_done():
             self._solve_whole()
         if self._known is not None and not self._is_done():

@@ -6,7 +6,7 @@ path has only proven arcs. Blocks that repeat are bounded once, by their pattern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ _FIRST_EFFORT = 0.05  # deterministic seconds for an arc; doubled after each two
 _LARGE = 30  # operators of a segment that is bounded first and searched then
 _ANY = -1  # in place of a device: the side of a segment that has no cut vertex
 _UNKNOWN = 1 << 62  # ticks
+_STEP = 0.01  # a path that is shorter by this part is worth to be told
 
 
 class Arc:
@@ -112,6 +113,9 @@ class Arc:
         return min(guesses, key=lambda each: each.makespan)
 
 
+_Layers = list[dict[tuple[int, int], Arc]]  # by segment: devices at its entry and its exit -> arc
+
+
 class Path(NamedTuple):
     """The best found way through all segments. `schedules` are the segments' own."""
 
@@ -120,15 +124,17 @@ class Path(NamedTuple):
     lower: int
 
 
-def shortest_path(
+def shortest_paths(
     problem: PlacementProblem,
     segments: Sequence[Segment],
     clock: Callable[[], float],
     until: float,
     num_workers: int = 1,
-) -> Path:
-    """Solve as many arcs as it takes, or as there is time for: `clock()` is less than `until`."""
+) -> Iterator[Path]:
+    """Better and better paths, the best one last: as many arcs are solved as it takes, or as there is time for
+    (`clock()` is less than `until`). On the way, only what is shorter by a step is told."""
     arcs = _arcs(problem, segments)
+    told = _UNKNOWN
     while True:
         path, lower = _shortest([{pair: arc.lower for pair, arc in layer.items()} for layer in arcs])
         looked = [layer[pair].look() for layer, pair in zip(arcs, path, strict=True)]
@@ -139,7 +145,11 @@ def shortest_path(
         if lower >= upper or not still_open or clock() >= until:
             if not still_open and lower < upper:
                 best, upper = path, lower
-            return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, best, strict=True)), upper, lower)
+            yield _path(arcs, best, upper, lower)
+            return
+        if upper <= (1 - _STEP) * told:
+            told = upper
+            yield _path(arcs, best, upper, lower)
         index = min(still_open, key=lambda i: arcs[i][path[i]].patience)
         arc = arcs[index][path[index]]
         # Where the rest of the way takes so long at least, this arc matters only below what is left.
@@ -147,7 +157,11 @@ def shortest_path(
         arc.tighten(upper - rest, until - clock(), num_workers)
 
 
-def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> list[dict[tuple[int, int], Arc]]:
+def _path(arcs: _Layers, pairs: Sequence[tuple[int, int]], upper: int, lower: int) -> Path:
+    return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, pairs, strict=True)), upper, lower)
+
+
+def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> _Layers:
     """By segment, its arc for each device at its entry and its exit; equal ones are one."""
     known: dict[tuple[PlacementProblem, tuple[tuple[int, int], ...]], Arc] = {}
 
@@ -157,7 +171,7 @@ def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> list[dict[t
             known[key] = Arc(of, pins, pattern)
         return known[key]
 
-    arcs: list[dict[tuple[int, int], Arc]] = []
+    arcs: _Layers = []
     ranks = range(problem.num_devices)
     for segment, pattern in zip(segments, patterns_of([segment.problem for segment in segments]), strict=True):
         entries = ranks if segment.has_entry else (_ANY,)

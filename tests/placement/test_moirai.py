@@ -20,7 +20,7 @@ from coordinator.placement.contention import around, contended_heft
 from coordinator.placement.cpsat import Effort, in_ticks, solve_model
 from coordinator.placement.decomposition import Reach, exact_cuts, segments_of
 from coordinator.placement.moirai import solve
-from coordinator.placement.paths import shortest_path
+from coordinator.placement.paths import shortest_paths
 from coordinator.placement.patterns import patterns_of
 from coordinator.placement.problem import Flow, PlacementProblem, SharedMemory, read_instance
 from coordinator.placement.schedule import Schedule, Send, best_schedule, schedule, with_sends
@@ -134,7 +134,7 @@ def test_the_path_over_cut_vertices_is_the_optimum_of_the_whole_model(problem: P
     ticked, _ = in_ticks(problem)
     reach = Reach(ticked)
     segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
-    path = shortest_path(ticked, segments, lambda: 0.0, 1.0)
+    *_, path = shortest_paths(ticked, segments, lambda: 0.0, 1.0)
     whole = solve_model(ticked, Effort(20))
     assert whole.schedule is not None
     assert path.lower == path.upper == whole.bound == whole.schedule.makespan
@@ -185,7 +185,7 @@ def test_blocks_that_repeat_nearly_are_bounded_together_and_the_path_is_still_th
                 for rows in zip(pattern.seconds, segment.problem.seconds, strict=True)
                 for ours, theirs in zip(*rows, strict=True)
             )
-    path = shortest_path(ticked, segments, lambda: 0.0, 1.0)
+    *_, path = shortest_paths(ticked, segments, lambda: 0.0, 1.0)
     whole = solve_model(ticked, Effort(20))
     assert whole.schedule is not None
     assert path.lower == path.upper == whole.bound == whole.schedule.makespan

@@ -20,7 +20,17 @@ from hearth.errors import BadSetting
 from hearth.model.families import read_json
 from hearth.model.spec import WeightFormat
 from hearth.plan import Values
-from tools.bench import generation, graphs_command, interrupts, moirai_command, paper, partition_command, plots, proofs
+from tools.bench import (
+    generation,
+    graphs_command,
+    interrupts,
+    moirai_coarsening,
+    moirai_command,
+    paper,
+    partition_command,
+    plots,
+    proofs,
+)
 from tools.bench.drive import StoredModel
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, emulated, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
@@ -306,6 +316,7 @@ def generate(
 
 app.command()(handles_errors(partition_command.partition))
 app.command()(handles_errors(moirai_command.moirai))
+app.command()(handles_errors(moirai_coarsening.coarsening))
 app.command()(handles_errors(graphs_command.graphs))
 for proof in (proofs.push, proofs.capacity, proofs.soak, proofs.exactness):
     app.command()(proof)

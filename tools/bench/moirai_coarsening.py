@@ -1,0 +1,302 @@
+"""`python -m tools.bench coarsening`: what GCOF gains and loses on real ONNX files. Needs neither root nor a testbed.
+
+Every file is timed on this machine by the agents' own profiler. The devices are slower than it by stated factors, behind
+stated links. The plan of the coarsened graph is run on the original one, so that both plans are priced alike.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple, Optional
+
+import typer
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from rich.status import Status
+
+from coordinator.cli.output import err, out
+from coordinator.graphs.profiling import operator_seconds
+from coordinator.placement.baselines import BASELINES
+from coordinator.placement.checker import violations
+from coordinator.placement.coarsening import Coarsened, coarsen
+from coordinator.placement.moirai import solve
+from coordinator.placement.problem import PlacementProblem, problem_of
+from coordinator.placement.schedule import Item, Schedule, Send, best_schedule
+from hearth.errors import BadSetting, DeadlineExceeded, InternalError, NoPlacement
+from hearth.graph.cutting import cut
+from hearth.graph.onnx_reader import OnnxModel, read_onnx
+from hearth.graph.segments import segment_model
+from hearth.graph.spec import GraphSpec
+from hearth.messages import Failed, GraphProfiled
+from tools.bench import interrupts
+from tools.bench.rows import check_writable
+
+SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the devices, against one core of this machine
+MBIT_PER_SECOND = 1000.0  # between any two
+LATENCY_SECONDS = 0.0002
+_PROFILE_SECONDS = 300.0
+_File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
+
+
+class CoarseningRow(BaseModel):
+    """One network, planned as it is (`fine`) and coarsened. All makespans are of the original graph.
+
+    `best_baseline` is on the original graph, `best_coarse_baseline` on the coarsened one. `loss` is what the coarsened
+    plan takes longer, as a part of the fine one: below 0 where coarsening found the better plan.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    network: str
+    num_operators: int
+    num_coarse: int
+    num_kernels: int  # of onnxruntime, on a CPU
+    run_seconds: float  # of the whole graph on one core of this machine
+    bound: float
+    fine_makespan: float
+    fine_proven: bool
+    fine_planning_seconds: float
+    coarse_makespan: float
+    coarse_proven: bool  # among the plans of the coarsened graph
+    coarse_planning_seconds: float
+    local_makespan: float
+    best_baseline: float
+    best_coarse_baseline: float
+    violations: list[str] = []
+
+    @property
+    def loss(self) -> float:
+        return self.coarse_makespan / self.fine_makespan - 1
+
+    @property
+    def worse_than_baseline(self) -> bool:
+        return self.fine_makespan > self.best_baseline or self.coarse_makespan > self.best_coarse_baseline
+
+
+def coarsening(
+    onnx: Annotated[Path, typer.Option(help="Folder of ONNX files, or one.", metavar="DIR")],
+    time_limit: Annotated[float, typer.Option(help="Of moirai for each graph, in seconds.", min=0.001)] = 60.0,
+    congestion: Annotated[bool, typer.Option(help="Transfers of one device contend.")] = True,
+    json: Annotated[_File, typer.Option(help="Save all rows here.", metavar="FILE")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the table here.", metavar="FILE")] = None,
+) -> None:
+    """Moirai's coarsening on ONNX files: operators, planning time, and what the coarser plan loses."""
+    for setting, path in (("--json", json), ("--markdown", markdown)):
+        check_writable(setting, path)
+    rows: list[CoarseningRow] = []
+    with Status("", console=err) as status:
+        for path in find_files(onnx):
+            interrupts.check()
+            status.update(f"{path.stem}: profiling")
+            model = read_onnx(path)
+            profiled = profile(model)
+            status.update(f"{path.stem}: planning")
+            rows.append(measure(path.stem, model.spec, profiled, congestion, time_limit))
+            if json is not None:
+                json.write_text(_json.dumps([row.model_dump() for row in rows], indent=1))
+            if markdown is not None:
+                markdown.write_text(as_markdown(rows))
+    out.print(as_markdown(rows), soft_wrap=True, markup=False)
+    if any(row.violations or row.worse_than_baseline for row in rows):
+        err.print(
+            "[red]error:[/] a schedule is rejected, or worse than a baseline; the rows are marked", soft_wrap=True
+        )
+        raise typer.Exit(1)
+
+
+def find_files(path: Path) -> list[Path]:
+    """Raises BadSetting where there are none."""
+    if path.is_file():
+        return [path]
+    if found := sorted(path.glob("*.onnx")):
+        return found
+    raise BadSetting(setting="--onnx", reason=f"{path} holds no ONNX files")
+
+
+class Profile(NamedTuple):
+    """Of a graph on one core of this machine: of each operator, of a whole run; what onnxruntime makes of it."""
+
+    operator_seconds: Sequence[float]
+    run_seconds: float
+    num_kernels: int
+
+
+def profile(model: OnnxModel) -> Profile:
+    """Time a graph with weights made up, as an agent does.
+
+    Raises what the profiler says; DeadlineExceeded; InternalError where it ends without an answer.
+    """
+    (whole,) = cut(model.spec, [0] * model.spec.num_operators)
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "graph.onnx"
+        path.write_bytes(segment_model(model, whole).proto)
+        folder = Path(name) / "files"
+        folder.mkdir()
+        request = {
+            "model_path": str(path), "folder": str(folder), "device": "this machine", "num_threads": 1,
+            "compute_device": "cpu",
+        }  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "agent.worker.graph_profiler"],
+                input=_json.dumps(request) + "\n",
+                capture_output=True,
+                text=True,
+                timeout=_PROFILE_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceeded(action=f"profiling {model.spec.name}", seconds=_PROFILE_SECONDS) from None
+    try:
+        answer = TypeAdapter[GraphProfiled | Failed](GraphProfiled | Failed).validate_json(done.stdout)
+    except ValidationError:
+        reason = f"it ended with {done.returncode}: {done.stderr[-500:]}"
+        raise InternalError(where="the profiler", reason=reason) from None
+    if isinstance(answer, Failed):
+        raise answer.error()
+    return Profile(operator_seconds(model.spec, answer), answer.run_seconds, len(answer.kernels))
+
+
+def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, time_limit: float) -> CoarseningRow:
+    """Plan a graph with and without coarsening."""
+    seconds = profiled.operator_seconds
+    fine = problem_on_devices(spec, seconds, congestion)
+    placed = solve(fine, time_limit)
+    began = time.monotonic()
+    coarsened = coarsen(spec)
+    coarse = problem_on_devices(coarsened.spec, group_seconds(coarsened, seconds), congestion)
+    coarsening_seconds = time.monotonic() - began
+    coarse_placed = solve(coarse, time_limit)
+    refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.schedule)
+    baselines, coarse_baselines = _baselines(fine), _baselines(coarse)
+    return CoarseningRow(
+        network=network,
+        num_operators=fine.num_operators,
+        num_coarse=coarse.num_operators,
+        num_kernels=profiled.num_kernels,
+        run_seconds=profiled.run_seconds,
+        bound=placed.bound,
+        fine_makespan=placed.makespan,
+        fine_proven=placed.proven_optimal,
+        fine_planning_seconds=placed.planning_seconds,
+        coarse_makespan=refined.makespan,
+        coarse_proven=coarse_placed.proven_optimal,
+        coarse_planning_seconds=coarsening_seconds + coarse_placed.planning_seconds,
+        local_makespan=baselines["local"],
+        best_baseline=min(baselines.values()),
+        best_coarse_baseline=min(coarse_baselines.values()),
+        violations=[
+            *violations(fine, placed.schedule),
+            *violations(coarse, coarse_placed.schedule),
+            *violations(fine, refined),
+        ],
+    )
+
+
+def problem_on_devices(spec: GraphSpec, seconds: Sequence[float], congestion: bool) -> PlacementProblem:
+    """On devices that have room for everything."""
+    ranks = range(len(SLOWDOWNS))
+    room = max(spec.parameter_bytes(range(spec.num_operators)), 1)
+    return problem_of(
+        spec,
+        [[each * factor for factor in SLOWDOWNS] for each in seconds],
+        [room for _ in ranks],
+        [[MBIT_PER_SECOND * 1e6 / 8 for _ in ranks] for _ in ranks],
+        [[LATENCY_SECONDS for _ in ranks] for _ in ranks],
+        congestion,
+    )
+
+
+def group_seconds(coarsened: Coarsened, seconds: Sequence[float]) -> list[float]:
+    return [sum(seconds[operator] for operator in group) for group in coarsened.groups]
+
+
+class Refinement(NamedTuple):
+    """From a coarsened graph back: its groups, and by flow of the coarsened problem, the original's."""
+
+    coarsened: Coarsened
+    flows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: GraphSpec, coarsened: Coarsened) -> Refinement:
+        number = {name: index for index, name in enumerate(_flow_names(spec))}
+        return cls(coarsened, tuple(number[name] for name in _flow_names(coarsened.spec)))
+
+    def schedule(self, fine: PlacementProblem, known: Schedule) -> Schedule:
+        """The coarsened graph's schedule, run on the original graph."""
+        items: list[Item] = []
+        for item in known.order:
+            if isinstance(item, Send):
+                items.append(Send(self.flows[item.flow], item.device))
+            else:
+                items += self.coarsened.groups[item]
+        return best_schedule(fine, self.coarsened.spread(known.assignment), items)
+
+
+def _flow_names(spec: GraphSpec) -> list[str]:
+    """Of what `problem_of` makes flows of, in its order."""
+    return [tensor.name for tensor in spec.tensors if tensor.source is not None and tensor.consumers]
+
+
+def _baselines(problem: PlacementProblem) -> dict[str, float]:
+    found = {}
+    for name, strategy in BASELINES.items():
+        try:
+            found[name] = strategy(problem).makespan
+        except NoPlacement:
+            continue
+    return found
+
+
+# ---- the table --------------------------------------------------------------------------------------------------------
+
+
+def as_markdown(rows: Sequence[CoarseningRow]) -> str:
+    head = (
+        "network", "operators", "onnxruntime runs", "coarsened", "best device (ms)", "best baseline (ms)", "fine (ms)", "gap",
+        "planned in (s)", "coarsened (ms)", "loss", "planned in (s)", "checker",
+    )  # fmt: skip
+    lines = [_line(head), _line(["---"] * len(head))]
+    for row in rows:
+        gap = "proven" if row.fine_proven else f"{row.fine_makespan / row.bound - 1:.1%}" if row.bound > 0 else "-"
+        passed = "worse than a baseline" if row.worse_than_baseline else "passed"
+        lines.append(
+            _line(
+                (
+                    row.network,
+                    str(row.num_operators),
+                    str(row.num_kernels),
+                    f"{row.num_coarse} (-{1 - row.num_coarse / row.num_operators:.0%})",
+                    _ms(row.local_makespan),
+                    _ms(row.best_baseline),
+                    _ms(row.fine_makespan),
+                    gap,
+                    f"{row.fine_planning_seconds:.1f}",
+                    _ms(row.coarse_makespan) + (" (proven)" if row.coarse_proven else ""),
+                    f"{row.loss:+.2%}",
+                    f"{row.coarse_planning_seconds:.1f}",
+                    "rejects" if row.violations else passed,
+                )
+            )
+        )
+    ended = [row for row in rows if row.fine_proven and row.coarse_proven]  # neither plan was cut short by the clock
+    if ended:
+        share = sum(row.coarse_planning_seconds / row.fine_planning_seconds for row in ended) / len(ended)
+        lines += [
+            "",
+            f"Planning took {share:.0%} of the time with coarsening, on average of those proven (paper: 72%).",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}"
