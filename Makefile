@@ -30,7 +30,7 @@ test: .venv/installed $(MODEL)/config.json
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here.
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n auto -m $(PURE)
+	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE)
 
 lint: .venv/installed
 	@.venv/bin/ruff check .
