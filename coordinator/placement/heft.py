@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coordinator.placement.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
@@ -56,7 +56,7 @@ def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> 
     return best.finished()
 
 
-def by_rank(problem: PlacementProblem, ranks: list[float]) -> list[int]:
+def by_rank(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
     """Falling ranks; operators of no time could stand before what they depend on, so that is looked at too."""
     order: list[int] = []
     waiting_for = [len(predecessors) for predecessors in problem.predecessors]

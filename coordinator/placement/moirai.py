@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from coordinator.placement.baselines import BASELINES
 from coordinator.placement.bounds import relaxed_makespan
@@ -135,13 +136,15 @@ class _Search:
         if len(part.assignment) == n:
             self._offer([part.assignment[i] for i in range(n)], part.order)
             return
-        for complete in (
-            lambda: heft(problem, part.assignment),
-            lambda: contended_heft(problem, part.assignment),
-            lambda: contended_heft(problem, part.assignment, around(problem, part.starts, part.makespan)),
-        ):
+        ranks = around(problem, part.starts, part.makespan)
+        strategies: tuple[Callable[[], Schedule], ...] = (
+            partial(heft, problem, part.assignment),
+            partial(contended_heft, problem, part.assignment),
+            partial(contended_heft, problem, part.assignment, ranks),
+        )
+        for strategy in strategies:
             try:
-                found = complete()
+                found = strategy()
             except NoPlacement:
                 continue
             self._offer(found.assignment, found.order)

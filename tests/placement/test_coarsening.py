@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("ortools")
+
+from typer.testing import CliRunner
+
+from coordinator.placement.checker import violations
 from coordinator.placement.coarsening import coarsen
+from coordinator.placement.heft import heft
+from coordinator.placement.schedule import best_schedule
 from hearth.graph.spec import GraphSpec, Operator, Parameter, from_edges
+from tools.bench.__main__ import app
+from tools.bench.moirai_coarsening import (
+    SLOWDOWNS,
+    Profile,
+    Refinement,
+    as_markdown,
+    group_seconds,
+    measure,
+    problem_on_devices,
+)
+
+KINDS = ["Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul"]
 
 
 def graph(kinds: list[str], edges: list[tuple[int, int]]) -> GraphSpec:
@@ -38,18 +61,93 @@ def test_a_tensor_that_others_take_keeps_its_operator_apart() -> None:
     assert coarsen(spec).groups == ((0,), (1,), (2,))
 
 
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphSpec:
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
+    pairs = [(a, b) for b in range(len(kinds)) for a in range(b)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return graph(kinds, edges)
+
+
 @given(st.data())
 def test_every_operator_is_in_one_group_and_the_order_stays_topological(data: st.DataObject) -> None:
-    kind = st.sampled_from(["Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul"])
-    kinds = data.draw(st.lists(kind, min_size=1, max_size=12))
-    pairs = [(a, b) for b in range(len(kinds)) for a in range(b)]
-    edges = data.draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
-    spec = graph(kinds, edges)
+    spec = data.draw(graphs())
     found = coarsen(spec)  # a GraphSpec refuses an order that is not topological
-    assert sorted(i for group in found.groups for i in group) == list(range(len(kinds)))
+    assert sorted(i for group in found.groups for i in group) == list(range(spec.num_operators))
     assert sum(each.flops for each in found.spec.operators) == sum(each.flops for each in spec.operators)
     everything = range(found.spec.num_operators)
-    assert found.spec.parameter_bytes(everything) == spec.parameter_bytes(range(len(kinds)))
+    assert found.spec.parameter_bytes(everything) == spec.parameter_bytes(range(spec.num_operators))
     device = [g % 3 for g in everything]
     spread = found.spread(device)
     assert all(spread[i] == device[g] for g, group in enumerate(found.groups) for i in group)
+
+
+# ---- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.DataObject) -> None:
+    spec = data.draw(graphs())
+    n = spec.num_operators
+    seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))
+    congestion = data.draw(st.booleans())
+    fine, coarsened = problem_on_devices(spec, seconds, congestion), coarsen(spec)
+    coarse = problem_on_devices(coarsened.spec, group_seconds(coarsened, seconds), congestion)
+    ranks = st.sampled_from(range(len(SLOWDOWNS)))
+    where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
+    for known in (heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
+        refined = Refinement.of(spec, coarsened).schedule(fine, known)
+        assert violations(fine, refined) == []
+        assert refined.makespan <= known.makespan * (1 + 1e-9)
+        assert refined.assignment == coarsened.spread(known.assignment)
+
+
+def residual() -> GraphSpec:
+    """Two branches that fuse to one operator each."""
+    kinds = ["Conv", "Conv", "Relu", "Conv", "Relu", "Concat"]
+    return graph(kinds, [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)])
+
+
+def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
+    seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
+    row = measure("residual", residual(), Profile(seconds, 7.0, 4), congestion=True, time_limit=10.0)
+    assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
+    # The branches run beside each other, on the two devices that are 8 times slower than here. The stem's result travels;
+    # the result of one branch does so while the other branch, which began later, still runs.
+    way = 8 / 125e6 + 0.0002
+    assert row.fine_makespan == row.coarse_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
+    assert row.local_makespan == pytest.approx(8 * 7.0)
+    assert row.fine_proven
+    assert row.loss == 0
+    assert row.violations == []
+    assert not row.worse_than_baseline
+    table = as_markdown([row])
+    assert "| residual | 6 | 4 | 4 (-33%) | 56000.00 |" in table
+    assert "+0.00%" in table
+    assert "passed" in table
+    worse = as_markdown([row.model_copy(update={"coarse_makespan": 60.0})])
+    assert "worse than a baseline" in worse
+    assert "rejects" in as_markdown([row.model_copy(update={"violations": ["x"]})])
+
+
+def test_a_folder_without_onnx_files_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds no ONNX files" in result.stderr
+
+
+def test_a_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    from support.onnx_models import branches
+
+    branches(tmp_path / "branches.onnx")
+    saved = tmp_path / "rows.json"
+    options = ["--time-limit", "5", "--json", str(saved)]
+    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(saved.read_text())
+    assert row["network"] == "branches"
+    assert 0 < row["num_coarse"] <= row["num_operators"]
+    assert row["run_seconds"] > 0
+    assert row["bound"] <= row["fine_makespan"] <= row["best_baseline"]
+    assert "branches" in result.stdout
