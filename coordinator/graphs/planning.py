@@ -15,8 +15,7 @@ from coordinator.graphs.request import AUTO, Answer, Candidate, GraphRequest, Pl
 from coordinator.graphs.wire import on_wire
 from coordinator.placement import moirai
 from coordinator.placement.baselines import BASELINES
-from coordinator.placement.pipeline import PLANNERS
-from coordinator.placement.pipeline_problem import pipeline_problem
+from coordinator.placement.pipeline import plan_pipeline
 from coordinator.placement.problem import PlacementProblem, problem_of
 from coordinator.placement.schedule import Placement
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
@@ -217,8 +216,9 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
             spec, cluster.seconds, rooms, cluster.bytes_per_second, cluster.latency_seconds, request.congestion
         )
         return place(problem, strategy, request.time_limit_seconds)
-    pipeline = pipeline_problem(spec, cluster.seconds, rooms, cluster.bytes_per_second)
-    placed = PLANNERS[strategy](pipeline, request.time_limit_seconds, request.seed)
+    placed = plan_pipeline(
+        spec, cluster.seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
+    )
     return Answer(
         strategy,
         tuple(placed.assignment),

@@ -9,11 +9,14 @@ there is one source and one sink (`published_points`), and reaches further:
 - with several sources the main one is the one with most points after it. What does not come from it (BERT's mask) is a
   side input: its tensors are carried along with the boundary tensor wherever they are still needed;
 - small integer tensors (shapes) never decide where a graph can be cut. They are carried along too.
+
+Where branches run side by side there is no point, and yet there are cuts: between any two operators of an order in which
+they can run, across which several tensors pass. `fine_chain` has these too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hearth.graph.spec import GraphSpec, Tensor
@@ -36,10 +39,36 @@ class Chain(NamedTuple):
     def boundary_bytes(self, spec: GraphSpec) -> tuple[int, ...]:
         return tuple(sum(spec.tensors[index].num_bytes for index in crossing) for crossing in self.crossing)
 
+    def adjacent_bytes(self, spec: GraphSpec) -> tuple[int, ...]:
+        """Of them, those that the block before a cut makes and the one after it takes: they go from the one stage to the
+        other, whatever stages there are. The rest may go past the next stage, straight to the one that takes it."""
+        block_of = {operator: index for index, block in enumerate(self.blocks) for operator in block}
+        found = [0] * len(self.crossing)
+        for tensor in spec.tensors:
+            if tensor.source is not None:
+                made = block_of[tensor.source]
+                if made + 1 in {block_of[consumer] for consumer in tensor.consumers}:
+                    found[made] += tensor.num_bytes
+        return tuple(found)
+
 
 def candidate_chain(spec: GraphSpec) -> Chain:
     """The graph as a chain of blocks at its candidate points. A graph without any is one block."""
     return chain_at(spec, candidate_points(spec))
+
+
+def fine_chain(spec: GraphSpec) -> Chain:
+    """The graph as a chain of single operators: cut at its points, and between them across several tensors.
+
+    In a block one branch follows the other, in the order that keeps little alive: of the operators that can run the one
+    next that adds least to what is still needed.
+    """
+    order = [operator for block in candidate_chain(spec).blocks for operator in _thrifty(spec, block)]
+    place = [0] * spec.num_operators
+    for index, operator in enumerate(order):
+        place[operator] = index
+    num_cuts = max(len(order) - 1, 0)
+    return Chain(tuple(order), tuple((operator,) for operator in order), _crossing(spec, place, num_cuts))
 
 
 def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
@@ -112,6 +141,38 @@ def chain_at(spec: GraphSpec, points: Sequence[int]) -> Chain:
     for operator, index in enumerate(block):
         blocks[index].append(operator)
     return Chain(tuple(points), tuple(map(tuple, blocks)), _crossing(spec, block, last))
+
+
+def _thrifty(spec: GraphSpec, block: Sequence[int]) -> list[int]:
+    inside = set(block)
+    waits_for = {operator: sum(each in inside for each in spec.predecessors[operator]) for operator in block}
+    # Operators of this block that still need each tensor; one that others need too never dies here.
+    needed = {
+        tensor.name: sum(each in inside for each in tensor.consumers)
+        + any(each not in inside for each in tensor.consumers)
+        for operator in block
+        for tensor in (*spec.consumed[operator], *spec.produced[operator])
+    }
+    order: list[int] = []
+    ready = {operator: 0 for operator in block if not waits_for[operator]}  # since which step
+    while ready:
+        # Of equals the one that could not run for longest: a branch is followed to its end.
+        operator = min(ready, key=lambda each: (_added_bytes(spec, each, needed), -ready[each], each))
+        del ready[operator]
+        order.append(operator)
+        for tensor in spec.consumed[operator]:
+            needed[tensor.name] -= 1
+        for after in spec.successors[operator]:
+            if after in inside:
+                waits_for[after] -= 1
+                if not waits_for[after]:
+                    ready[after] = len(order)
+    return order
+
+
+def _added_bytes(spec: GraphSpec, operator: int, needed: Mapping[str, int]) -> int:
+    made = sum(tensor.num_bytes for tensor in spec.produced[operator] if tensor.consumers)
+    return made - sum(tensor.num_bytes for tensor in spec.consumed[operator] if needed[tensor.name] == 1)
 
 
 def _crossing(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tuple[int, ...], ...]:

@@ -75,7 +75,7 @@ def test_points_are_told(tmp_path: Path) -> None:
     save_graph(tmp_path / "small.json", chain(1, [10, 20, 30], [1000] * 3))
     text = command(tmp_path, "--points")
     assert "1 of 1 graphs have usable points" in text
-    assert "| chain | 3 | 2 | 2 | 1 | 0.98 KiB | 0 | 0 B | yes |" in text
+    assert "| chain | 3 | 2 | 2 | 1 | 0.98 KiB | 0 | 0 B | yes | 67% | 67% |" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import chain, two_branches
 
-from coordinator.placement.points import candidate_chain, candidate_points, published_points
+from coordinator.placement.points import candidate_chain, candidate_points, fine_chain, published_points
 from hearth.graph.spec import GraphSpec, Operator, Tensor, from_edges
 
 
@@ -110,6 +110,38 @@ def test_a_mask_that_every_layer_takes_is_carried_along() -> None:
         ["wide", "out0"],
         ["wide", "out1"],
     ]
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200)
+def test_a_fine_chain_runs_each_block_in_an_order_that_can_be_run(seed: int) -> None:
+    spec = random_graph(Random(seed), one_source=False)
+    coarse, fine = candidate_chain(spec), fine_chain(spec)
+    order = [operator for block in fine.blocks for operator in block]
+    assert all(len(block) == 1 for block in fine.blocks)
+    ends = [0, *itertools.accumulate(map(len, coarse.blocks))]
+    assert [set(order[a:b]) for a, b in itertools.pairwise(ends)] == [set(block) for block in coarse.blocks]
+    assert [fine.crossing[end - 1] for end in ends[1:-1]] == list(coarse.crossing)  # the points are among the cuts
+    place = {operator: index for index, operator in enumerate(order)}
+    for operator, after in enumerate(spec.successors):
+        assert all(place[operator] < place[each] for each in after)
+
+
+def test_a_fine_chain_follows_one_branch_to_its_end_before_the_next() -> None:
+    spec = two_branches()
+    found = fine_chain(spec)
+    assert found.blocks == ((0,), (1,), (2,), (3,), (4,), (5,))
+    # Of branch 1 -> 2 and 3 -> 4: while one runs, what both take is still needed, and then the one's result.
+    assert found.boundary_bytes(spec) == (100, 200, 200, 200, 200)
+
+
+def test_a_fine_chain_keeps_little_alive() -> None:
+    """0 -> 1 (large) -> 2 (small), and 0 -> 3 (small): what is small comes before what is large, what frees comes at once."""
+    operators = [Operator(f"op{index}", "X", 1.0) for index in range(5)]
+    spec = from_edges("wide", operators, [100, 1000, 5, 5, 1], [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
+    found = fine_chain(spec)
+    assert [block[0] for block in found.blocks] == [0, 3, 1, 2, 4]
+    assert found.boundary_bytes(spec) == (100, 105, 1005, 10)
 
 
 def test_a_head_on_the_side_stays_with_what_feeds_it() -> None:

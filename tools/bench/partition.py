@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Literal, NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from coordinator.placement.pipeline_baselines import joint_stages, joint_stages_
 from coordinator.placement.pipeline_exact import best_stages
 from coordinator.placement.pipeline_problem import PipelineProblem
 from coordinator.placement.pipeline_published import NUM_CLASSES, equal_partitions, published_stages, theorem_bound
-from coordinator.placement.points import candidate_chain, candidate_points, published_points
+from coordinator.placement.points import Chain, candidate_chain, candidate_points, fine_chain, published_points
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.graph.spec import GraphSpec
 from tools.bench.partition_setup import Accounting, draw_links, problem_of
@@ -99,6 +100,8 @@ class Points(BaseModel):
     largest_block_bytes: int  # of weights
     most_beside: int = 0  # tensors that cross one cut beside the one of its point
     most_beside_bytes: int = 0
+    half_at_points: float = 1.0  # of the FLOPs, the larger part of the evenest cut in two
+    half_at_cuts: float = 1.0  # the same where several tensors may pass
 
     @property
     def usable(self) -> bool:
@@ -132,7 +135,16 @@ def points_of(spec: GraphSpec) -> Points:
         largest_block_bytes=max(map(spec.parameter_bytes, chain.blocks)),
         most_beside=max(map(len, beside), default=0),
         most_beside_bytes=max(map(sum, beside), default=0),
+        half_at_points=_larger_half(spec, chain),
+        half_at_cuts=_larger_half(spec, fine_chain(spec)),
     )
+
+
+def _larger_half(spec: GraphSpec, chain: Chain) -> float:
+    """Of the FLOPs, where the chain is cut in two as evenly as it can be."""
+    flops = [sum(spec.operators[operator].flops for operator in block) for block in chain.blocks]
+    before = [0.0, *accumulate(flops)]
+    return min(max(each, before[-1] - each) for each in before) / before[-1] if before[-1] else 1.0
 
 
 def _beside(spec: GraphSpec, point: int, crossing: Sequence[int]) -> list[int]:

@@ -61,12 +61,14 @@ def points_markdown(points: Sequence[Points]) -> str:
             each.most_beside,
             format_bytes(each.most_beside_bytes),
             "yes" if each.usable else "no",
+            f"{each.half_at_points:.0%}",
+            f"{each.half_at_cuts:.0%}",
         )
         for each in points
     ]
     headings = (
         "graph", "operators", "points", "by LP and AP", "largest block", "its weights", "carried along", "their bytes",
-        "usable",
+        "usable", "larger half at points", "at any cut",
     )  # fmt: skip
     usable = sum(each.usable for each in points)
     without = ", ".join(each.model for each in points if not each.usable) or "none"
