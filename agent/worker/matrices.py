@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import platform
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +21,8 @@ _FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 
 _GROUP = 32  # inputs that share a scale in int4; every shard's grains end on such a border
 _PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
 _SMALLEST = 1e-30
+_PACKED_FROM = 1 << 14  # elements; a smaller matrix is in the caches in any layout
+_PACKED_FOR_ROWS = 64  # of activations: a hint for the layout, which serves any number of them
 
 
 class Loss(NamedTuple):
@@ -60,6 +64,13 @@ class Matrix(Protocol):
         """x W^T + bias: [s,n], written to `out` where it is given."""
 
 
+class Pieces(NamedTuple):
+    """Of what parts a matrix is ever used: of its outputs (axis 0) or inputs (axis 1) between two of these borders."""
+
+    axis: int
+    borders: tuple[int, ...]  # from 0 to the matrix's size
+
+
 class Floats:
     """float32, bfloat16 or float16. Activations are rounded to bfloat16, as `transformers` computes in that type; float16
     has too small a range for that, and is multiplied as such only with single rows, for which it is faster."""
@@ -98,6 +109,92 @@ class Floats:
         if bias_n is None:
             return torch.mm(x_sk, weight.t(), out=out)
         return torch.addmm(bias_n, x_sk, weight.t(), out=out)
+
+
+class Packed:
+    """float32 on x86 processors, in the blocked layout of oneDNN's kernels: a GEMM reads its weights one after the other,
+    packs nothing, and takes 5 to 35 % less time than on rows. There are views of whole pieces only."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, used: Pieces) -> None:
+        self.loss = Loss()
+        self.shape = (num_outputs, num_inputs)
+        self._used = used
+        self._packed: list[Tensor] = []  # a piece each
+        self._filling: Tensor | None = None
+        self._num_missing = num_outputs * num_inputs
+
+    @staticmethod
+    def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+        here = (
+            device.type == "cpu" and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+        )
+        return here and num_outputs * num_inputs >= _PACKED_FROM
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self._packed)
+
+    def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
+        if self._filling is None:
+            self._filling = torch.empty(self.shape)
+        self._filling[rows, columns].copy_(values)
+        self._num_missing -= values.numel()
+        if self._num_missing == 0:
+            axis, borders = self._used
+            for start, stop in pairwise(borders):
+                piece = self._filling.narrow(axis, start, stop - start).contiguous()
+                self._packed.append(torch.ops.mkldnn._reorder_linear_weight(piece, _PACKED_FOR_ROWS))
+            self._filling = None
+
+    def rows(self, part: slice) -> Packed:
+        return self._view(0, part)
+
+    def columns(self, part: slice) -> Packed:
+        return self._view(1, part)
+
+    def _view(self, axis: int, part: slice) -> Packed:
+        size, borders = self.shape[axis], self._used.borders
+        start, stop, _ = part.indices(size)
+        stop = max(start, stop)
+        if stop - start == size:
+            return self
+        if start < stop and (axis != self._used.axis or not {start, stop} <= set(borders)):
+            raise StepFailed(device="this device", reason="a packed matrix is used by other pieces than it is made of")
+        inside = [index for index, (a, b) in enumerate(pairwise(borders)) if start <= a and b <= stop and a < stop]
+        shape = list(self.shape)
+        shape[axis] = stop - start
+        kept = tuple(border - start for border in borders if start <= border <= stop) if start < stop else (0,)
+        view = Packed(shape[0], shape[1], Pieces(axis, kept))
+        view._packed = [self._packed[index] for index in inside]
+        return view
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        axis, borders = self._used
+        if len(self._packed) == 1:
+            y = _times_packed(x_sk, self._packed[0], bias_n)
+            return y if out is None else out.copy_(y)
+        parts = list(zip(pairwise(borders), self._packed, strict=True))
+        y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0]) if out is None else out
+        if axis == 0:
+            for (start, stop), packed in parts:
+                y_sn[:, start:stop] = _times_packed(x_sk, packed, None if bias_n is None else bias_n[start:stop])
+            return y_sn
+        y_sn.zero_() if bias_n is None else y_sn.copy_(bias_n.expand_as(y_sn))
+        for (start, stop), packed in parts:
+            y_sn += _times_packed(x_sk[:, start:stop], packed, None)
+        return y_sn
+
+
+def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor:
+    y_sn: Tensor = torch.ops.mkldnn._linear_pointwise(x_sk, packed, bias_n, "none", [], "")
+    return y_sn
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes, of a packed one too."""
+    if tensor.is_mkldnn:
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    return tensor.data_ptr(), tensor.nbytes
 
 
 class _Quantised:
@@ -218,10 +315,15 @@ def _finished(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor
     return y_sn if out is None else out.copy_(y_sn)
 
 
-def empty_matrix(num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device) -> Matrix:
-    """Memory for a matrix, uninitialised. Where its shape does not suit int4, it is int8."""
+def empty_matrix(
+    num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device, used: Pieces | None = None
+) -> Matrix:
+    """Memory for a matrix, uninitialised, of which any part may be used or the pieces that are `used`. Where its shape does
+    not suit int4, it is int8."""
     if weights == "int4" and Int4.takes(num_outputs, num_inputs, device):
         return Int4(num_outputs, num_inputs, device)
     if weights in ("int8", "int4"):
         return Int8(num_outputs, num_inputs, device)
+    if weights == "float32" and used is not None and Packed.takes(num_outputs, num_inputs, device):
+        return Packed(num_outputs, num_inputs, used)
     return Floats(torch.empty(num_outputs, num_inputs, dtype=getattr(torch, weights), device=device))

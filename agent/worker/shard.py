@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agent.worker.matrices import Floats, Int4, Int8, Matrix, empty_matrix
+from agent.worker.matrices import Floats, Int4, Int8, Matrix, Packed, Pieces, empty_matrix, memory_of
 from hearth.errors import ChunkCorrupt
 from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
 from hearth.messages import ChunkRef
@@ -88,11 +89,11 @@ class Shard:
     def num_bytes(self) -> int:
         """Tied weights count once."""
         tensors = (tensor for part in _parts(self) for tensor in (part if isinstance(part, tuple) else part.tensors))
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.nbytes}.values())
+        return sum(dict(map(memory_of, tensors)).values())
 
     def weight_error(self) -> float:
         """How far the matrices are off the checkpoint's, for the format that they are kept in: relative, root mean square."""
-        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Int8 | Int4)]
+        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Packed | Int8 | Int4)]
         norm = sum(loss.squared_norm for loss in losses)
         return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
 
@@ -104,8 +105,8 @@ class _Empty:
         self._spec = spec
         self._device = device
 
-    def matrix(self, num_outputs: int, num_inputs: int) -> Matrix:
-        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device)
+    def matrix(self, num_outputs: int, num_inputs: int, used: Pieces | None = None) -> Matrix:
+        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device, used)
 
     def tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -117,29 +118,46 @@ class _Empty:
         return Norm(self.tensor(size), self.where(self._spec.norm == "layer", size))
 
 
-def empty_layer(spec: ModelSpec, held: Holding, qkv_blocks: tuple[Span, ...], device: torch.device) -> LayerShard:
-    """Memory for a layer."""
+def empty_layer(
+    spec: ModelSpec,
+    held: Holding,
+    qkv_blocks: tuple[Span, ...],
+    device: torch.device,
+    out_parts: tuple[Span, ...] = (),
+    mlp_parts: tuple[Span, ...] = (),
+) -> LayerShard:
+    """Memory for a layer. Where it is not used as a whole only: `out_parts` are the heads whose outputs are projected by
+    themselves, `mlp_parts` the columns that are decoded by themselves."""
     new = _Empty(spec, device)
     H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
-    width = sum(spec.qkv_width(block.size) for block in qkv_blocks)
+    qkv = _pieces(0, qkv_blocks, spec.qkv_width)
+    out = _pieces(1, out_parts or (held.out,), lambda heads: heads * d)
+    columns = mlp_parts or (held.columns,)
+    up, down = _pieces(0, columns), _pieces(1, columns)
+    width = qkv.borders[-1]
     return LayerShard(
         held=held,
         qkv_blocks=qkv_blocks,
-        qkv_weight=new.matrix(width, H),
+        qkv_weight=new.matrix(width, H, qkv),
         qkv_bias=new.where(spec.qkv_bias, width),
         q_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
         k_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
-        out_weight=new.matrix(H, held.out.size * d),
+        out_weight=new.matrix(H, held.out.size * d, out),
         out_bias=new.where(spec.out_bias, H),
         norm1=new.norm(H),
-        gate_weight=new.matrix(c, H) if spec.gated else None,
+        gate_weight=new.matrix(c, H, up) if spec.gated else None,
         gate_bias=new.where(spec.gated and spec.mlp_bias, c),
-        up_weight=new.matrix(c, H),
+        up_weight=new.matrix(c, H, up),
         up_bias=new.where(spec.mlp_bias, c),
-        down_weight=new.matrix(H, c),
+        down_weight=new.matrix(H, c, down),
         down_bias=new.where(spec.mlp_bias, H),
         norm2=new.norm(H),
     )
+
+
+def _pieces(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] = int) -> Pieces:
+    """Of a matrix that consists of these, one after the other, each so wide."""
+    return Pieces(axis, tuple(accumulate((width(part.size) for part in parts if part.size), initial=0)))
 
 
 def empty_embedding(
@@ -170,8 +188,17 @@ def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
     layers, own = [], body.layers_of(rank, spec.num_layers)
     for index in range(own.start, own.stop):
         held, mode = body.holding(rank, index), body.mode(index)
-        by_rank = mode.qkv == "replicated" and held.qkv.size
-        layers.append(empty_layer(spec, held, spans(body.heads) if by_rank else (held.qkv,), device))
+        heads, columns = spans(body.heads), spans(body.columns)
+        layers.append(
+            empty_layer(
+                spec,
+                held,
+                heads if mode.qkv == "replicated" and held.qkv.size else (held.qkv,),
+                device,
+                heads if mode.out == "replicated" and held.out.size else (),
+                columns if mode.mlp == "replicated" and held.columns.size and spec.causal else (),
+            )
+        )
     beside_words = body.embeds(rank) if body.layers else True
     embedding = empty_embedding(spec, spans(body.vocabulary)[rank], device, beside_words)
     return Shard(spec, embedding, layers, own.start)
@@ -274,7 +301,7 @@ def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
     """All matrices, and all tensors that are none."""
     if isinstance(part, Tensor):
         yield (part,)
-    elif isinstance(part, Floats | Int8 | Int4):
+    elif isinstance(part, Floats | Packed | Int8 | Int4):
         yield part
     elif isinstance(part, list):
         for item in part:

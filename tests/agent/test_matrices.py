@@ -6,7 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.matrices import Int4, Int8, Matrix, empty_matrix  # noqa: E402 (needs torch)
+from agent.worker.matrices import (  # noqa: E402 (needs torch)
+    Floats,
+    Int4,
+    Int8,
+    Matrix,
+    Packed,
+    Pieces,
+    empty_matrix,
+    memory_of,
+)
 from hearth.errors import StepFailed  # noqa: E402
 from hearth.model.spec import WeightFormat  # noqa: E402
 
@@ -71,3 +80,58 @@ def test_int4_is_used_whole() -> None:
     assert matrix.rows(slice(0, 64)) is matrix
     with pytest.raises(StepFailed, match="in part"):
         matrix.columns(slice(0, 32))
+
+
+# ---- float32 in oneDNN's layout --------------------------------------------------------------------------------------
+
+
+def packed(weight: torch.Tensor, used: Pieces) -> Matrix:
+    if not Packed.takes(*weight.shape, CPU):
+        pytest.skip("torch packs float32 for x86 processors only")
+    matrix = empty_matrix(*weight.shape, "float32", CPU, used)
+    assert isinstance(matrix, Packed)
+    for rows in (slice(0, 40), slice(40, None)):
+        for columns in (slice(0, 64), slice(64, None)):
+            matrix.fill(rows, columns, weight[rows, columns])
+    return matrix
+
+
+PIECES = [Pieces(0, (0, 96)), Pieces(0, (0, 30, 31, 96)), Pieces(1, (0, 200)), Pieces(1, (0, 7, 150, 200))]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 71])
+@pytest.mark.parametrize("used", PIECES)
+def test_a_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    weight, x, bias = torch.randn(96, 200) * 0.1, torch.randn(num_rows, 200), torch.randn(96)
+    matrix = packed(weight, used)
+    expected = x @ weight.t() + bias
+    out = torch.full((num_rows, 96), torch.nan)
+    assert matrix.times(x, bias, out).data_ptr() == out.data_ptr()
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert torch.equal(matrix.times(x, bias), out)
+    assert torch.allclose(matrix.times(x), x @ weight.t(), atol=1e-5)
+    assert matrix.rows(slice(0, 96)) is matrix.columns(slice(0, 200)) is matrix
+    for first, start in enumerate(used.borders):
+        for stop in used.borders[first:]:
+            part = slice(start, stop)
+            if used.axis == 0:
+                assert torch.allclose(matrix.rows(part).times(x), (x @ weight.t())[:, part], atol=1e-5)
+            else:
+                y = matrix.columns(part).times(x[:, part], bias)
+                assert torch.allclose(y, x[:, part] @ weight[:, part].t() + bias, atol=1e-5)
+
+
+def test_a_packed_matrix_is_used_in_its_pieces_only() -> None:
+    matrix = packed(torch.randn(96, 200), Pieces(1, (0, 7, 200)))
+    with pytest.raises(StepFailed, match="other pieces"):
+        matrix.columns(slice(0, 8))
+    with pytest.raises(StepFailed, match="other pieces"):
+        matrix.rows(slice(0, 7))
+
+
+def test_a_packed_matrix_takes_hardly_more_memory_and_a_small_one_is_not_packed() -> None:
+    matrix = packed(torch.randn(1000, 520), Pieces(0, (0, 1000)))
+    assert 4 * 1000 * 520 <= sum(memory_of(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
+    assert isinstance(empty_matrix(64, 64, "float32", CPU, Pieces(0, (0, 64))), Floats)
+    assert isinstance(empty_matrix(640, 640, "float32", CPU), Floats)

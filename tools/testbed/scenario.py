@@ -95,7 +95,12 @@ def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
     """What makes torch use no newer instructions than the emulated class of device has."""
     if instruction_set == "native":
         return {}
-    return {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
+    return {
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+        "MKL_CBWR": "COMPATIBLE",
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    }
 
 
 def quota_and_period(cpu_share: float) -> tuple[int, int]:
