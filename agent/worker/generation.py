@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from agent.worker import blocks, decoding, micro_batches, sampling, strategies
+from agent.worker.allocator import give_back_freed_buffers
 from agent.worker.collectives import Collectives
 from agent.worker.communicator import Communicator
 from agent.worker.kv_cache import SequenceCache
@@ -128,6 +129,8 @@ class Generation:
             log.debug("step of %s: rows of %s, frees %s", order.kind, counts, list(order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
+        if order.freed and not self._caches:
+            give_back_freed_buffers()  # nobody asks for anything now: the device's other programs may have them
         if not order.rows:
             if self._in_stages:
                 self._hand_back(self._collectives(1), None)
