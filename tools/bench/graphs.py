@@ -10,17 +10,25 @@ the machine's other guests do meets all of them.
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 from types import TracebackType
 from typing import Any
 
-from coordinator.graphs.pricing import in_flight
+import psutil
+
+from coordinator.graphs.cluster import ClusterDevice, GraphCluster
+from coordinator.graphs.model import open_graph
+from coordinator.graphs.pricing import in_flight, price
 from hearth.errors import HearthError, InternalError
-from hearth.graph.plan import GraphPlan, Objective
+from hearth.graph.plan import GraphPlan, Objective, graph_plan_from_json
+from hearth.graph.spec import GraphSpec
 from hearth.messages import WireStats
 from tools.bench.drive import Group
 from tools.bench.graphs_findings import ONE_DEVICE, Served, interval_seconds
@@ -42,6 +50,10 @@ class _Clients(Group):
         self._hub = testbed.scenario.coordinator_device
         self.start(self._hub, str(testbed.key), testbed.address(self._hub), limited=False)
 
+    @property
+    def pid(self) -> int:
+        return self.process(self._hub).pid
+
     def call(self, what: str, patience: float, **arguments: Any) -> dict[str, Any]:
         """`patience` in seconds."""
         return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
@@ -55,16 +67,23 @@ class _Entry:
     strategy: str
     wire: str = "exact"
     plan: GraphPlan | None = None
+    predicted_seconds: float | None = None  # where it is not the plan's own
+    like: _Entry | None = None  # the same plan, which is measured for both
     seconds: list[float] = field(default_factory=list)
     answers: int = 0
     difference: float = 0.0
     errors: list[str] = field(default_factory=list)
+    compute: list[dict[str, float]] = field(
+        default_factory=list
+    )  # by round and device, seconds of an answer's segments
     wire_stats: WireStats = field(default_factory=WireStats)  # of the last round
 
     def served(self, objective: Objective, mbit: float) -> Served:
         assert self.plan is not None
+        if self.like is not None:
+            return self.like.served(objective, mbit).model_copy(update={"label": self.label})
         predicted = self.plan.predicted
-        throughput = objective == "throughput"
+        seconds = predicted.bottleneck_seconds if objective == "throughput" else predicted.latency_seconds
         return Served(
             label=self.label,
             strategy=self.plan.planner,
@@ -72,8 +91,13 @@ class _Entry:
             mbit=mbit,
             devices=tuple(device.name for device in self.plan.devices),
             segments=len(self.plan.segments),
-            predicted_seconds=predicted.bottleneck_seconds if throughput else predicted.latency_seconds,
+            predicted_seconds=seconds if self.predicted_seconds is None else self.predicted_seconds,
             stage_seconds=tuple(device.compute_seconds for device in self.plan.devices),
+            busy_seconds=tuple(
+                statistics.median(each[device.name] for each in self.compute)
+                for device in self.plan.devices
+                if self.compute
+            ),
             seconds=tuple(self.seconds),
             answers=self.answers,
             difference=self.difference,
@@ -83,11 +107,41 @@ class _Entry:
         )
 
 
+def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
+    """What one request takes by a plan when every link has another rate, under the simulator: compute as the plan has it."""
+    ranks = range(plan.num_ranks)
+    seconds = [[0.0] * plan.num_ranks for _ in range(spec.num_operators)]
+    for segment in plan.segments:
+        seconds[segment.operators[0]][segment.rank] += segment.seconds
+    rate = mbit * 1e6 / 8
+    cluster = GraphCluster(
+        devices=tuple(ClusterDevice(each.device_id, each.name, each.budget_bytes) for each in plan.devices),
+        seconds=tuple(map(tuple, seconds)),
+        bytes_per_second=tuple(tuple(math.inf if a == b else rate for b in ranks) for a in ranks),
+        latency_seconds=tuple((0.0,) * plan.num_ranks for _ in ranks),
+        measured=True,
+    )
+    return price(spec, plan.segments, cluster, ranks, values=plan.wire.values).latency_seconds
+
+
+def _alike(one: GraphPlan | None, other: GraphPlan | None) -> bool:
+    """Whether the same operators run on the same devices."""
+    if one is None or other is None:
+        return False
+
+    def placed(plan: GraphPlan) -> list[tuple[str, tuple[int, ...]]]:
+        return [(plan.devices[segment.rank].device_id, segment.operators) for segment in plan.segments]
+
+    return placed(one) == placed(other)
+
+
 class GraphsBench:
     """On a testbed that is up, with agents on all devices but the hub."""
 
-    def __init__(self, testbed: Testbed, rounds: int, report: Callable[[str], None]) -> None:
+    def __init__(self, testbed: Testbed, rounds: int, time_limit_seconds: float, report: Callable[[str], None]) -> None:
+        """`time_limit_seconds` as `hearth plan --time-limit` takes it."""
         self._testbed, self._rounds, self._report = testbed, rounds, report
+        self._time_limit = f"{time_limit_seconds:g}"
         self._num_devices = len(testbed.scenario.devices) - 1
         self._clients = _Clients(testbed)
         self._dims: list[str] = []
@@ -127,48 +181,53 @@ class GraphsBench:
             )  # fmt: skip
             entry.seconds.append(interval_seconds(answered["done"]))
             entry.answers += len(answered["done"])
+            entry.compute.append(answered["compute"])
             return answered
 
-        self._in_rounds(model, "throughput", [one, *pipelines], measure)
+        for entry in (one, *pipelines):
+            entry.plan = self._planned(model, "throughput", entry)
+        self._in_rounds(model, "throughput", [one, *pipelines], measure, mbit, mbit)
         return one.served("throughput", mbit), [each.served("throughput", mbit) for each in pipelines]
 
     def latency(
         self, model: Path, mbits: Sequence[float], requests: int
-    ) -> list[tuple[Served, Served, Served, Served | None]]:
+    ) -> Iterator[tuple[Served, Served, Served, Served | None]]:
         """At each link rate: one device, moirai, auto; and a plan on several devices where moirai takes one.
 
-        That plan is moirai's of a faster link, so rates should fall.
+        That plan is moirai's of a faster link, so rates should fall. Devices are loaded at the first rate. What two of them
+        plan alike is measured once.
         """
-        found = []
         self._dims = []
         spread: GraphPlan | None = None
-        self._forget(model)
         for mbit in mbits:
             self._testbed.set_mbit(mbit)
-            self._forget_links()
+            self._forget(model)
             entries = [
                 _Entry(f"{name} at {mbit:g} Mbit/s", strategy)
                 for name, strategy in (("one device", ONE_DEVICE), ("moirai", "moirai"), ("auto", "auto"))
             ]
-            for entry in entries:  # moirai's plan says whether one on several devices must be looked for elsewhere
-                self._plan(model, "latency", entry)
+            for entry in entries:
+                entry.plan = self._planned(model, "latency", entry)
             one, moirai, auto = entries
             assert moirai.plan is not None
             forced = None
             if moirai.plan.num_ranks > 1:
                 spread = moirai.plan
             elif spread is not None:
-                forced = _Entry(f"moirai's plan of the faster link at {mbit:g} Mbit/s", "moirai", plan=spread)
-            self._in_rounds(model, "latency", [*entries, *([forced] if forced else [])], self._latencies(requests))
-            found.append(
-                (
-                    one.served("latency", mbit),
-                    moirai.served("latency", mbit),
-                    auto.served("latency", mbit),
-                    forced.served("latency", mbit) if forced else None,
-                )
+                forced = _Entry(f"moirai's plan of the faster link, at {mbit:g} Mbit/s", "moirai", plan=spread)
+                forced.predicted_seconds = repriced_seconds(open_graph(model, {}).spec, spread, mbit)
+            distinct: list[_Entry] = []
+            for entry in [*entries, *([forced] if forced else [])]:
+                entry.like = next((each for each in distinct if _alike(each.plan, entry.plan)), None)
+                if entry.like is None:
+                    distinct.append(entry)
+            self._in_rounds(model, "latency", distinct, self._latencies(requests), mbit, mbits[0])
+            yield (
+                one.served("latency", mbit),
+                moirai.served("latency", mbit),
+                auto.served("latency", mbit),
+                forced.served("latency", mbit) if forced else None,
             )
-        return found
 
     def _latencies(self, requests: int) -> Callable[[_Entry, GraphPlan], Mapping[str, Any]]:
         def measure(entry: _Entry, plan: GraphPlan) -> Mapping[str, Any]:
@@ -185,28 +244,40 @@ class GraphsBench:
         objective: Objective,
         entries: Sequence[_Entry],
         measure: Callable[[_Entry, GraphPlan], Mapping[str, Any]],
+        mbit: float,
+        loading_mbit: float,
     ) -> None:
+        """Deployed at one rate, and measured at another where that would take minutes."""
         for number in range(self._rounds):
             for entry in rotated(entries, number):
                 self._report(f"round {number + 1} of {self._rounds}: {entry.label}: planning and loading")
+                self._testbed.set_mbit(loading_mbit)
                 coordinator, plan = self._serve(model, objective, entry)
                 try:
+                    self._testbed.set_mbit(mbit)
                     self._report(f"round {number + 1} of {self._rounds}: {entry.label}: measuring")
+                    self._keep_to_itself(coordinator.pid)
                     answered = measure(entry, plan)
                     entry.wire_stats = WireStats.model_validate(self._status()["wire"])
                 finally:
                     self._stop(coordinator)
-                entry.plan = entry.plan or plan
                 entry.difference = max(entry.difference, answered["difference"])
                 entry.errors += answered["errors"]
 
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
-    def _plan(self, model: Path, objective: Objective, entry: _Entry) -> None:
-        """By `hearth serve`, as everything: its profile of devices and links is kept for the rounds."""
+    def _planned(self, model: Path, objective: Objective, entry: _Entry) -> GraphPlan:
+        """By `hearth plan`; its profile of devices and links is kept. Raises InternalError with what it said."""
         self._report(f"{entry.label}: planning")
-        coordinator, entry.plan = self._serve(model, objective, entry)
-        self._stop(coordinator)
+        scenario, path = self._testbed.scenario, self._testbed.folder / "plan.json"
+        others = [each.name for each in scenario.devices if each.name != scenario.coordinator_device]
+        self._testbed.hearth(
+            "plan", str(model), "--objective", objective, "--strategy", entry.strategy, "--wire", entry.wire, *self._dims,
+            "--time-limit", self._time_limit, "--devices", ",".join(map(self._testbed.address, others)), "--save", str(path),
+        )  # fmt: skip
+        plan = graph_plan_from_json(path.read_bytes())
+        path.unlink()
+        return plan
 
     def _serve(self, model: Path, objective: Objective, entry: _Entry) -> tuple[Popen[bytes], GraphPlan]:
         """Raises InternalError with what the coordinator said last."""
@@ -214,10 +285,10 @@ class GraphsBench:
             str(model), "--objective", objective, "--wire", entry.wire, "--min-devices", str(self._num_devices),
             "--strategy", entry.strategy, *self._dims,
         ]  # fmt: skip
-        if entry.plan is not None:
-            path = self._testbed.folder / "plan.json"
-            path.write_text(entry.plan.model_dump_json())
-            options += ["--plan", str(path)]
+        assert entry.plan is not None
+        path = self._testbed.folder / "plan.json"
+        path.write_text(entry.plan.model_dump_json())
+        options += ["--plan", str(path)]
         coordinator = self._testbed.start_coordinator(*options)
         try:
             return coordinator, GraphPlan.model_validate(self._status()["graph_plan"])
@@ -225,6 +296,18 @@ class GraphsBench:
             self._stop(coordinator)
             said = self._testbed.log("coordinator.log").strip()[-500:]
             raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
+
+    def _keep_to_itself(self, coordinator: int) -> None:
+        """Keep the coordinator and the app on the core of which the devices want least: a home has a machine for them."""
+        wanted: dict[int, float] = dict.fromkeys(os.sched_getaffinity(0), 0.0)
+        for device in self._testbed.scenario.devices:
+            if device.core is not None:
+                wanted[device.core] += device.cpu_share
+        quietest = min(wanted, key=lambda core: wanted[core])
+        for pid in (coordinator, self._clients.pid):
+            for thread in psutil.Process(pid).threads():
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.sched_setaffinity(thread.id, {quietest})
 
     def _status(self) -> dict[str, Any]:
         """Once it serves. Raises what the client raises."""

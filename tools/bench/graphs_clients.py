@@ -5,6 +5,7 @@ namespace, by the client library.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import threading
 from collections.abc import Coroutine
@@ -16,10 +17,12 @@ import numpy as np
 from coordinator.graphs.load import random_inputs
 from hearth.client import AsyncHome, connect_async
 from hearth.errors import HearthError
+from hearth.messages import DeviceTrace
 from tools.bench.child import serve
 
 _CALL_SECONDS = 600.0
 _ANSWER_SECONDS = 60.0
+_TRACE_EVERY = 3  # requests
 
 _T = TypeVar("_T")
 _Arrays = dict[str, "np.ndarray[Any, Any]"]
@@ -47,7 +50,10 @@ class GraphClients:
         return self._run(self._wait_ready(within_seconds))
 
     def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
-        """Ask without pause. `done`: when each answer came, in seconds, from the one after `warm_up` answers on."""
+        """Ask without pause. `done`: when each answer came, in seconds, from the one after `warm_up` answers on.
+
+        `compute`: by device, seconds of its segments for one answer, the median of those that were traced.
+        """
         return self._run(self._load(at_once, warm_up, seconds))
 
     def one_by_one(self, count: int) -> dict[str, Any]:
@@ -67,21 +73,30 @@ class GraphClients:
         done: list[float] = []
         differences: list[float] = []
         errors: list[str] = []
+        traces: list[dict[str, float]] = []
 
         async def ask(home: AsyncHome, inputs: _Arrays) -> None:
             while not errors and (len(done) <= warm_up or loop.time() < done[warm_up] + seconds):
                 try:
-                    outputs = await home.infer(inputs, _ANSWER_SECONDS)
+                    traced = len(done) >= warm_up and len(done) % _TRACE_EVERY == 0
+                    result = await home.request_inference(inputs, _ANSWER_SECONDS, traced)
                 except HearthError as error:
                     errors.append(str(error))
                     return
                 done.append(loop.time())
-                differences.append(self._difference(outputs))
+                differences.append(self._difference(result.outputs))
+                if traced:
+                    traces.append({trace.device: _compute_seconds(trace) for trace in result.traces})
 
         async with await connect_async(self._address, self._key) as home:
             inputs = random_inputs((await home.model_info()).inputs)
             await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
-        return {"done": done[warm_up:], "difference": max(differences, default=0.0), "errors": errors}
+        return {
+            "done": done[warm_up:],
+            "difference": max(differences, default=0.0),
+            "errors": errors,
+            "compute": {name: statistics.median(each[name] for each in traces) for name in (traces or [{}])[0]},
+        }
 
     async def _one_by_one(self, count: int) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -103,6 +118,10 @@ class GraphClients:
             float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
             for name, expected in self._reference.items()
         )
+
+
+def _compute_seconds(trace: DeviceTrace) -> float:
+    return sum(event.end_seconds - event.start_seconds for event in trace.events if event.lane == "compute")
 
 
 if __name__ == "__main__":

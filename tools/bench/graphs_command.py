@@ -57,6 +57,7 @@ def graphs(
         int, typer.Option(help="For latency: channels of each branch; compute grows with its square.", min=8, max=1024)
     ] = 256,
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(_PARTS)}.", metavar="LIST")] = ",".join(_PARTS),
+    time_limit: Annotated[float, typer.Option(help="Of each search for a plan, in seconds.", min=0.1)] = 10.0,
     rounds: Annotated[int, typer.Option(help="How often each plan is deployed and measured.", min=1)] = 3,
     seconds: Annotated[float, typer.Option(help="Of full load in each round.", min=1)] = 8.0,
     requests: Annotated[int, typer.Option(help="For latency, one after the other in each round.", min=1)] = 10,
@@ -78,7 +79,7 @@ def graphs(
         exported = _exported(chosen_parts, model, onnx, Size(branch_width=branch_width), folder, status)
         with (
             agents(scenario, folder, mbit) as testbed,
-            GraphsBench(testbed, rounds, reporter(status)) as bench,
+            GraphsBench(testbed, rounds, time_limit, reporter(status)) as bench,
         ):
             if "throughput" in chosen_parts:
                 one, pipelines = bench.throughput(exported["throughput"], chosen, chosen_wires, mbit, seconds, dim)
@@ -88,8 +89,9 @@ def graphs(
                 tables.append(f"Throughput, {exported['throughput'].stem}; seconds for each answer at full load\n\n"
                               f"{served_table([one, *pipelines])}\n")  # fmt: skip
             if "latency" in chosen_parts:
-                placed = bench.latency(exported["latency"], (mbit, slow_mbit), requests)
-                for group in placed:
+                placed = []
+                for group in bench.latency(exported["latency"], (mbit, slow_mbit), requests):
+                    placed.append(group)
                     for each in of_placements(*group):
                         found(each)
                 found(_both_seen(placed))

@@ -32,7 +32,8 @@ class Served(BaseModel):
     devices: tuple[str, ...]
     segments: int
     predicted_seconds: float
-    stage_seconds: tuple[float, ...] = ()  # by rank, as predicted
+    stage_seconds: tuple[float, ...] = ()  # by rank, as predicted; with what communication takes of the cores
+    busy_seconds: tuple[float, ...] = ()  # by rank, of the segments as they ran at full load
     seconds: tuple[float, ...] = ()  # by round
     answers: int = 0
     difference: float = 0.0  # from what one device gave, over the largest value
@@ -152,6 +153,7 @@ def served_table(served: Sequence[Served]) -> str:
         "devices",
         "segments",
         "stages, predicted",
+        "segments, measured",
         "predicted",
         "measured",
         "min..max",
@@ -162,9 +164,11 @@ def served_table(served: Sequence[Served]) -> str:
 
 
 def _row(each: Served) -> tuple[str, ...]:
-    stages = " + ".join(format_seconds(seconds) for seconds in each.stage_seconds)
+    stages, busy = (
+        " + ".join(map(format_seconds, seconds)) or "-" for seconds in (each.stage_seconds, each.busy_seconds)
+    )
     return (
-        each.label, ", ".join(each.devices), str(each.segments), stages, format_seconds(each.predicted_seconds),
+        each.label, ", ".join(each.devices), str(each.segments), stages, busy, format_seconds(each.predicted_seconds),
         format_seconds(each.median_seconds), _spread(each.seconds), f"{each.error:+.1%}",
         f"{each.sent_bytes / each.raw_bytes:.0%}" if each.raw_bytes else "-",
     )  # fmt: skip
