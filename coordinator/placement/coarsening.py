@@ -15,22 +15,23 @@ _ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
 
 Rule = tuple[str, ...]
 
-# What onnxruntime's graph optimisations make one kernel of on the CPU: bias and batch normalisation go into the
-# convolution's weights, an addition and an activation into its epilogue, decomposed norms and Gelu into one kernel.
+_EPILOGUES: tuple[Rule, ...] = ((), ("BatchNormalization",), ("Add",), ("BatchNormalization", "Add"))
+
+# What onnxruntime's graph optimisations make one kernel of on the CPU: padding, bias and batch normalisation go into the
+# convolution, an addition and an activation into its epilogue, decomposed norms and Gelu into one kernel.
+_CONVOLUTIONS: tuple[Rule, ...] = tuple(
+    ("Conv", *epilogue, *last) for epilogue in _EPILOGUES for last in ((), *((kind,) for kind in _ACTIVATIONS))
+)
 RULES: tuple[Rule, ...] = (
-    ("Conv", "BatchNormalization"),
-    ("Conv", "Add"),
-    *(("Conv", kind) for kind in _ACTIVATIONS),
-    *(("Conv", "BatchNormalization", kind) for kind in _ACTIVATIONS),
-    *(("Conv", "Add", kind) for kind in _ACTIVATIONS),
-    ("Conv", "BatchNormalization", "Add"),
-    *(("Conv", "BatchNormalization", "Add", kind) for kind in _ACTIVATIONS),
+    *(rule for rule in _CONVOLUTIONS if len(rule) > 1),
+    *(("Pad", *rule) for rule in _CONVOLUTIONS),
     ("MatMul", "Add"),
     *(("Gemm", kind) for kind in _ACTIVATIONS),
     ("Div", "Erf", "Add", "Mul", "Mul"),  # Gelu, written out
     ("Div", "Erf", "Add", "Mul"),
     ("Pow", "ReduceMean", "Add", "Sqrt", "Div", "Mul", "Add"),  # LayerNormalization, written out
     ("Add", "LayerNormalization"),  # SkipLayerNormalization
+    ("Sigmoid", "Mul"),  # Swish: QuickGelu
 )
 
 
@@ -69,6 +70,8 @@ def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
             kinds += (spec.operators[follower].kind,)
             if kinds not in partial and kinds not in complete:
                 break
+            if not _suits(spec, chain[-1], follower, kinds):
+                break
             chain.append(follower)
             if kinds in complete:
                 length = len(chain)
@@ -76,6 +79,16 @@ def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
             taken.update(chain[:length])
             chains.append(chain[:length])
     return _merged(spec, chains)
+
+
+def _suits(spec: GraphSpec, last: int, follower: int, kinds: Rule) -> bool:
+    """Whether operands are what the rule is about: only a weight is a bias, Swish gates its own input."""
+    if kinds == ("MatMul", "Add"):
+        return bool(spec.operators[follower].parameters)
+    if kinds == ("Sigmoid", "Mul"):
+        taken = {tensor.name for tensor in spec.consumed[follower]}
+        return all(tensor.name in taken for tensor in spec.consumed[last])
+    return True
 
 
 def _only_successor(spec: GraphSpec, operator: int) -> int | None:

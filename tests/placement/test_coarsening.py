@@ -29,7 +29,7 @@ from tools.bench.moirai_coarsening import (
     problem_on_devices,
 )
 
-KINDS = ["Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul"]
+KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 
 
 def graph(kinds: list[str], edges: list[tuple[int, int]]) -> GraphSpec:
@@ -42,6 +42,25 @@ def test_the_longest_rule_is_completed() -> None:
     found = coarsen(spec)
     assert found.groups == ((0, 1, 2), (3,))
     assert found.spec.operators[0].flops == 6.0
+
+
+def test_padding_goes_into_the_convolution() -> None:
+    spec = graph(["Pad", "Conv", "Clip", "Pad", "MaxPool"], [(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert coarsen(spec).groups == ((0, 1, 2), (3,), (4,))
+
+
+def test_a_product_takes_in_a_bias_but_no_mask() -> None:
+    operators = [Operator("a", "MatMul", 1.0, (0,)), Operator("b", "Add", 1.0, (1,)), Operator("c", "MatMul", 1.0)]
+    operators.append(Operator("d", "Add", 1.0))
+    spec = from_edges("graph", operators, [8] * 4, [(0, 1), (1, 2), (2, 3)], [Parameter("w", 4), Parameter("v", 4)])
+    assert coarsen(spec).groups == ((0, 1), (2,), (3,))
+
+
+def test_a_sigmoid_that_gates_its_own_input_is_one_with_the_product() -> None:
+    swish = graph(["Conv", "Sigmoid", "Mul"], [(0, 1), (0, 2), (1, 2)])
+    assert coarsen(swish).groups == ((0,), (1, 2))
+    gated = graph(["Relu", "Relu", "Sigmoid", "Mul"], [(0, 2), (1, 3), (2, 3)])
+    assert coarsen(gated).groups == ((0,), (1,), (2,), (3,))
 
 
 def test_the_papers_example_of_a_residual_block() -> None:
@@ -125,8 +144,8 @@ def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
     assert "| residual | 6 | 4 | 4 (-33%) | 56000.00 |" in table
     assert "+0.00%" in table
     assert "passed" in table
-    worse = as_markdown([row.model_copy(update={"coarse_makespan": 60.0})])
-    assert "worse than a baseline" in worse
+    for name in ("fine_makespan", "coarse_own_makespan"):
+        assert "worse than a baseline" in as_markdown([row.model_copy(update={name: 60.0})])
     assert "rejects" in as_markdown([row.model_copy(update={"violations": ["x"]})])
 
 
