@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from coordinator.graphs.cluster import GraphCluster
 from coordinator.graphs.memory import memory_use, reserved_bytes
-from coordinator.graphs.pricing import price, segment_seconds, transfers_of
+from coordinator.graphs.pricing import home_seconds, price, segment_seconds, transfers_of
 from coordinator.graphs.request import AUTO, Answer, Candidate, GraphRequest, Planned, check_strategy, seconds_of
 from coordinator.graphs.wire import on_wire
 from coordinator.placement import moirai
@@ -21,6 +22,7 @@ from coordinator.placement.schedule import Placement
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.graph.cutting import cut
 from hearth.graph.plan import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.graph.spec import GraphSpec
 from hearth.messages import MAX_PAYLOAD_FRAME_BYTES
 from hearth.plan import Alternative, MemoryUse
 from hearth.units import format_bytes
@@ -216,8 +218,9 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
             spec, cluster.seconds, rooms, cluster.bytes_per_second, cluster.latency_seconds, request.congestion
         )
         return place(problem, strategy, request.time_limit_seconds)
+    seconds = _with_home(request.spec, cluster)
     placed = plan_pipeline(
-        spec, cluster.seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
+        spec, seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
     )
     return Answer(
         strategy,
@@ -227,6 +230,19 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
         placed.proven_optimal,
         placed.planning_seconds,
     )
+
+
+def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
+    """[n][K]: seconds of each operator; of those that take the graph's inputs or make its outputs, with what it costs live
+    devices to get them from the coordinator, or to hand them over."""
+    seconds = [list(row) for row in cluster.seconds]
+    if cluster.measured:
+        ends = [(min(tensor.consumers), tensor) for tensor in spec.inputs if tensor.consumers]
+        ends += [(tensor.source, tensor) for tensor in spec.outputs if tensor.source is not None]
+        for operator, tensor in ends:
+            for device in range(len(cluster.devices)):
+                seconds[operator][device] += home_seconds(cluster, device, tensor.num_bytes)
+    return seconds
 
 
 def place(problem: PlacementProblem, strategy: str, time_limit_seconds: float) -> Answer:

@@ -84,10 +84,30 @@ def test_inputs_and_outputs_keep_links_busy_on_live_devices_only() -> None:
     assert (priced.bottleneck, priced.bottleneck_seconds) == ("receive:0", pytest.approx(5.0))
     wire = WireCost(encrypted_seconds_per_byte=0.001, plain_seconds_per_byte=0.0005, seconds_per_message=0.1)
     costly = replace(live, devices=tuple(replace(device, wire=wire) for device in live.devices))
-    # In, across, and out; what the coordinator is at the other end of passes the daemon too.
+    # In, across, and out, in small pieces; what the coordinator is at the other end of passes the daemon too, and so does
+    # the request itself.
     assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx(
-        (1 + (500 * 0.002 + 0.3) + (200 * 0.001 + 0.1), 1 + (200 * 0.001 + 0.1) + (100 * 0.002 + 0.3))
+        (
+            1 + (500 * (4 * 0.001 + 0.001) + 0.3) + (200 * 4 * 0.001 + 0.1) + 3.6,
+            1 + (200 * 4 * 0.001 + 0.1) + (100 * (4 * 0.001 + 0.001) + 0.3) + 3.6,
+        )
     )
+    # Alone, a request waits for the last piece only.
+    assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
+        (5 + 500 * 0.002 + 0.3) + 1 + (2 + 2 * (200 * 0.001 + 0.1)) + 1 + (1 + 100 * 0.002 + 0.3)
+    )
+
+
+def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
+    """Eight operators of 1 s on two devices; the first device's inputs take it 2 s of compute."""
+    spec = chain(1, [1] * 8)
+    first, *others = spec.tensors
+    spec = replace(spec, tensors=(Tensor("image", 500, None, (0,)), first, *others))
+    cluster = cluster_of(spec, [1.0, 1.0], 1e6, wire=WireCost(encrypted_seconds_per_byte=0.001))
+    assert cluster.measured
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput", "pipeline-exact")).chosen.plan
+    assert plan is not None
+    assert [len(segment.operators) for segment in plan.segments] == [3, 5]
 
 
 def test_a_device_without_links_gets_its_inputs_at_once() -> None:
