@@ -106,7 +106,7 @@ def tasks_of(
         at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
         for rank, num_bytes in fed.items():
             at.update({(name, rank): len(tasks) for name in inputs})
-            sides = (f"receive:{rank}",) if congestion else ()
+            sides: tuple[str, ...] = (f"receive:{rank}",) if congestion else ()
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
             tasks.append(Task(f"{mark}inputs of rank {rank}", sides, seconds, (), delay, num_bytes))

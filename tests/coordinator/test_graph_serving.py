@@ -404,7 +404,7 @@ def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
             assert home.plan.num_ranks == 3
             assert home.server._deployment is not None
             places = home.server._deployment.max_in_flight
-            assert places == 2 * len(home.plan.segments)
+            assert places == 3 * len(home.plan.segments)
             home.fleet.released.clear()
             asked = [home.ask() for _ in range(places + 5)]
             await home.until(lambda: home.fleet.running.total() == 3 * places)
@@ -424,7 +424,7 @@ def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
-            places = 2 * len(home.plan.segments)
+            places = 3 * len(home.plan.segments)
             home.fleet.released.clear()
             asked = [home.ask() for _ in range(places + 2)]
             await home.until(lambda: home.fleet.running.total() == 3 * places)
