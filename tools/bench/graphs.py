@@ -31,7 +31,7 @@ from hearth.graph.plan import GraphPlan, Objective, graph_plan_from_json
 from hearth.graph.spec import GraphSpec
 from hearth.messages import WireStats
 from tools.bench.drive import Group
-from tools.bench.graphs_findings import ONE_DEVICE, Served, interval_seconds
+from tools.bench.graphs_findings import NO_GAIN, ONE_DEVICE, Served, interval_seconds
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
@@ -192,7 +192,7 @@ class GraphsBench:
     def latency(
         self, model: Path, mbits: Sequence[float], requests: int
     ) -> Iterator[tuple[Served, Served, Served, Served | None]]:
-        """At each link rate: one device, moirai, auto; and a plan on several devices where moirai takes one.
+        """At each link rate: one device, moirai, auto; and a plan on several devices where none of moirai's is faster.
 
         That plan is moirai's of a faster link, so rates should fall. Devices are loaded at the first rate. What two of them
         plan alike is measured once.
@@ -209,9 +209,10 @@ class GraphsBench:
             for entry in entries:
                 entry.plan = self._planned(model, "latency", entry)
             one, moirai, auto = entries
+            assert one.plan is not None
             assert moirai.plan is not None
             forced = None
-            if moirai.plan.num_ranks > 1:
+            if one.plan.predicted.latency_seconds > NO_GAIN * moirai.plan.predicted.latency_seconds:
                 spread = moirai.plan
             elif spread is not None:
                 forced = _Entry(f"moirai's plan of the faster link, at {mbit:g} Mbit/s", "moirai", plan=spread)
