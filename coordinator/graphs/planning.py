@@ -16,6 +16,7 @@ from coordinator.graphs.request import AUTO, Answer, Candidate, GraphRequest, Pl
 from coordinator.graphs.wire import on_wire
 from coordinator.placement import moirai
 from coordinator.placement.baselines import BASELINES
+from coordinator.placement.coarsening import coarsen
 from coordinator.placement.pipeline import plan_pipeline
 from coordinator.placement.problem import PlacementProblem, problem_of
 from coordinator.placement.schedule import Placement
@@ -208,16 +209,25 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
 
 
 def _answer(request: GraphRequest, strategy: str) -> Answer:
-    """Raises ModelDoesNotFit."""
+    """For latency, operators that onnxruntime runs as one are placed as one, and bounds are of such placements. Raises
+    ModelDoesNotFit, NoPlacement."""
     spec, cluster = request.spec, request.cluster
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
     spec = on_wire(spec, request.wire.values)
     if request.objective == "latency":
+        coarse = coarsen(spec)
         problem = problem_of(
-            spec, cluster.seconds, rooms, cluster.bytes_per_second, cluster.latency_seconds, request.congestion
+            coarse.spec,
+            coarse.seconds(cluster.seconds),
+            rooms,
+            cluster.bytes_per_second,
+            cluster.latency_seconds,
+            request.congestion,
         )
-        return place(problem, strategy, request.time_limit_seconds)
+        answer = place(problem, strategy, request.time_limit_seconds)
+        assignment = coarse.spread(answer.assignment)
+        return answer._replace(assignment=assignment, starts=coarse.starts(answer.starts, assignment, cluster.seconds))
     seconds = _with_home(request.spec, cluster)
     placed = plan_pipeline(
         spec, seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
@@ -246,7 +256,7 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
 
 
 def place(problem: PlacementProblem, strategy: str, time_limit_seconds: float) -> Answer:
-    """Ask one strategy for a schedule. Raises ModelDoesNotFit."""
+    """Ask one strategy for a schedule. Raises ModelDoesNotFit, NoPlacement."""
     placed: Placement = (
         moirai.solve(problem, time_limit_seconds) if strategy == "moirai" else BASELINES[strategy](problem)
     )

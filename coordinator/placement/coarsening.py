@@ -50,6 +50,23 @@ class Coarsened:
                 found[operator] = device
         return tuple(found)
 
+    def seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        """[groups][K], of [n][K]: a kernel takes what was measured of all that is in it."""
+        return tuple(tuple(map(sum, zip(*(of_operators[i] for i in group), strict=True))) for group in self.groups)
+
+    def starts(
+        self, of_groups: Sequence[float], assignment: Sequence[int], of_operators: Sequence[Sequence[float]]
+    ) -> tuple[float, ...]:
+        """When each original operator starts, one right after the other in its group. Empty where the groups' are."""
+        if not of_groups:
+            return ()
+        found = [0.0] * len(assignment)
+        for group, start in zip(self.groups, of_groups, strict=True):
+            for operator in group:
+                found[operator] = start
+                start += of_operators[operator][assignment[operator]]
+        return tuple(found)
+
 
 def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
     """Fuse what completes a rule along direct or multi-input connections, never past a tensor that others take too."""

@@ -357,3 +357,23 @@ def test_operators_share_the_seconds_of_their_kernel_and_of_the_whole_run() -> N
     assert operator_seconds(spec, profiled) == pytest.approx((6.0, 2.0, 2.0, 2.0))
     nothing = profiled.model_copy(update={"kernels": ()})
     assert operator_seconds(spec, nothing) == pytest.approx((3.0,) * 4)
+
+
+@pytest.mark.parametrize("strategy", ["moirai", "heft"])
+def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
+    """Two branches of a convolution and its activation: a plan for latency never parts the two."""
+    kinds = ["Split", "Conv", "Relu", "Conv", "Relu", "Concat"]
+    edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
+    operators = [Operator(f"op{index}", kind, 1.0, (index,)) for index, kind in enumerate(kinds)]
+    spec = from_edges("branches", operators, [100] * 6, edges, [Parameter(f"w{index}", 10) for index in range(6)])
+    cluster = cluster_of(spec, [1.0, 0.9], bytes_per_second=1000.0)
+    planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy=strategy))
+    answer = planned.chosen.answer
+    assert answer is not None
+    device = answer.assignment
+    assert (device[1], device[3]) == (device[2], device[4])
+    assert device[1] != device[3]
+    for first, second in ((1, 2), (3, 4)):
+        assert answer.starts[second] == pytest.approx(answer.starts[first] + cluster.seconds[first][device[first]])
+    assert planned.chosen.plan is not None
+    assert sum(len(segment.operators) for segment in planned.chosen.plan.segments) == 6
