@@ -23,6 +23,8 @@ _PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
 _SMALLEST = 1e-30
 _PACKED_FROM = 1 << 14  # elements; a smaller matrix is in the caches in any layout
 _PACKED_FOR_ROWS = 64  # of activations: a hint for the layout, which serves any number of them
+_FEW_PACKED_ROWS = (0, 1, 2, 4)  # beside multiples of 8
+_MOST_PACKED_ROWS = 96  # at once; with so many, reading the weights anew for the next ones costs next to nothing
 
 
 class Loss(NamedTuple):
@@ -186,8 +188,30 @@ class Packed:
 
 
 def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor:
-    y_sn: Tensor = torch.ops.mkldnn._linear_pointwise(x_sk, packed, bias_n, "none", [], "")
+    """oneDNN makes a kernel for every number of rows, which takes milliseconds and stays, up to half a MiB each. So rows go
+    in blocks of a few sizes, the last of them filled up: [s,n], a view where one block holds them."""
+    rows = x_sk.shape[0]
+    num_blocks = max(-(-rows // _MOST_PACKED_ROWS), 1)
+    size = -(-rows // num_blocks)
+    height = next((small for small in _FEW_PACKED_ROWS if size <= small), -(-size // 8) * 8)
+    if num_blocks == 1:
+        return _block_times_packed(x_sk, height, packed, bias_n)
+    y_sn = x_sk.new_empty(rows, packed.shape[0])
+    for start in range(0, rows, size):
+        block = slice(start, start + size)
+        y_sn[block] = _block_times_packed(x_sk[block], height, packed, bias_n)
     return y_sn
+
+
+def _block_times_packed(x_sk: Tensor, height: int, packed: Tensor, bias_n: Tensor | None) -> Tensor:
+    rows = x_sk.shape[0]
+    if rows < height:
+        x_hk = x_sk.new_empty(height, x_sk.shape[1])
+        x_hk[:rows], x_hk[rows:] = x_sk, 0.0
+    else:
+        x_hk = x_sk
+    y_hn: Tensor = torch.ops.mkldnn._linear_pointwise(x_hk, packed, bias_n, "none", [], "")
+    return y_hn[:rows]
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:

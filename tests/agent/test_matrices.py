@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
+from agent.worker import matrices  # noqa: E402 (needs torch)
 from agent.worker.matrices import (  # noqa: E402 (needs torch)
     Floats,
     Int4,
@@ -99,7 +102,7 @@ def packed(weight: torch.Tensor, used: Pieces) -> Matrix:
 PIECES = [Pieces(0, (0, 96)), Pieces(0, (0, 30, 31, 96)), Pieces(1, (0, 200)), Pieces(1, (0, 7, 150, 200))]
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 71])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 71, 96, 97, 284])
 @pytest.mark.parametrize("used", PIECES)
 def test_a_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
     torch.manual_seed(num_rows)
@@ -128,6 +131,22 @@ def test_a_packed_matrix_is_used_in_its_pieces_only() -> None:
         matrix.columns(slice(0, 8))
     with pytest.raises(StepFailed, match="other pieces"):
         matrix.rows(slice(0, 7))
+
+
+def test_kernels_are_made_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept, and takes up to half a MiB."""
+    heights: set[int] = set()
+    block = matrices._block_times_packed
+
+    def noted(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
+        heights.add(height)
+        return block(x_sk, height, *rest)
+
+    monkeypatch.setattr(matrices, "_block_times_packed", noted)
+    matrix = packed(torch.randn(96, 200), Pieces(0, (0, 96)))
+    for num_rows in range(1, 600):
+        matrix.times(torch.empty(num_rows, 200))
+    assert heights == {1, 2, 4, *range(8, 97, 8)}
 
 
 def test_a_packed_matrix_takes_hardly_more_memory_and_a_small_one_is_not_packed() -> None:

@@ -29,7 +29,7 @@ from tools.testbed import Testbed
 
 CONTEXT = 384
 MAX_PROMPT, MAX_TOKENS = 200, 150
-# What a process may hold more at the end than at the start: its allocator's slack.
+# What a process may hold more at the end than before the clients came: its allocator's slack.
 MOST_LEFT_BYTES = 16 << 20
 _POOL = 32  # different requests
 _SEED = 20240229
@@ -129,7 +129,7 @@ class SoakBench:
         findings = [
             *self._of_answers(pool, alone, outcomes, seconds),
             *self._of_cancelled(outcomes, ledgers),
-            *self._of_processes(processes, watch.start, end, status["failed_requests"]),
+            *self._of_processes(processes, before, end, status["failed_requests"]),
         ]
         return findings, _memory_table(watch.start, before, watch.peak, end)
 
@@ -200,13 +200,13 @@ class SoakBench:
 
     @staticmethod
     def _of_processes(
-        processes: Mapping[str, psutil.Process], start: Mapping[str, int], end: Mapping[str, int], failed: int
+        processes: Mapping[str, psutil.Process], before: Mapping[str, int], end: Mapping[str, int], failed: int
     ) -> list[Finding]:
-        left = {name: end[name] - start[name] for name in start}
+        left = {name: end[name] - before[name] for name in before}
         most = max(left, key=lambda name: left[name])
         ended = [name for name, process in processes.items() if not process.is_running() or not resident_bytes(process)]
         return [
-            at_most("memory at the end over that at the start, the worst process", left[most], MOST_LEFT_BYTES,
+            at_most("memory at the end over that before the clients came, the worst process", left[most], MOST_LEFT_BYTES,
                     f"{format_bytes(left[most])} ({most})", f"at most {format_bytes(MOST_LEFT_BYTES)}"),
             equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none"),
             equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none"),
