@@ -526,7 +526,7 @@ def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
 
 @pytest.mark.namespaces
 @pytest.mark.parametrize(
-    ("moment", "to_all"), [*((moment, True) for moment in MOMENTS), ("while devices talk", False)], ids=str
+    ("moment", "to_all"), [(moment, moment != "while devices talk") for moment in MOMENTS], ids=str
 )
 def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) -> None:
     process = start(files, "--rounds", "10000", "--strategies", "local,gloo-tp,hmp")

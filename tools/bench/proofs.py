@@ -148,10 +148,10 @@ def exactness(
     markdown: Markdown = None,
 ) -> None:
     """Whether generation gives the tokens and logits of transformers, at each family's real widths. Needs no root."""
-    from tools.bench.exactness import ExactnessBench  # loads torch
-
     check_files(json, markdown)
     chosen, cases = chosen_families(families), chosen_cases(strategies)
+    from tools.bench.exactness import ExactnessBench  # loads torch
+
     rows: list[ExactnessRow] = []
     for name, family in chosen.items():
         with working() as (folder, status):
