@@ -43,6 +43,7 @@ PURE = (
     "coordinator.costs",
     "coordinator.decode_costs",
     "coordinator.step_graph",
+    "coordinator.graphs.balancing",
     "coordinator.graphs.layout",
     "coordinator.graphs.memory",
     "coordinator.graphs.pricing",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from coordinator.graphs.balancing import balanced
 from coordinator.graphs.cluster import GraphCluster
 from coordinator.graphs.memory import memory_use, reserved_bytes
 from coordinator.graphs.pricing import home_seconds, price, segment_seconds, transfers_of
@@ -232,7 +233,7 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
     placed = plan_pipeline(
         spec, seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
     )
-    return Answer(
+    answer = Answer(
         strategy,
         tuple(placed.assignment),
         placed.bottleneck_seconds,
@@ -240,6 +241,7 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
         placed.proven_optimal,
         placed.planning_seconds,
     )
+    return balanced(request, answer, rooms) if strategy == "pipeline-exact" and cluster.measured else answer
 
 
 def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:

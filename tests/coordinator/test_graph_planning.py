@@ -377,3 +377,24 @@ def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
         assert answer.starts[second] == pytest.approx(answer.starts[first] + cluster.seconds[first][device[first]])
     assert planned.chosen.plan is not None
     assert sum(len(segment.operators) for segment in planned.chosen.plan.segments) == 6
+
+
+@pytest.mark.parametrize("seconds_of_an_end", [0.5, 2.0, 3.0])
+def test_a_stage_that_receives_and_sends_gets_less_to_compute(seconds_of_an_end: float) -> None:
+    """What transfers take of the cores is shared out too: no other pair of cuts is better under the simulator."""
+    spec = chain(1, [100] * 14)
+    wire = WireCost(encrypted_seconds_per_byte=seconds_of_an_end / 100 / 4)
+    cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=1e6, wire=wire)
+    planned = plan_graph(GraphRequest(spec, cluster, "throughput", strategy="pipeline-exact"))
+    answer, plan = planned.chosen.answer, planned.chosen.plan
+    assert answer is not None
+    assert plan is not None
+    least = min(
+        price(spec, cut(spec, [0] * a + [1] * (b - a) + [2] * (14 - b)), cluster, [0, 1, 2]).bottleneck_seconds
+        for a in range(1, 13)
+        for b in range(a + 1, 14)
+    )
+    assert answer.objective_value == pytest.approx(least)
+    assert seconds_of(plan) == pytest.approx(least)
+    assert 14 / 3 <= answer.bound <= least
+    assert answer.assignment.count(answer.assignment[7]) < max(map(answer.assignment.count, range(3)))
