@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 5.0  # ten lost heartbeats; a second coordinator waits no longer than this
 _HELLO_SECONDS = 3.0
 _RETRY_SECONDS = 1.0
+_RELEASE_SECONDS = 3.0  # that an agent may take to let us go; one that is gone holds up nobody longer
 _SETTLE_POLL_SECONDS = 0.05
 
 _T = TypeVar("_T")
@@ -308,7 +309,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _release_all(self) -> None:
         async def release(connection: _Connection) -> None:
             try:
-                await connection.client.call(ReleaseLease(holder=self.holder), timeout_seconds=1.0)
+                await connection.client.call(ReleaseLease(holder=self.holder), timeout_seconds=_RELEASE_SECONDS)
             except HearthError:
                 pass  # it is gone, or was never ours; the lease ends by itself
 
