@@ -129,9 +129,9 @@ class Generation:
             log.debug("step of %s: rows of %s, frees %s", order.kind, counts, list(order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
-        if order.freed and not self._caches:
-            give_back_freed_buffers()  # nobody asks for anything now: the device's other programs may have them
         if not order.rows:
+            if not self._caches:
+                give_back_freed_buffers()  # nobody asks for anything now: the device's other programs may have them
             if self._in_stages:
                 self._hand_back(self._collectives(1), None)
             return {}
