@@ -46,20 +46,15 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("rb", buffering=0)
+            with path.open("rb") as file:
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise BadCheckpoint(path=str(path), reason="there is no such file") from None
-        except OSError as error:
-            raise self._unreadable(error) from None
-        try:
-            self.map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            self._file.close()
             raise self._unreadable(error) from None
 
     def close(self) -> None:
         """Unmap, unless arrays still look into it: then the last of them does."""
-        self._file.close()
         try:
             self.map.close()
         except BufferError:
