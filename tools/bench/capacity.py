@@ -10,54 +10,24 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import psutil
 
-from hearth.errors import HearthError, InternalError
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import read_spec
 from hearth.model.sharding import all_chunks, chunk_weights
 from hearth.model.spec import WeightFormat
 from hearth.plan import Plan, PlannedDevice
 from hearth.units import format_bytes
+from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
-from tools.bench.drive import Group
 from tools.bench.findings import Finding, at_least, at_most, equal, table
 from tools.bench.watch import peak_bytes, worker_of
 from tools.testbed import Testbed
 
 COORDINATOR_BYTES = 256 << 20
 PLAN_TOLERANCE = 0.10
-_READY_SECONDS = 600.0
-_ANSWER_SECONDS = 900.0
 _SAMPLE_SECONDS = 0.2
-
-
-class ClientRunner(Group):
-    """Apps, on the hub."""
-
-    def __init__(self, testbed: Testbed) -> None:
-        super().__init__(testbed, "clients")
-        self._hub = testbed.scenario.coordinator_device
-        self.start(self._hub, str(testbed.key), testbed.address(self._hub), limited=False)
-
-    def call(self, what: str, patience: float = _ANSWER_SECONDS, **arguments: Any) -> dict[str, Any]:
-        """`patience` in seconds."""
-        return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
-
-    def ready(self) -> Plan:
-        """The plan that is served, once one is. Raises InternalError with what the coordinator said last."""
-        try:
-            status = self.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
-        except HearthError as error:
-            said = self._testbed.log("coordinator.log").strip()[-500:]
-            raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
-        return Plan.model_validate(status["plan"])
-
-    def answers(self, asks: list[Ask], together: bool) -> list[Outcome]:
-        found = self.call("ask", asks=[each.model_dump() for each in asks], together=together)
-        return [Outcome.model_validate(each) for each in found["outcomes"]]
 
 
 class CapacityBench:

@@ -24,7 +24,8 @@ from tools.bench.graphs_findings import (
     of_placements,
     served_table,
 )
-from tools.bench.proofs import agents, check_files, collector, conclude, reporter, working
+from tools.bench.proofs import agents, collector, conclude, reporter, working
+from tools.bench.rows import check_files
 from tools.graph_models import NETWORKS, Size, build, export
 from tools.testbed import Scenario, load_scenario
 

@@ -34,7 +34,7 @@ from hearth.graph.segments import segment_model
 from hearth.graph.spec import GraphSpec
 from hearth.messages import Failed, GraphProfiled
 from tools.bench import interrupts
-from tools.bench.rows import check_writable
+from tools.bench.rows import check_files
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the devices, against one core of this machine
 MBIT_PER_SECOND = 1000.0  # between any two
@@ -90,8 +90,7 @@ def coarsening(
     markdown: Annotated[_File, typer.Option(help="Save the table here.", metavar="FILE")] = None,
 ) -> None:
     """Moirai's coarsening on ONNX files: operators, planning time, and what the coarser plan loses."""
-    for setting, path in (("--json", json), ("--markdown", markdown)):
-        check_writable(setting, path)
+    check_files(json, markdown)
     rows: list[CoarseningRow] = []
     with Status("", console=err) as status:
         for path in find_files(onnx):

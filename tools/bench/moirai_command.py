@@ -19,7 +19,7 @@ from coordinator.placement.problem import PlacementProblem, read_instance
 from coordinator.placement.schedule import Placement
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
-from tools.bench.rows import check_writable
+from tools.bench.rows import check_files
 
 PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # the greatest that the paper reports, on its own models and clusters
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
@@ -52,8 +52,7 @@ def moirai(
     markdown: Annotated[_File, typer.Option(help="Save the table here.", metavar="FILE")] = None,
 ) -> None:
     """Latency-optimal placement against the strategies that the paper compares with, on one simulator."""
-    for setting, path in (("--json", json), ("--markdown", markdown)):
-        check_writable(setting, path)
+    check_files(json, markdown)
     rows: list[MoiraiRow] = []
     with Status("", console=err) as status:
         for path in find_instances(graphs, instance):

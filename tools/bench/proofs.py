@@ -32,7 +32,7 @@ from tools.bench.findings import Finding, all_hold, as_json, findings_table
 from tools.bench.interrupts import shielded
 from tools.bench.measure import temporary_folder
 from tools.bench.push import PushBench
-from tools.bench.rows import check_writable
+from tools.bench.rows import check_files
 from tools.bench.shapes import SHAPES, save_random_model
 from tools.bench.soak import SoakBench
 from tools.testbed import Scenario, Testbed, load_scenario
@@ -232,12 +232,6 @@ def conclude(title: str, findings: Sequence[Finding], json: Path | None, markdow
     if not all_hold(findings):
         err.print("[red]error:[/] a figure is not what was asked; the table says which", soft_wrap=True)
         raise typer.Exit(1)
-
-
-def check_files(json: Path | None, markdown: Path | None) -> None:
-    """Raises BadSetting."""
-    check_writable("--json", json)
-    check_writable("--markdown", markdown)
 
 
 def model_of(

@@ -165,3 +165,9 @@ def check_writable(setting: str, path: Path | None) -> None:
             pass
     except OSError as error:
         raise BadSetting(setting=setting, reason=str(error)) from None
+
+
+def check_files(json: Path | None, markdown: Path | None) -> None:
+    """What all commands save. Raises BadSetting."""
+    check_writable("--json", json)
+    check_writable("--markdown", markdown)

@@ -20,7 +20,7 @@ import psutil
 
 from hearth.model.families import read_spec
 from hearth.units import format_bytes, format_seconds
-from tools.bench.capacity import ClientRunner
+from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
 from tools.bench.findings import Finding, at_most, equal, table
 from tools.bench.stats import percentile

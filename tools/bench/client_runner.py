@@ -1,0 +1,40 @@
+"""The bench's end of the apps (`tools.bench.clients`) that run on the hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hearth.errors import HearthError, InternalError
+from hearth.plan import Plan
+from tools.bench.clients import Ask, Outcome
+from tools.bench.drive import Group
+from tools.testbed import Testbed
+
+_READY_SECONDS = 600.0
+_ANSWER_SECONDS = 900.0
+
+
+class ClientRunner(Group):
+    """Apps, on the hub."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        super().__init__(testbed, "clients")
+        self._hub = testbed.scenario.coordinator_device
+        self.start(self._hub, str(testbed.key), testbed.address(self._hub), limited=False)
+
+    def call(self, what: str, patience: float = _ANSWER_SECONDS, **arguments: Any) -> dict[str, Any]:
+        """`patience` in seconds."""
+        return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
+
+    def ready(self) -> Plan:
+        """The plan that is served, once one is. Raises InternalError with what the coordinator said last."""
+        try:
+            status = self.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
+        except HearthError as error:
+            said = self._testbed.log("coordinator.log").strip()[-500:]
+            raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
+        return Plan.model_validate(status["plan"])
+
+    def answers(self, asks: list[Ask], together: bool) -> list[Outcome]:
+        found = self.call("ask", asks=[each.model_dump() for each in asks], together=together)
+        return [Outcome.model_validate(each) for each in found["outcomes"]]
