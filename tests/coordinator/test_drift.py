@@ -15,6 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
+from support.devices import ready_device
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
 from coordinator import replanning
@@ -43,8 +44,6 @@ from hearth.errors import DeviceLost
 from hearth.framing import pack_array, unpack_array
 from hearth.geometry import rows_for, spans
 from hearth.messages import (
-    AgentState,
-    AgentWelcome,
     BlocksProfiled,
     ChunksMissing,
     ConnectPeers,
@@ -57,7 +56,6 @@ from hearth.messages import (
     ProfileBlocks,
     RunStep,
     StepDone,
-    Telemetry,
     Unload,
     WireStats,
     WorkerBound,
@@ -277,7 +275,7 @@ class FakeFleet:
     last_epoch = 0
 
     def __init__(self, names: str) -> None:
-        self.devices = {name: _device(name) for name in names}
+        self.devices = {name: ready_device(name) for name in names}
         self.slow = dict.fromkeys(names, 1.0)
         self.link_factor = 1.0
         self.loads: dict[str, LoadShard] = {}
@@ -337,17 +335,6 @@ class FakeFleet:
         num_rows = own.size if message.output == "hidden" else len(unpack_array(payload[2:])) - 1
         rows = np.ones((num_rows, plan.model.hidden_size), np.float32) * (1 + ERRORS[message.values])
         return Reply(done, pack_array(rows))
-
-
-def _device(name: str) -> Device:
-    welcome = AgentWelcome(version="0", device_id=name, boot_id="b", name=name, device_public_key="0" * 40, link_port=1)
-    telemetry = Telemetry(
-        host_id=name, cpu_model="", num_cores=1, load_1min=0.0, frequency_mhz=None, memory_total_bytes=8 << 30,
-        memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=0, temperature_celsius=None,
-        gpu=None, num_threads=1, compute_device="cpu", clock_unix_seconds=0.0, python_version="3",
-    )  # fmt: skip
-    state = AgentState(boot_id="b", worker="ready", epoch=1, failure="")
-    return Device(welcome, "10.0.0.1", 1, 0.0, state=state, telemetry=telemetry)
 
 
 class House:
@@ -498,7 +485,7 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
 def test_excluded_devices_do_not_join_and_a_given_plan_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(plan: Plan | None, **goal: Any) -> Plan | None:
         async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
-            home.fleet.devices["c"] = _device("c")
+            home.fleet.devices["c"] = ready_device("c")
             home.fleet.slow["c"] = 1.0
             for _ in range(3):
                 await asyncio.sleep(0.02)
@@ -524,7 +511,7 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
         async with house(tmp_path, monkeypatch, limits=limits) as home:
             assert budgets(home) == {"a": 1, "b": 4}
             assert home.said("no device here is called cellar yet") == 1
-            home.fleet.devices["c"] = _device("c")
+            home.fleet.devices["c"] = ready_device("c")
             home.fleet.slow["c"] = 1.0
             await asyncio.sleep(0.05)
             home.now += STAY_SECONDS
@@ -564,7 +551,7 @@ def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
                 return await working(device_id, message, *rest, **named)
 
             home.fleet.call = call  # type: ignore[method-assign]
-            home.fleet.devices["c"] = _device("c")
+            home.fleet.devices["c"] = ready_device("c")
             await asyncio.sleep(0.05)
             home.now += STAY_SECONDS
             await home.until(lambda: home.said("c can join: the plan stays"))

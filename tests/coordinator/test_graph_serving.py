@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.devices import ready_device
 from support.graphs import save_two_branch_model, two_branches
 
 from coordinator.config import CoordinatorSettings
@@ -42,8 +43,6 @@ from hearth.graph.plan import GraphPlan
 from hearth.graph.spec import Tensor
 from hearth.messages import (
     AbortGraph,
-    AgentState,
-    AgentWelcome,
     ArrayInfo,
     ChunksFetched,
     ChunksMissing,
@@ -63,7 +62,6 @@ from hearth.messages import (
     ProfileGraph,
     PutChunk,
     RunGraph,
-    Telemetry,
     Unload,
     WireStats,
     WorkerBound,
@@ -241,7 +239,7 @@ class FakeFleet:
     def __init__(self, names: str, graph: Graph) -> None:
         self.holder = "test"
         self.last_epoch = 0
-        self.devices = {name: _device(name) for name in names}
+        self.devices = {name: ready_device(name) for name in names}
         self.graph = graph
         self.stored: dict[str, set[str]] = {name: set() for name in names}
         self.loaded: dict[str, LoadGraph] = {}
@@ -334,17 +332,6 @@ class FakeFleet:
             names=names, began_seconds=0.0, ended_seconds=0.1, compute_seconds=(0.1,), wire=WireStats(), dropped_messages=0
         )  # fmt: skip
         return Reply(done, [frame for _ in names for frame in pack_array(np.ones((1, 40), np.float32))])
-
-
-def _device(name: str) -> Device:
-    welcome = AgentWelcome(version="0", device_id=name, boot_id="b", name=name, device_public_key="0" * 40, link_port=1)
-    telemetry = Telemetry(
-        host_id=name, cpu_model="", num_cores=1, load_1min=0.0, frequency_mhz=None, memory_total_bytes=8 << 30,
-        memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=0, temperature_celsius=None,
-        gpu=None, num_threads=1, compute_device="cpu", clock_unix_seconds=0.0, python_version="3",
-    )  # fmt: skip
-    state = AgentState(boot_id="b", worker="ready", epoch=1, failure="")
-    return Device(welcome, "10.0.0.1", 1, 0.0, state=state, telemetry=telemetry)
 
 
 class House:
