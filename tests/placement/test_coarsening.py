@@ -24,8 +24,8 @@ from tools.bench.moirai_coarsening import (
     Profile,
     Refinement,
     as_markdown,
-    group_seconds,
     measure,
+    on_devices,
     problem_on_devices,
 )
 
@@ -110,8 +110,9 @@ def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.
     n = spec.num_operators
     seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))
     congestion = data.draw(st.booleans())
-    fine, coarsened = problem_on_devices(spec, seconds, congestion), coarsen(spec)
-    coarse = problem_on_devices(coarsened.spec, group_seconds(coarsened, seconds), congestion)
+    on_each, coarsened = on_devices(seconds), coarsen(spec)
+    fine = problem_on_devices(spec, on_each, congestion)
+    coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
     ranks = st.sampled_from(range(len(SLOWDOWNS)))
     where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
     for known in (heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):

@@ -167,12 +167,12 @@ def profile(model: OnnxModel) -> Profile:
 
 def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, time_limit: float) -> CoarseningRow:
     """Plan a graph with and without coarsening."""
-    seconds = profiled.operator_seconds
-    fine = problem_on_devices(spec, seconds, congestion)
+    on_each = on_devices(profiled.operator_seconds)
+    fine = problem_on_devices(spec, on_each, congestion)
     placed = solve(fine, time_limit)
     began = time.monotonic()
     coarsened = coarsen(spec)
-    coarse = problem_on_devices(coarsened.spec, group_seconds(coarsened, seconds), congestion)
+    coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
     coarsening_seconds = time.monotonic() - began
     coarse_placed = solve(coarse, time_limit)
     refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.schedule)
@@ -202,22 +202,23 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
     )
 
 
-def problem_on_devices(spec: GraphSpec, seconds: Sequence[float], congestion: bool) -> PlacementProblem:
-    """On devices that have room for everything."""
+def on_devices(seconds: Sequence[float]) -> list[list[float]]:
+    """[n][K], of [n] on one core of this machine."""
+    return [[each * factor for factor in SLOWDOWNS] for each in seconds]
+
+
+def problem_on_devices(spec: GraphSpec, seconds: Sequence[Sequence[float]], congestion: bool) -> PlacementProblem:
+    """On devices that have room for everything; `seconds` [n][K]."""
     ranks = range(len(SLOWDOWNS))
     room = max(spec.parameter_bytes(range(spec.num_operators)), 1)
     return problem_of(
         spec,
-        [[each * factor for factor in SLOWDOWNS] for each in seconds],
+        seconds,
         [room for _ in ranks],
         [[MBIT_PER_SECOND * 1e6 / 8 for _ in ranks] for _ in ranks],
         [[LATENCY_SECONDS for _ in ranks] for _ in ranks],
         congestion,
     )
-
-
-def group_seconds(coarsened: Coarsened, seconds: Sequence[float]) -> list[float]:
-    return [sum(seconds[operator] for operator in group) for group in coarsened.groups]
 
 
 class Refinement(NamedTuple):
