@@ -234,18 +234,14 @@ def test_the_reader_sees_every_form_of_import(tmp_path: Path) -> None:
     }
 
 
-def loaded_by(statement: str) -> tuple[set[str], float]:
-    """The modules that a statement leaves loaded in a fresh interpreter, and the CPU seconds it took."""
-    code = (
-        "import json, sys, time; began = time.process_time(); "
-        f"{statement}; print(json.dumps([time.process_time() - began, sorted(sys.modules)]))"
-    )
+def loaded_by(statement: str) -> set[str]:
+    """The modules that a statement leaves loaded in a fresh interpreter."""
+    code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    seconds, modules = json.loads(done.stdout)
-    return set(modules), seconds
+    return set(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize(
@@ -261,10 +257,4 @@ def loaded_by(statement: str) -> tuple[set[str], float]:
     ],
 )
 def test_loading_a_part_leaves_out_what_it_does_not_need(statement: str, absent: set[str]) -> None:
-    modules, _ = loaded_by(statement)
-    assert modules & absent == set()
-
-
-def test_an_app_imports_the_client_in_well_under_half_a_second() -> None:
-    fastest = min(loaded_by("import hearth; hearth.connect")[1] for _ in range(3))
-    assert fastest < 0.4
+    assert loaded_by(statement) & absent == set()

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_model
-from support.home import LOOPBACK, TestHome, wait_for
+from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE, cluster, device_profile
+from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.devices import ready_device
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
+from support.waiting import until
 
 from coordinator import replanning
 from coordinator.cli.app import app
@@ -347,10 +347,10 @@ class House:
         self.now = 0.0
 
     async def until(self, what: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
-        while not what():
-            assert time.monotonic() < deadline, self.lines
-            await asyncio.sleep(0.001)
+        try:
+            await until("what was waited for", what)
+        except AssertionError as error:
+            raise AssertionError(self.lines) from error
 
     async def ask(self, count: int) -> None:
         """Requests of full length."""

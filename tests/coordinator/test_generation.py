@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.plans import LLAMA_1B, make_plan
+from support.waiting import until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli import chat as chat_command
@@ -603,7 +604,7 @@ def test_a_lost_device_ends_the_stream_at_once() -> None:
         with pytest.raises(WorkerDied):
             async for _ in answers:
                 pass
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert script.open_now == 0
         with pytest.raises(WorkerDied):
             await anext(deployment.generate(np.ones(1, np.int32), Sampling(), 1, (), 0, 1.0))
@@ -720,13 +721,6 @@ async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -
 def access(key: HomeKey = KEY) -> Access:
     keys = derive_keypair(key.key_bytes(), "coordinator")
     return Access(keys, keys.public)
-
-
-async def until(what: str, happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 15
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        await asyncio.sleep(0.005)
 
 
 def test_an_app_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
@@ -871,10 +865,7 @@ class Background:
         return connect(f"127.0.0.1:{self.port}", key=KEY)
 
     def wait_idle(self) -> None:
-        deadline = time.monotonic() + 15
-        while self.script.open_now:
-            assert time.monotonic() < deadline, "the sequence did not end"
-            time.sleep(0.005)
+        wait_for("the end of the sequence", lambda: not self.script.open_now)
 
 
 def test_an_answer_is_a_plain_iterator() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.devices import ready_device
 from support.graphs import save_two_branch_model, two_branches
+from support.waiting import until
 
 from coordinator.config import CoordinatorSettings
 from coordinator.graphs import serving
@@ -341,11 +342,10 @@ class House:
         self.lines = lines
 
     async def until(self, what: Any) -> None:
-        for _ in range(10_000):
-            if what():
-                return
-            await asyncio.sleep(0.001)
-        raise AssertionError(self.lines)
+        try:
+            await until("what was waited for", what)
+        except AssertionError as error:
+            raise AssertionError(self.lines) from error
 
     def ask(self, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
         payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
 import zmq.asyncio
+from support.waiting import until
 
 from hearth import rpc
 from hearth.errors import (
@@ -215,13 +215,6 @@ def test_a_port_that_is_taken_names_the_way_out() -> None:
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 ENDLESS = 1_000_000
-
-
-async def until(what: str, happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 15
-    while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        await asyncio.sleep(0.005)
 
 
 def stream(client: RpcClient, prompt: str, max_tokens: int, timeout_seconds: float = 5) -> AsyncGenerator[Reply, None]:

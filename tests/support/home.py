@@ -8,33 +8,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from hearth.client import Home, connect
 from hearth.errors import HearthError
 from hearth.security import Credential, new_home_key, save_credential
 
 LOOPBACK = "127.0.0.1"
-START_SECONDS = 180.0  # of a home on a machine that does much else; only a failure takes so long
 # Tests say how many devices a plan waits for: nobody else will come.
 _SETTLE_SECONDS = "0.2"
-_T = TypeVar("_T")
-
-
-def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = START_SECONDS) -> _T:
-    """Poll until `probe` gives something; no luck involved, and never longer than `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = probe()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen within {seconds:g} s")
 
 
 class TestHome:
@@ -104,7 +89,7 @@ class TestHome:
 
         return wait_for("a connection to the coordinator", attempt, seconds)
 
-    def ready(self, seconds: float = START_SECONDS) -> Home:
+    def ready(self, seconds: float = PATIENCE_SECONDS) -> Home:
         home = self.connect()
         try:
             home.wait_ready(seconds)

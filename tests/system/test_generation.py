@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.home import TestHome, wait_for
+from support.home import TestHome
 from support.models import save_random_model, small_decoder
+from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.graphs import save_two_branch_model
-from support.home import TestHome, wait_for
+from support.home import TestHome
+from support.waiting import wait_for
 
 from hearth.client import Home
 from hearth.errors import BadRequest, DeviceLost, HearthError, NotServing, StepFailed, WorkerDied

@@ -17,9 +17,10 @@ import numpy as np
 import psutil
 import pytest
 import zmq.asyncio
-from support.home import LOOPBACK, TestHome, wait_for
+from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
+from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.home import wait_for
 from support.models import minilm
+from support.waiting import wait_for
 
 from tools.testbed import Device, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing

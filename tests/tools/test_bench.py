@@ -16,8 +16,8 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.home import wait_for
 from support.plans import BERT_LARGE, make_plan
+from support.waiting import wait_for
 
 from hearth.errors import BadSetting
 from hearth.model.families import FAMILIES

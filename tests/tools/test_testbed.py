@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.home import wait_for
+from support.waiting import wait_for
 
 from tools.testbed import Device, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
