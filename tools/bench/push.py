@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,12 @@ from hearth.messages import ChunkRef
 from hearth.model.checkpoint import Checkpoint
 from hearth.model.families import read_spec
 from hearth.model.sharding import cached_manifest, chunks_for_rank
-from hearth.model.spec import WeightFormat
+from hearth.model.spec import ModelSpec, WeightFormat
 from hearth.plan import Generation, Plan, Strategy
 from hearth.units import format_bytes, format_rate, format_seconds
 from tools.bench.drive import Group
 from tools.bench.findings import Finding, at_least, at_most, equal
+from tools.bench.generation import save_random_decoder
 from tools.bench.shares import shared_plan
 from tools.bench.watch import agent_of, peak_bytes
 from tools.testbed import Testbed
@@ -37,11 +36,11 @@ COORDINATOR_BYTES = 256 << 20  # the most that it may hold, whatever the model's
 _HUB_FACTOR = 4  # its uplink where that is to be no bottleneck
 _PUSH_SECONDS = 900.0
 _PROMISE = Generation(kv_tokens=512, max_sequences=4, prefill_rows=128, context=128)
-_WORKER_BASE = (
-    "import re, torch; from agent.worker import allocator, process; allocator.keep_freed_buffers(); "
-    "torch.set_num_threads(1); "
-    "print(re.search(r'VmHWM:\\s*(\\d+) kB', open('/proc/self/status').read())[1])"
-)
+# Next to nothing: what its workers hold is what any worker holds, with its sockets and threads.
+_TINY: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 class PusherRunner(Group):
@@ -181,23 +180,21 @@ class PushBench:
         self._found(equal("the same plan once more: bytes of weights that move", moved, 0, f"{moved} bytes", "0 bytes"))
 
     def _load(self, plan: Plan) -> None:
-        """Workers load their shards: the most that each held, less what a worker holds without one."""
+        """Workers load their shards: the most that each held, less what it holds with next to nothing."""
         self._report("loading the shards")
-        bases = {name: self._worker_base(name) for name in self._names}
-        peaks = self._pusher.call("load", plan=self._json(plan), **self._paths())["peaks"]
-        self._pusher.call("unload")
+        tiny_dir = save_random_decoder(self._testbed.folder / "tiny", _TINY)
+        tiny = self._plan("hmp", self._names, read_spec(tiny_dir))
+        tiny_peaks = self._peaks(tiny, tiny_dir)
+        peaks = self._peaks(plan, self._model_dir)
         largest_chunk = max(chunk.num_bytes for chunk in self._refs)
-        beyond = {}
-        for rank, name in enumerate(self._names):
-            memory = plan.devices[rank].memory
-            beyond[name] = peaks[self._ids[name]] - bases[name] - memory.weights - memory.embeddings
-        most = max(beyond.values())
-        shard = max(device.memory.weights + device.memory.embeddings for device in plan.devices)
+        bases = [peak - held for peak, held in zip(tiny_peaks, _shard_bytes(tiny), strict=True)]
+        beyond = zip(peaks, bases, _shard_bytes(plan), strict=True)
+        most = max(peak - base - held for peak, base, held in beyond)
         self._found(
             at_most(
                 "a worker's peak while loading, beyond its base and its shard", most, largest_chunk,
-                f"{format_bytes(most)} (base {format_bytes(statistics.median(bases.values()))}, "
-                f"largest shard {format_bytes(shard)})",
+                f"{format_bytes(most)} (base {format_bytes(statistics.median(bases))}, "
+                f"largest shard {format_bytes(max(_shard_bytes(plan)))})",
                 f"at most one chunk: {format_bytes(largest_chunk)}",
             )
         )  # fmt: skip
@@ -271,9 +268,9 @@ class PushBench:
     def _wait_for(self, names: Sequence[str]) -> None:
         self._ids = {**self._ids, **self._pusher.call("devices", names=list(names))["ids"]}
 
-    def _plan(self, strategy: Strategy, names: Sequence[str]) -> Plan:
+    def _plan(self, strategy: Strategy, names: Sequence[str], spec: ModelSpec | None = None) -> Plan:
         ids = [self._ids[name] for name in names]
-        return shared_plan(self._spec, strategy, [1.0] * len(names), _PROMISE, ids)
+        return shared_plan(spec or self._spec, strategy, [1.0] * len(names), _PROMISE, ids)
 
     def _shards(self, plan: Plan) -> list[tuple[ChunkRef, ...]]:
         return [chunks_for_rank(self._refs, plan, rank) for rank in range(plan.num_ranks)]
@@ -307,13 +304,19 @@ class PushBench:
             agent.terminate()
             psutil.wait_procs([agent], 10)
 
-    def _worker_base(self, name: str) -> int:
-        done = self._testbed.popen(name, sys.executable, "-c", _WORKER_BASE, stdout=subprocess.PIPE)
-        output, _ = done.communicate(timeout=120)
-        return int(output) << 10
+    def _peaks(self, plan: Plan, model_dir: Path) -> list[int]:
+        """Of each rank's worker, in bytes, once all are connected."""
+        paths = {**self._paths(), "model_dir": str(model_dir)}
+        peaks = self._pusher.call("load", plan=self._json(plan), **paths)["peaks"]
+        self._pusher.call("unload")
+        return [peaks[device.device_id] for device in plan.devices]
 
     def _say(self, what: str, measured: str, value: float) -> None:
         self._found(Finding(what=what, measured=measured, value=value))
+
+
+def _shard_bytes(plan: Plan) -> list[int]:
+    return [device.memory.weights + device.memory.embeddings for device in plan.devices]
 
 
 def _bytes(chunks: Any) -> int:
