@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
@@ -77,6 +77,7 @@ def test_budgets_are_lowered_to_every_limit_and_never_raised(budgets: list[int],
         assert new.model_copy(update={"budget_bytes": old.budget_bytes}) == old
 
 
+@settings(max_examples=40)
 @given(st.floats(50, 3000), st.floats(5, 100), st.sampled_from(["auto", "hmp", "sp", "megatron-tp", "local"]))
 def test_no_plan_holds_more_than_a_limit(mebibytes: float, percent: float, strategy: str) -> None:
     goal = ServingGoal.model_validate(
