@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -136,12 +137,17 @@ class Group:
 
 
 class EngineRunners(Group):
-    """The worker's engine on every device; any number of plans stay loaded."""
+    """The worker's engine on every device; any number of plans stay loaded.
 
-    def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
+    `all_busy`: devices without a part in a step, or in a profile, compute meanwhile, each within its limits. Emulated
+    devices share cores, caches and memory, so that one is faster while others rest; real ones are not.
+    """
+
+    def __init__(self, testbed: Testbed, devices: Sequence[str], all_busy: bool = False) -> None:
         super().__init__(testbed, "runner")
         for name in devices:
             self.start(name, testbed.address(name))
+        self._devices = tuple(devices) if all_busy else ()
         self._plans: dict[str, Plan] = {}
 
     def load(self, plan_id: str, plan: Plan, model: StoredModel, encrypt: bool, link_bytes_per_second: float) -> None:
@@ -175,7 +181,9 @@ class EngineRunners(Group):
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> Sample:
         request = {"do": "run", "plan_id": plan_id, "num_rows": num_rows, "trace": trace}
-        answers = self.ask({device.name: request for device in self._plans[plan_id].devices})
+        names = [device.name for device in self._plans[plan_id].devices]
+        with self._others_busy(names):
+            answers = self.ask(dict.fromkeys(names, request))
         parts = list(answers.values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
@@ -207,8 +215,16 @@ class EngineRunners(Group):
     def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
         """All of these at the same time, with so many threads each: let no two of them share a core."""
         request = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
-        answers = self.ask({name: {**request, "num_threads": threads} for name, threads in devices.items()})
+        with self._others_busy(list(devices)):
+            answers = self.ask({name: {**request, "num_threads": threads} for name, threads in devices.items()})
         return {name: BlockProfile.model_validate(answer["blocks"]) for name, answer in answers.items()}
+
+    @contextmanager
+    def _others_busy(self, names: Sequence[str]) -> Iterator[None]:
+        others = [name for name in self._devices if name not in names]
+        self.ask({name: {"do": "begin_to_compute"} for name in others})
+        yield  # where what comes fails, the runners are ended with the testbed
+        self.ask({name: {"do": "end_computing"} for name in others})
 
     def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
         """Over the data plane's kind of socket."""

@@ -216,8 +216,9 @@ def markdown(rows: Sequence[GenerationRow]) -> str:
                 exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
                 lines += [
                     "",
-                    f"One exchange of partial sums takes {exchange:.2f} ms; a raw message of that size takes {ping:.2f} ms "
-                    f"one way ({exchange / ping:.2f} x), one each way at once {swap:.2f} ms ({exchange / swap:.2f} x).",
+                    f"One exchange of partial sums takes {exchange:.2f} ms. A raw ping of that size takes {2 * ping:.2f} ms "
+                    f"there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way ({exchange / ping:.2f} x); a raw "
+                    f"message each way at once {swap:.2f} ms ({exchange / swap:.2f} x).",
                 ]
         lines.append("")
     return "\n".join(lines)

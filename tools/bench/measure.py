@@ -141,7 +141,7 @@ class Bench:
             self._report(f"{self.scenario.name}: putting up {len(names)} devices")
             folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=self._folder))
             self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
-            self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names))
+            self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names, all_busy=True))
             self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report)
             self._gloo: GlooRunners | None = None
             if self._wants_gloo and len(names) > 1:

@@ -12,6 +12,7 @@ import math
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from hearth.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from tools.bench.child import serve
+from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
 _STEP_SECONDS = 60.0
@@ -94,6 +96,9 @@ class Runner:
         self._host = host
         self._loaded: dict[str, _Loaded] = {}
         self._probe: SocketTransport | None = None
+        self._busy = threading.Event()
+        self._layers: Layers | None = None
+        self._computing: threading.Thread | None = None
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -158,6 +163,24 @@ class Runner:
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump() for event in done.trace],
         }
+
+    def begin_to_compute(self) -> dict[str, Any]:
+        """Layers of no plan, until `end_computing`."""
+        self._layers = self._layers or Layers()
+        self._busy.set()
+        self._computing = threading.Thread(target=self._compute, args=(self._layers,), daemon=True)
+        self._computing.start()
+        return {}
+
+    def end_computing(self) -> dict[str, Any]:
+        self._busy.clear()
+        if self._computing is not None:
+            self._computing.join()
+        return {}
+
+    def _compute(self, layers: Layers) -> None:
+        while self._busy.is_set():
+            layers.run()
 
     def generate(self, plan_id: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
         """One answer, greedy. The other ranks follow until rank 0 has nothing more to do."""

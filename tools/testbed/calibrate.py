@@ -14,29 +14,43 @@ _COPIES = 4  # of the weights, in turn: in a model of 24 layers none is still in
 _RUNS = 9
 
 
-def measure() -> float:
-    """Elapsed seconds of the median run."""
-    import torch
-    from torch.nn import functional
+class Layers:
+    """Layers of random weights, one run after the other."""
 
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((3 * _HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (_FFN, _HIDDEN), (_HIDDEN, _FFN))
-    layers = [[torch.randn(shape, generator=generator) * 0.02 for shape in shapes] for _ in range(_COPIES)]
-    x_TH = torch.randn(_ROWS, _HIDDEN, generator=generator)
-    seconds = []
-    with torch.inference_mode():
-        for run in range(-1, _RUNS):
-            qkv, out, up, down = layers[run % _COPIES]
-            began = time.perf_counter()
-            parts = functional.linear(x_TH, qkv).view(_ROWS, 3, _HEADS, -1).permute(1, 2, 0, 3)
+    def __init__(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((3 * _HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (_FFN, _HIDDEN), (_HIDDEN, _FFN))
+        self._layers = [[torch.randn(shape, generator=generator) * 0.02 for shape in shapes] for _ in range(_COPIES)]
+        self._x_TH = torch.randn(_ROWS, _HIDDEN, generator=generator)
+        self._runs = 0
+
+    def run(self) -> None:
+        """The next one."""
+        import torch
+        from torch.nn import functional
+
+        qkv, out, up, down = self._layers[self._runs % _COPIES]
+        self._runs += 1
+        with torch.inference_mode():
+            parts = functional.linear(self._x_TH, qkv).view(_ROWS, 3, _HEADS, -1).permute(1, 2, 0, 3)
             attended = functional.scaled_dot_product_attention(parts[0][None], parts[1][None], parts[2][None])
             mixed = functional.linear(attended[0].transpose(0, 1).reshape(_ROWS, _HIDDEN), out)
-            normed = functional.layer_norm(mixed + x_TH, (_HIDDEN,))
+            normed = functional.layer_norm(mixed + self._x_TH, (_HIDDEN,))
             expanded = functional.linear(functional.gelu(functional.linear(normed, up)), down)
             functional.layer_norm(expanded + normed, (_HIDDEN,))
-            if run >= 0:  # the first one warms up
-                seconds.append(time.perf_counter() - began)
+
+
+def measure() -> float:
+    """Elapsed seconds of the median run."""
+    layers, seconds = Layers(), []
+    layers.run()  # warms up
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        layers.run()
+        seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 
 
