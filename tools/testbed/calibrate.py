@@ -25,15 +25,15 @@ class Layers:
         shapes = ((3 * _HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (_FFN, _HIDDEN), (_HIDDEN, _FFN))
         self._layers = [[torch.randn(shape, generator=generator) * 0.02 for shape in shapes] for _ in range(_COPIES)]
         self._x_TH = torch.randn(_ROWS, _HIDDEN, generator=generator)
-        self._runs = 0
+        self.num_runs = 0
 
     def run(self) -> None:
         """The next one."""
         import torch
         from torch.nn import functional
 
-        qkv, out, up, down = self._layers[self._runs % _COPIES]
-        self._runs += 1
+        qkv, out, up, down = self._layers[self.num_runs % _COPIES]
+        self.num_runs += 1
         with torch.inference_mode():
             parts = functional.linear(self._x_TH, qkv).view(_ROWS, 3, _HEADS, -1).permute(1, 2, 0, 3)
             attended = functional.scaled_dot_product_attention(parts[0][None], parts[1][None], parts[2][None])
