@@ -154,3 +154,9 @@ def test_a_quota_is_the_share_of_its_period_and_the_kernel_takes_both(share: flo
     assert quota / period == pytest.approx(share, abs=1 / period)
     assert quota >= 1000
     assert 1000 <= period <= 1_000_000
+
+
+def test_kernels_are_capped_to_the_class_of_device() -> None:
+    assert load_scenario("galaxy-c").devices[0].environment["MKL_ENABLE_INSTRUCTIONS"] == "SSE4_2"
+    assert load_scenario("slow-pcs").devices[0].environment["MKL_ENABLE_INSTRUCTIONS"] == "AVX2"
+    assert load_scenario("whole-cores").devices[0].environment == {}

@@ -26,7 +26,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 # a device of 0.45 core. With `scale_links` the rates are multiplied by this over what `calibrate` measures on the devices
 # here, so that the ratio of compute to traffic stays.
 NOMINAL_CORE_SECONDS = 0.243
-InstructionSet = Literal["native", "sse4.2"]
+InstructionSet = Literal["native", "avx2", "sse4.2"]
 _MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
 # Measured: in periods of less than a tick of the kernel a device gets up to a fifth less than its share.
 _MIN_PERIOD_MICROSECONDS = 4000
@@ -91,16 +91,21 @@ class Scenario(BaseModel):
         return self.model_copy(update={"devices": self.devices[:count]})
 
 
-def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
-    """What makes torch use no newer instructions than the emulated class of device has."""
-    if instruction_set == "native":
-        return {}
-    return {
+_CAPS: dict[InstructionSet, dict[str, str]] = {
+    "native": {},
+    "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "sse4.2": {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "MKL_CBWR": "COMPATIBLE",
+        "MKL_CBWR": "COMPATIBLE",  # the other is not obeyed on AMD
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
-    }
+    },
+}
+
+
+def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
+    """What makes torch use no newer instructions than the emulated class of device has."""
+    return _CAPS[instruction_set]
 
 
 def quota_and_period(cpu_share: float) -> tuple[int, int]:
