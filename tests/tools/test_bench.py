@@ -24,7 +24,7 @@ from hearth.model.families import FAMILIES
 from tools.bench import interrupts, paper, plots
 from tools.bench.bound import bound_seconds
 from tools.bench.generation import GenerationRow
-from tools.bench.load import Load, Process, foreign_ticks
+from tools.bench.load import Load, Process, calmest, foreign_ticks
 from tools.bench.measure import relative_error
 from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
 from tools.bench.profiles import drift_factors
@@ -146,6 +146,13 @@ def test_what_came_and_went_between_two_looks_is_counted_once() -> None:
 def test_a_disturbed_measurement_says_why(load: Load, said: str) -> None:
     assert said in load.distrust
     assert bool(load.distrust) == bool(said)
+
+
+def test_the_calmest_rounds_are_kept_in_their_order() -> None:
+    loads = [Load(0.3, 0.0, 0), Load(0.0, 0.02, 0), Load(0.0, 0.2, 0), Load(0.01, 0.0, 0)]
+    assert calmest(loads, 2) == [1, 3]
+    assert calmest(loads, 3) == [1, 2, 3]
+    assert calmest(loads[:1], 3) == [0]
 
 
 # ---- what is measured -------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Load:
     steal_share: float
     foreign_share: float
     run_queue: int  # the most tasks beside us that wanted a core between two steps
+    disturbed_rounds: int = 0  # that were run beside these and do not count
 
     @property
     def distrust(self) -> str:
@@ -77,6 +78,12 @@ def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Lo
         foreign_share=min(foreign / max(total, 1), 1.0),
         run_queue=max((max(after.runnable - 1, 0) for _, after in pairs), default=0),
     )
+
+
+def calmest(loads: Sequence[Load], count: int) -> list[int]:
+    """The indices, in order, of those in which the least was taken away."""
+    by_load = sorted(range(len(loads)), key=lambda index: loads[index].steal_share + loads[index].foreign_share)
+    return sorted(by_load[:count])
 
 
 def foreign_ticks(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> int:

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from hearth.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.interrupts import shielded
-from tools.bench.load import Load, Snapshot, load_between, snapshot
+from tools.bench.load import Load, Snapshot, calmest, load_between, snapshot
 from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
@@ -32,6 +32,7 @@ from tools.testbed import Scenario, Testbed
 MIN_ROUNDS = 5
 PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
 _TRACED_STEPS = 3
+_MOST_TIMES = 2  # as many rounds as asked for, where some are disturbed
 _RESERVE_BYTES = 1 << 30
 # How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
@@ -280,23 +281,34 @@ class Bench:
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
     def _rounds(self, loaded: Sequence[_Loaded], rounds: int) -> Load:
-        """One round to warm up, then the measured ones, then traced steps, which are not timed."""
+        """One round to warm up, then the measured ones, then traced steps, which are not timed.
+
+        Where the host or other programs took cores away in a round, another one is run, up to twice as many in all; the
+        calmest count, whatever their times are.
+        """
+        for each in loaded:
+            self._step(each)
         spans: list[tuple[Snapshot, Snapshot]] = []
-        for index in range(-1, rounds):
-            self._report(f"{self.scenario.name}: round {index + 1} of {rounds}")
+        samples: list[list[Sample]] = []  # by round, each in the order of `loaded`
+        calm = 0
+        while calm < rounds and len(spans) < _MOST_TIMES * rounds:
+            self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
-            for each in rotated(loaded, max(index, 0)):
-                sample = self._step(each)
-                if index >= 0:
-                    each.samples.append(sample)
-            if index >= 0:
-                spans.append((before, snapshot()))
+            taken = {each.key: self._step(each) for each in rotated(loaded, len(spans))}
+            spans.append((before, snapshot()))
+            samples.append([taken[each.key] for each in loaded])
+            calm += not load_between(spans[-1:], os.getpid()).distrust
+        kept = calmest([load_between([span], os.getpid()) for span in spans], rounds)
+        for index in kept:
+            for each, sample in zip(loaded, samples[index], strict=True):
+                each.samples.append(sample)
         for each in loaded:
             if each.plan is None:
                 each.traced.append(each.samples[-1])
             else:
                 each.traced += [self._engine.run(each.key, each.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
-        return load_between(spans, os.getpid())
+        load = load_between([spans[index] for index in kept], os.getpid())
+        return replace(load, disturbed_rounds=len(spans) - len(kept))
 
     def _step(self, each: _Loaded) -> Sample:
         if each.plan is None:
@@ -365,6 +377,8 @@ class Bench:
         if not error <= _TOLERANCE[entry.wire]:  # NaN too
             notes.append(f"its output is off by {error:.2g} of local's")
             values["wrong"] = True
+        if load.disturbed_rounds:
+            notes.append(f"{load.disturbed_rounds} rounds more, which were disturbed, do not count")
         if load.distrust:
             notes.append(f"untrusted: {load.distrust}")
             values["trusted"] = False
