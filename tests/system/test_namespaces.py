@@ -51,7 +51,7 @@ def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_pat
         try:
             testbed.start_agents()  # default ports: every device has its own
             testbed.start_coordinator(str(model_dir), "--strategy", "hmp", "--min-devices", "3")
-            status = wait_for("serving", serving, 90.0)
+            status = wait_for("serving", serving)
             assert [device["name"] for device in status["plan"]["devices"]] != []
             hosts = {f"{testbed.address(name)}:47800" for name in NAMES}
             assert {device["host"] for device in status["devices"]} == hosts
