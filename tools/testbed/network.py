@@ -14,9 +14,12 @@ from typing import NamedTuple
 from hearth.errors import BadSetting
 
 # A network card takes large segments from the kernel and cuts them itself; so must the bucket pass them whole, or the
-# emulated device pays for every packet. More than that would let a device that was silent send above its rate.
+# emulated device pays for every packet. More than that lets a device that was silent send above its rate for a moment, as
+# the buffers of a real switch do, and makes up for timers that come late: with 20 KiB, and all cores busy, a link of
+# 500 Mbit/s carried 63 % of its rate, with 2.5 ms' worth 89 %.
 _SEGMENT_BYTES = 16 << 10
-_BURST_BYTES = _SEGMENT_BYTES + (4 << 10)
+_LEAST_BURST_BYTES = _SEGMENT_BYTES + (4 << 10)
+_BURST_SECONDS = 2.5e-3
 _QUEUE_BYTES = 1 << 20
 _COMMAND_SECONDS = 20.0
 _BRIDGE = "bridge"
@@ -71,7 +74,8 @@ class Network:
         if not 0.008 <= mbit <= 100_000:
             raise BadSetting(setting="the rate of a link", reason=f"{mbit:g} Mbit/s; 0.008 to 100000 can be emulated")
         rate = f"{mbit * 1e6:.0f}bit"
-        shape = ("root", "tbf", "rate", rate, "burst", str(_BURST_BYTES), "limit", str(_QUEUE_BYTES))
+        burst = max(_LEAST_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_SECONDS))
+        shape = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", str(burst + _QUEUE_BYTES))
         _run("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
         _run("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
 
