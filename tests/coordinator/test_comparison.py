@@ -407,5 +407,5 @@ def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_pa
         for plan in plans:
             assert plan["failure"] is None
             assert len(plan["step_seconds"]) == 2
-            assert 0 < plan["min_seconds"] <= plan["median_seconds"] < 10
+            assert 0 < plan["min_seconds"] <= plan["median_seconds"]
         assert not any(home.worker_pid(name) for name in names)
