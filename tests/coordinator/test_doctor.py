@@ -238,7 +238,11 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
         ]
         await asyncio.gather(*(advertiser.start() for advertiser in advertisers))
         try:
-            return await doctor._look_around(home, ["127.0.0.1"], look_seconds=1.5)
+            for _ in range(20):  # on a busy machine multicast is late
+                found = await doctor._look_around(home, ["127.0.0.1"], look_seconds=1.5)
+                if any(finding.status == "problem" for finding in found):
+                    break
+            return found
         finally:
             await asyncio.gather(*(advertiser.stop() for advertiser in advertisers))
 

@@ -192,7 +192,7 @@ def test_too_many_requests_are_refused_and_an_app_that_is_killed_frees_its_own(
             with pytest.raises(QueueFull):
                 home.generate(token_ids=PROMPT, max_tokens=2).text()
             _drop_connection(other)
-            wait_for("room for a request", lambda: _is_served(home), 20.0)
+            wait_for("room for a request", lambda: _is_served(home))
 
 
 def _drop_connection(home: Home) -> None:

@@ -97,7 +97,7 @@ def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(
             int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_worker_of(int(pid), house.pid(victim))
         ]
         os.kill(worker, signal.SIGKILL)
-        wait_for("the loss to be seen", lambda: "worker" in home.status().last_error, 10.0)
+        wait_for("the loss to be seen", lambda: "worker" in home.status().last_error)
         assert_equal(home.infer(image(), timeout_seconds=60.0), reference(model, image()))
         after = home.status().graph_plan
         assert after is not None
@@ -124,15 +124,13 @@ def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_fligh
         try:
             wait_for("answers", lambda: len(load.answers) > 10)
             victim = plan.devices[-1].name
-            began = time.monotonic()
             house.kill(victim)
-            wait_for("an error", lambda: load.errors, 15.0)
-            wait_for("serving to go on", lambda: home.ready() and home.status().graph_plan.epoch > plan.epoch, 40.0)  # type: ignore[union-attr]
+            wait_for("an error", lambda: load.errors)
+            wait_for("serving to go on", lambda: home.ready() and home.status().graph_plan.epoch > plan.epoch)  # type: ignore[union-attr]
             count = len(load.answers)
             wait_for("answers again", lambda: len(load.answers) > count + 10)
         finally:
             load.end()
-        assert time.monotonic() - began < 60
         assert all(isinstance(error, DeviceLost | WorkerDied | StepFailed | NotServing) for error in load.errors)
         assert len(load.errors) <= load.threads * 3
         after = home.status().graph_plan

@@ -132,7 +132,7 @@ def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
 
 def test_a_second_coordinator_is_told_that_the_agents_are_busy(pair: TestHome) -> None:
     pair.start_coordinator(name="second")
-    wait_for("the second coordinator's complaint", lambda: "already works for" in _devices_of_second(pair), 20.0)
+    wait_for("the second coordinator's complaint", lambda: "already works for" in _devices_of_second(pair))
     os.kill(pair.pid("second"), signal.SIGTERM)
     pair.wait("second")
     with pair.connect() as home:
@@ -299,7 +299,7 @@ def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Pat
             house.kill(name)
         for pid in workers:
             assert pid is not None
-            wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid), 10.0)
+            wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
         lost = sorted(chunks)[::10]  # as if the cut had come in the middle of a push
         for path in lost:
             path.unlink()
@@ -347,7 +347,6 @@ def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(
             state = wait_for(
                 "the complaint",
                 lambda: "bytes are missing" in home.readiness().state and home.readiness(),
-                40.0,
             )
             assert not state.ready
             with pytest.raises(NotServing, match="bytes are missing"):
@@ -360,7 +359,7 @@ def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, known: Pat
         house.start_agent("a", "--store-bytes", "1MiB")
         house.start_coordinator()
         with house.connect() as home:
-            wait_for("the complaint", lambda: "cannot take" in home.readiness().state, 40.0)
+            wait_for("the complaint", lambda: "cannot take" in home.readiness().state)
             assert [device.state for device in home.devices().devices] == ["alive"]
 
 
@@ -380,7 +379,6 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, know
             wait_for(
                 "serving to begin anew",
                 lambda: "restarted" in home.status().last_error or not home.ready(),
-                20.0,
             )
             home.wait_ready(60.0)
             assert np.array_equal(home.hidden_states(TOKENS), before)
