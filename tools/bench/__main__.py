@@ -35,7 +35,7 @@ from tools.bench.drive import StoredModel
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, emulated, temporary_folder
 from tools.bench.paper import ENVIRONMENTS, Wanted
 from tools.bench.plans import NAMES, entries, parse_names, parse_wires
-from tools.bench.rows import Row, as_json, by_setting, check_writable, footnotes, markdown, rich_table
+from tools.bench.rows import Row, as_json, by_setting, check_files, check_writable, footnotes, markdown, rich_table
 from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
 from tools.testbed import Scenario, load_scenario
 from tools.testbed.cluster import check_possible
@@ -80,8 +80,8 @@ class Files:
 
     def check(self) -> None:
         """Raises BadSetting."""
-        for setting, path in (("--json", self.json), ("--markdown", self.markdown), ("--plot", self.plot)):
-            check_writable(setting, path)
+        check_files(self.json, self.markdown)
+        check_writable("--plot", self.plot)
         if self.plot is not None:
             plots.check_plots()
 
@@ -285,8 +285,7 @@ def generate(
     """How fast a decoder of random weights generates: one device, two, and transformers (bfloat16) on one."""
     if weights not in get_args(WeightFormat):
         raise BadSetting(setting="--weights", reason=f"'{weights}' is none of {', '.join(get_args(WeightFormat))}")
-    for setting, path in (("--json", json), ("--markdown", markdown)):
-        check_writable(setting, path)
+    check_files(json, markdown)
     chosen = load_scenario(scenario)
     if len(chosen.devices) < 2:
         raise BadSetting(setting="--scenario", reason=f"{chosen.name} has one device; two are compared")

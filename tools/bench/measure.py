@@ -289,16 +289,16 @@ class Bench:
         for each in loaded:
             self._step(each)
         spans: list[tuple[Snapshot, Snapshot]] = []
+        loads: list[Load] = []
         samples: list[list[Sample]] = []  # by round, each in the order of `loaded`
-        calm = 0
-        while calm < rounds and len(spans) < _MOST_TIMES * rounds:
+        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_TIMES * rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
             taken = {each.key: self._step(each) for each in rotated(loaded, len(spans))}
             spans.append((before, snapshot()))
             samples.append([taken[each.key] for each in loaded])
-            calm += not load_between(spans[-1:], os.getpid()).distrust
-        kept = calmest([load_between([span], os.getpid()) for span in spans], rounds)
+            loads.append(load_between(spans[-1:], os.getpid()))
+        kept = calmest(loads, rounds)
         for index in kept:
             for each, sample in zip(loaded, samples[index], strict=True):
                 each.samples.append(sample)
