@@ -14,11 +14,16 @@ from hearth.model.spec import ModelSpec
 Strategy = Literal["local", "megatron-tp", "sp", "hmp", "pipeline"]
 Values = Literal["exact", "bf16", "fp16", "int8"]
 Placement = Literal["sharded", "replicated"]
-# A step may take this many times its predicted time before a wait inside it gives up ...
+# A wait for a peer may take this many times what the whole step or request is predicted to take ...
 _WAIT_FACTOR = 20.0
-# ... but never less: the prediction knows nothing of a cold cache or a busy household.
-_MIN_WAIT_SECONDS = 2.0
+# ... but never less than this: the prediction knows nothing of a busy household, and heartbeats tell of a lost device.
+_MIN_WAIT_SECONDS = 5.0
 STRATEGIES: tuple[Strategy, ...] = ("local", "megatron-tp", "sp", "hmp", "pipeline")
+
+
+def patience_seconds(predicted_seconds: float) -> float:
+    """How long a wait for a peer may last inside something that is predicted to take so long."""
+    return max(_MIN_WAIT_SECONDS, _WAIT_FACTOR * predicted_seconds)
 
 
 class WireFormat(BaseModel):
@@ -261,8 +266,7 @@ class Plan(BaseModel):
 
     def wait_seconds(self, num_rows: int) -> float:
         """How long a wait for a peer may last in a step of so many rows, from the plan's own prediction."""
-        scale = max(num_rows / self.seq_len, 1.0)
-        return max(_MIN_WAIT_SECONDS, _WAIT_FACTOR * self.predicted.total_seconds * scale)
+        return patience_seconds(self.predicted.total_seconds * max(num_rows / self.seq_len, 1.0))
 
     def with_epoch(self, epoch: int) -> Plan:
         return self.model_copy(update={"epoch": epoch})

@@ -7,13 +7,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hearth.errors import BadPlan
-from hearth.plan import Alternative, MemoryUse, WireFormat
+from hearth.plan import Alternative, MemoryUse, WireFormat, patience_seconds
 
 Objective = Literal["latency", "throughput"]
-# A request may take this many times its predicted time before a wait inside it gives up ...
-_WAIT_FACTOR = 20.0
-# ... but never less: the prediction knows nothing of a cold cache or a busy household.
-_MIN_WAIT_SECONDS = 5.0
 
 
 class Segment(BaseModel):
@@ -80,7 +76,7 @@ class GraphPlan(BaseModel):
     @property
     def wait_seconds(self) -> float:
         """How long a wait for a peer may last in one request, from the plan's own prediction."""
-        return max(_MIN_WAIT_SECONDS, _WAIT_FACTOR * self.predicted.latency_seconds)
+        return patience_seconds(self.predicted.latency_seconds)
 
     def with_epoch(self, epoch: int) -> GraphPlan:
         return self.model_copy(update={"epoch": epoch})

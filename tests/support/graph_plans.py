@@ -39,5 +39,5 @@ def make_graph_plan(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         wire=wire,
-        predicted=GraphPrediction(latency_seconds=0.1, bottleneck_seconds=0.1),
+        predicted=GraphPrediction(latency_seconds=3.0, bottleneck_seconds=3.0),  # waits last a minute
     )

@@ -61,7 +61,7 @@ def make_plan(
         PlannedDevice(device_id=f"id{r}", name=f"device{r}", memory=memory, budget_bytes=0, compute_seconds=0.0)
         for r in range(len(weights))
     )
-    predicted = Prediction(total_seconds=0.1, compute_seconds=0.1, transfer_seconds=0.0)
+    predicted = Prediction(total_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0)  # waits last a minute
     return Plan(
         epoch=epoch, model=spec, planner="test", seq_len=spec.max_positions, devices=devices,
         body=_body(spec, strategy, weights, row_weights, overlap, modes), wire=wire, predicted=predicted,
