@@ -817,7 +817,7 @@ def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
             await server.close()
             with pytest.raises(ConnectionLost):
                 await answer.text()
-            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=10)
+            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=30)
             asking = asyncio.create_task(fresh.text())
             await asyncio.sleep(0.2)
             assert served.asked == 1
@@ -854,7 +854,7 @@ class Background:
 
     def __enter__(self) -> Background:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(30)
         return self
 
     def __exit__(self, *_: object) -> None:

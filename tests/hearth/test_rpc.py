@@ -364,9 +364,12 @@ def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: py
         raw.connect(client.endpoint)
         closed.clear()
         await raw.send_multipart([bytes(8), encode(Generate(prompt="large", max_tokens=ENDLESS))])
+        answered_before = 0
         while not closed:
-            await client.call(Done(), timeout_seconds=2.5)  # answered while the other's buffer is full
+            await client.call(Done(), timeout_seconds=30)
+            answered_before += not closed  # while the other's buffer is full
             await asyncio.sleep(0.01)
+        assert answered_before
         raw.close()
 
     run(scenario)

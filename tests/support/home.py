@@ -50,7 +50,7 @@ class TestHome:
                 process.terminate()
         for process in self._processes.values():
             try:
-                process.wait(10)
+                process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -83,7 +83,7 @@ class TestHome:
 
         def attempt() -> Home | None:
             try:
-                return connect(address, key=key or self.key, timeout_seconds=5.0, interfaces=[LOOPBACK])
+                return connect(address, key=key or self.key, timeout_seconds=15.0, interfaces=[LOOPBACK])
             except HearthError:
                 return None
 
@@ -110,7 +110,7 @@ class TestHome:
 
     def kill(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGKILL)
-        self._processes[name].wait(10)
+        self._processes[name].wait(30)
 
     def wait(self, name: str, seconds: float = 30.0) -> int:
         return self._processes[name].wait(seconds)

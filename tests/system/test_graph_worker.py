@@ -168,11 +168,11 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
                 np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
         # Bad requests are answered, and nothing of them stays.
-        step = RunGraph(holder=HOLDER, epoch=1, step=20, timeout_seconds=5.0)
+        step = RunGraph(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
             await agents.ask(next(rank for rank in range(2) if routes_of(plan, rank).fed), step)
         with pytest.raises(BadRequest, match="does not take RunStep"):
-            await agents.ask(0, RunStep(holder=HOLDER, epoch=1, step=1, output="hidden", timeout_seconds=5.0))
+            await agents.ask(0, RunStep(holder=HOLDER, epoch=1, step=1, output="hidden", timeout_seconds=30.0))
 
         # Only one rank is asked: the others send it nothing, and it says what it waits for.
         waiting = next(rank for rank in range(2) if routes_of(plan, rank).awaited)

@@ -197,7 +197,7 @@ def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Mess
         context = zmq.asyncio.Context()
         client = RpcClient(context, f"tcp://{LOOPBACK}:{pair.port('a')}", agent_access(credential), "test")
         try:
-            return (await client.call(message, timeout_seconds=5.0)).message
+            return (await client.call(message, timeout_seconds=30.0)).message
         finally:
             await client.close()
             context.destroy(linger=0)
@@ -207,7 +207,7 @@ def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Mess
 
 def test_another_homes_key_finds_nothing_and_opens_nothing(pair: TestHome) -> None:
     with pytest.raises(WrongKey):
-        connect(f"{LOOPBACK}:{pair.port('coordinator')}", key=new_home_key(), timeout_seconds=5.0)
+        connect(f"{LOOPBACK}:{pair.port('coordinator')}", key=new_home_key(), timeout_seconds=30.0)
     with pytest.raises(WrongKey):
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
