@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -21,10 +22,10 @@ from support.waiting import wait_for
 
 from hearth.errors import BadSetting
 from hearth.model.families import FAMILIES
-from tools.bench import interrupts, paper, plots
+from tools.bench import interrupts, load, paper, plots
 from tools.bench.bound import bound_seconds
 from tools.bench.generation import GenerationRow
-from tools.bench.load import Load, Process, calmest, foreign_ticks
+from tools.bench.load import Load, Process, calmest, calmest_of, foreign_ticks
 from tools.bench.measure import relative_error
 from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
 from tools.bench.profiles import drift_factors
@@ -153,6 +154,16 @@ def test_the_calmest_rounds_are_kept_in_their_order() -> None:
     assert calmest(loads, 2) == [1, 3]
     assert calmest(loads, 3) == [1, 2, 3]
     assert calmest(loads[:1], 3) == [0]
+
+
+@pytest.mark.parametrize(("loud", "measured"), [([0.0], 1), ([0.3, 0.0], 2), ([0.3, 0.1, 0.2], 2)])
+def test_what_was_measured_in_the_calmest_moment_counts(
+    loud: list[float], measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter(loud)
+    monkeypatch.setattr(load, "load_between", lambda *_: Load(next(loads), 0.0, 0))
+    assert calmest_of(itertools.count(1).__next__, 3) == measured
+    assert next(loads, None) is None
 
 
 # ---- what is measured -------------------------------------------------------------------------------------------------
