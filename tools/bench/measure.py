@@ -191,17 +191,24 @@ class Bench:
         plans, rows = self._plans(setting, model, cluster, notes)
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
-        loaded = [_Loaded(setting, prefix + entry.key, entry, plan, notes[entry]) for entry, plan in plans.items()]
+        loaded: list[_Loaded] = []
+        for entry, plan in plans.items():
+            twin = next((each for each in loaded if _run_alike(each, entry, plan)), None)
+            key = prefix + entry.key if twin is None else twin.key
+            said = (
+                [] if twin is None else [f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once"]
+            )
+            loaded.append(_Loaded(setting, key, entry, plan, notes[entry] + said))
         alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, model, REFERENCE, setting)
         expected = self._engine.run(alone, setting.seq_len).sums
-        for each in loaded:
+        for each in _once(loaded):
             if each.plan is not None:
                 self._load(each.key, each.plan, model, each.entry, setting)
             elif self._gloo is not None:
                 self._gloo.join(names)
                 self._gloo.load(model)
-        keys = (alone, *(each.key for each in loaded if each.plan is not None))
+        keys = (alone, *(each.key for each in _once(loaded) if each.plan is not None))
         return _Prepared(setting, model, loaded, rows, expected, keys)
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
@@ -286,7 +293,8 @@ class Bench:
         Where the host or other programs took cores away in a round, another one is run, up to twice as many in all; the
         calmest count, whatever their times are.
         """
-        for each in loaded:
+        once = _once(loaded)
+        for each in once:
             self._step(each)
         spans: list[tuple[Snapshot, Snapshot]] = []
         loads: list[Load] = []
@@ -294,7 +302,7 @@ class Bench:
         while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_TIMES * rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
-            taken = {each.key: self._step(each) for each in rotated(loaded, len(spans))}
+            taken = {each.key: self._step(each) for each in rotated(once, len(spans))}
             spans.append((before, snapshot()))
             samples.append([taken[each.key] for each in loaded])
             loads.append(load_between(spans[-1:], os.getpid()))
@@ -302,11 +310,9 @@ class Bench:
         for index in kept:
             for each, sample in zip(loaded, samples[index], strict=True):
                 each.samples.append(sample)
+        traced = {each.key: self._traced(each) for each in once}
         for each in loaded:
-            if each.plan is None:
-                each.traced.append(each.samples[-1])
-            else:
-                each.traced += [self._engine.run(each.key, each.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
+            each.traced += traced[each.key]
         load = load_between([spans[index] for index in kept], os.getpid())
         return replace(load, disturbed_rounds=len(spans) - len(kept))
 
@@ -315,6 +321,11 @@ class Bench:
             assert self._gloo is not None
             return self._gloo.run(each.setting.seq_len, each.entry.wire)
         return self._engine.run(each.key, each.setting.seq_len)
+
+    def _traced(self, each: _Loaded) -> list[Sample]:
+        if each.plan is None:
+            return each.samples[-1:]
+        return [self._engine.run(each.key, each.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
@@ -384,6 +395,20 @@ class Bench:
             values["trusted"] = False
         row = self._empty_row(entry, setting, model)
         return Row.model_validate({**row.model_dump(), **values, "notes": tuple(notes)})
+
+
+def _run_alike(each: _Loaded, entry: Entry, plan: Plan | None) -> bool:
+    """Whether a step of both is the same: a difference of their times would be chance."""
+    if plan is None or each.plan is None or each.plan.body != plan.body:
+        return False
+    if [device.device_id for device in each.plan.devices] != [device.device_id for device in plan.devices]:
+        return False
+    return plan.num_ranks == 1 or (each.plan.wire, each.entry.encrypt) == (plan.wire, entry.encrypt)
+
+
+def _once(loaded: Sequence[_Loaded]) -> list[_Loaded]:
+    """One for each key."""
+    return list({each.key: each for each in reversed(loaded)}.values())[::-1]
 
 
 def relative_error(sums: Sequence[float], expected: Sequence[float]) -> float:
