@@ -37,7 +37,7 @@ def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_pat
             """From another device than the coordinator's, which it has to find."""
             done = subprocess.run(
                 testbed.command("two", "hearth", *arguments),
-                capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **testbed.environment()},
+                capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **testbed.environment()},
             )  # fmt: skip
             return done.stdout if done.returncode == 0 else None
 

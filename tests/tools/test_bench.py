@@ -446,7 +446,7 @@ def start(files: Path, *options: str) -> subprocess.Popen[str]:
 def test_all_strategies_run_and_agree(files: Path) -> None:
     running = start(files, "--rounds", "5", "--wires", "exact,fp16,bf16,int8", "--plain", "--mbit", "100",
                     "--json", str(files / "rows.json"), "--markdown", str(files / "rows.md"))  # fmt: skip
-    said, complained = running.communicate(timeout=120)
+    said, complained = running.communicate(timeout=400)
     assert running.returncode == 0, said + complained
     rows = [Row.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
     assert {each.strategy for each in rows} == set(NAMES)
@@ -514,7 +514,7 @@ def generate(files: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tools.bench", "generate", "--config", str(files / "llama.json"), *options],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"},
-        capture_output=True, text=True, check=False, timeout=180,
+        capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
 
 
@@ -557,7 +557,7 @@ def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) ->
         interrupt = os.killpg if to_all else os.kill
         interrupt(process.pid, signal.SIGINT)
         interrupt(process.pid, signal.SIGINT)  # impatience changes nothing
-        said, complained = process.communicate(timeout=60)
+        said, complained = process.communicate(timeout=180)
     finally:
         if process.poll() is None:
             process.kill()

@@ -87,7 +87,7 @@ def traces() -> dict[str, set[str]]:
 
 
 def command(*arguments: str) -> str:
-    return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=180).stdout
 
 
 def python(testbed: Testbed, device: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -220,7 +220,7 @@ with Testbed(Scenario.model_validate_json(sys.argv[1]), Path(sys.argv[2])) as te
 def cli(*arguments: str, expect: int = 0) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tools.testbed", *arguments],
-        capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False, env={**os.environ, "COLUMNS": "120"},
+        capture_output=True, text=True, timeout=180, cwd=REPOSITORY, check=False, env={**os.environ, "COLUMNS": "120"},
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == expect, done.stdout + done.stderr
