@@ -224,7 +224,7 @@ def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_su
             assert victim is not None
             failure = _fail_in_mid_request(home, lambda: os.kill(victim, signal.SIGKILL))
             assert isinstance(failure[0], WorkerDied)
-            assert failure[1] < 5.0
+            assert failure[1] < 20.0  # long before the request gives up by itself
             again = home.hidden_states([7] * 64, timeout_seconds=60.0)
             assert again.shape == (64, 512)
             plan = home.status().plan
@@ -247,7 +247,7 @@ def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(
             try:
                 failure = _fail_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
                 assert isinstance(failure[0], DeviceLost | StepFailed)
-                assert failure[1] < 5.0
+                assert failure[1] < 20.0  # long before the request gives up by itself
                 assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
                 plan = home.status().plan
                 assert plan is not None
@@ -268,18 +268,18 @@ def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
         while not caught:
             try:
                 busy.set()
-                home.hidden_states([7] * 512, timeout_seconds=30.0)
+                home.hidden_states([7] * 512, timeout_seconds=60.0)
             except HearthError as error:
                 caught.append((error, time.monotonic() - harmed[0]))
 
     asking = threading.Thread(target=ask)
     asking.start()
-    busy.wait(10)
+    busy.wait(60)
     served = home.status().served_requests
     wait_for("a request to be served", lambda: home.status().served_requests > served)
     harmed.append(time.monotonic())
     harm()  # type: ignore[operator]
-    asking.join(30)
+    asking.join(90)
     assert caught, "the request went on without the device"
     return caught[0]
 
