@@ -119,7 +119,7 @@ def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> No
 
 
 def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
-    with pair.connect() as home:
+    with pair.ready() as home:
         status, devices = home.status(), home.devices()
     assert status.plan is not None
     assert status.plan.body.strategy == "hmp"
