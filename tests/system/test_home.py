@@ -120,6 +120,7 @@ def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> No
 
 def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
     with pair.ready() as home:
+        wait_for("a heartbeat of both", lambda: all(device.worker == "ready" for device in home.devices().devices))
         status, devices = home.status(), home.devices()
     assert status.plan is not None
     assert status.plan.body.strategy == "hmp"
