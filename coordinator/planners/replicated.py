@@ -44,6 +44,17 @@ def replicate(request: PlanRequest, plan: Plan) -> Plan:
     return best
 
 
+def rough_seconds(request: PlanRequest, plan: Plan) -> float:
+    """About what `replicate` makes of the plan, for one simulation: with all groups of as many layers as fit, or none."""
+    if not request.may_replicate:
+        return seconds_of(plan)
+    modes = [plan.body.mode(layer) for layer in range(request.spec.num_layers)]
+    whole = [LayerMode(qkv="replicated", out="replicated", mlp="replicated")] * len(modes)
+    count = _most_layers(request, plan.body, modes, whole)
+    body = plan.body.model_copy(update={"modes": (*whole[:count], *modes[count:])})
+    return min(seconds_of(plan), seconds_of(price(request, request.cluster, body, plan.planner)))
+
+
 def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPlan]:
     """Every plan with one more kind of group replicated, in as many layers as fit, for each way of splitting the rows."""
     num_layers = request.spec.num_layers

@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
-from coordinator.costs import predict, predicted_timeline
+from coordinator.costs import predict, predicted_timeline, seconds_of
 from coordinator.memory import memory_use
 from coordinator.planners import PlanRequest
 from coordinator.planners import make_plan as plan_for
+from coordinator.planners.auto import plan_strategy
 from coordinator.planners.base import missing_bytes
 from coordinator.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
+from coordinator.planners.replicated import replicate
 from coordinator.simulator import Task, simulate
 from coordinator.step_graph import StepGraph
 from hearth.errors import ModelDoesNotFit
@@ -290,6 +292,14 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
         for s in speeds
     )
     assert plan.predicted.total_seconds <= best * 1.0001
+
+
+@given(st.floats(10, 500), st.sampled_from([900 << 20, 1300 << 20, 8 << 30]))
+@settings(max_examples=20, deadline=None)
+def test_auto_sees_that_replicating_pays_on_more_devices_than_sharding(mbit: float, budget: int) -> None:
+    problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
+    on_all = replicate(problem, plan_strategy(problem, "hmp"))
+    assert seconds_of(plan_for(problem)) <= 1.01 * seconds_of(on_all)
 
 
 def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:

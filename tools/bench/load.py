@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 _KTHREADD = 2  # parent of the kernel's threads: what they do, they do for us as well
 _TRUSTED_SHARE = 0.05
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class Process(NamedTuple):
@@ -87,11 +87,11 @@ def calmest(loads: Sequence[Load], count: int) -> list[int]:
     return sorted(by_load[:count])
 
 
-def calmest_of(measure: Callable[[], Result], most_times: int) -> Result:
+def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
     """What `measure` gives, undisturbed; else the calmest of `most_times`, whatever they gave."""
     loads: list[Load] = []
-    results: list[Result] = []
-    while len(results) < most_times and not any(not load.distrust for load in loads):
+    results: list[_Result] = []
+    while len(results) < most_times and (not loads or loads[-1].distrust):
         before = snapshot()
         results.append(measure())
         loads.append(load_between([(before, snapshot())], os.getpid()))

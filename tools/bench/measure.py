@@ -32,7 +32,7 @@ from tools.testbed import Scenario, Testbed
 MIN_ROUNDS = 5
 PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
 _TRACED_STEPS = 3
-_MOST_TIMES = 2  # as many rounds as asked for, where some are disturbed
+_MOST_ROUNDS = 2  # times as many as asked for, where some are disturbed
 _RESERVE_BYTES = 1 << 30
 # How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
@@ -53,14 +53,13 @@ class Setting:
 
 
 @dataclass
-class _Loaded:
-    """One entry, ready to run."""
+class _Run:
+    """A plan that is loaded, and what its steps took. Entries whose steps are the same share one."""
 
-    setting: Setting
     key: str  # of its plan among the runners
+    setting: Setting
     entry: Entry
     plan: Plan | None  # none for gloo
-    notes: list[str]
     samples: list[Sample] = field(default_factory=list)
     traced: list[Sample] = field(default_factory=list)
 
@@ -71,10 +70,15 @@ class _Prepared:
 
     setting: Setting
     model: StoredModel
-    loaded: list[_Loaded]
+    runs: dict[Entry, _Run]
+    notes: dict[Entry, list[str]]
     rows: dict[Entry, Row]  # of what cannot run
     expected: list[float]  # sums of the reference's output
     keys: tuple[str, ...]  # of all plans that are loaded
+
+    @property
+    def distinct(self) -> list[_Run]:
+        return list({run.key: run for run in self.runs.values()}.values())
 
 
 class Models:
@@ -166,18 +170,15 @@ class Bench:
         if least < MIN_ROUNDS:
             raise BadSetting(setting="--rounds", reason=f"{least} say nothing; at least {MIN_ROUNDS}")
         prepared = [self._prepare(setting, f"{index}-") for index, setting in enumerate(settings)]
-        load = self._rounds([each for one in prepared for each in one.loaded], least)
+        load = self._rounds([run for one in prepared for run in one.distinct], least)
         # Not where something has failed: then runners may still be busy, and are ended with the testbed.
         for key in (key for one in prepared for key in one.keys):
             self._engine.unload(key)
         rows: list[Row] = []
         for one in prepared:
-            if self._gloo is not None and any(each.plan is None for each in one.loaded):
+            if self._gloo is not None and any(run.plan is None for run in one.distinct):
                 self._gloo.unload()
-            measured = {each.entry: each for each in one.loaded}
-            for each in one.loaded:
-                one.rows[each.entry] = self._row(each, one.model, one.expected, load, measured)
-            rows += [one.rows[entry] for entry in one.setting.entries]
+            rows += [one.rows.get(entry) or self._row(entry, one, load) for entry in one.setting.entries]
         return rows
 
     def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
@@ -191,25 +192,22 @@ class Bench:
         plans, rows = self._plans(setting, model, cluster, notes)
         reference = reference_plan(model.spec, cluster, setting.seq_len)
         self._check_memory([plan for plan in plans.values() if plan is not None] + [reference], model)
-        loaded: list[_Loaded] = []
-        for entry, plan in plans.items():
-            twin = next((each for each in loaded if _run_alike(each, entry, plan)), None)
-            key = prefix + entry.key if twin is None else twin.key
-            said = (
-                [] if twin is None else [f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once"]
-            )
-            loaded.append(_Loaded(setting, key, entry, plan, notes[entry] + said))
         alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, model, REFERENCE, setting)
-        expected = self._engine.run(alone, setting.seq_len).sums
-        for each in _once(loaded):
-            if each.plan is not None:
-                self._load(each.key, each.plan, model, each.entry, setting)
+        prepared = _Prepared(setting, model, {}, notes, rows, self._engine.run(alone, setting.seq_len).sums, (alone,))
+        for entry, plan in plans.items():
+            run = _Run(prefix + entry.key, setting, entry, plan)
+            twin = next((other for other in prepared.distinct if _run_alike(run, other)), None)
+            prepared.runs[entry] = twin or run
+            if twin is not None:
+                notes[entry].append(f"its plan is that of {twin.entry.strategy} {twin.entry.wire}: measured once")
+            elif plan is not None:
+                self._load(run.key, plan, model, entry, setting)
+                prepared.keys += (run.key,)
             elif self._gloo is not None:
                 self._gloo.join(names)
                 self._gloo.load(model)
-        keys = (alone, *(each.key for each in _once(loaded) if each.plan is not None))
-        return _Prepared(setting, model, loaded, rows, expected, keys)
+        return prepared
 
     # ---- before the rounds ----------------------------------------------------------------------------------------
 
@@ -287,45 +285,40 @@ class Bench:
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
-    def _rounds(self, loaded: Sequence[_Loaded], rounds: int) -> Load:
+    def _rounds(self, runs: Sequence[_Run], rounds: int) -> Load:
         """One round to warm up, then the measured ones, then traced steps, which are not timed.
 
         Where the host or other programs took cores away in a round, another one is run, up to twice as many in all; the
         calmest count, whatever their times are.
         """
-        once = _once(loaded)
-        for each in once:
-            self._step(each)
+        for run in runs:
+            self._step(run)
         spans: list[tuple[Snapshot, Snapshot]] = []
         loads: list[Load] = []
-        samples: list[list[Sample]] = []  # by round, each in the order of `loaded`
-        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_TIMES * rounds:
+        samples: list[dict[str, Sample]] = []  # by round and key
+        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < _MOST_ROUNDS * rounds:
             self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
             before = snapshot()
-            taken = {each.key: self._step(each) for each in rotated(once, len(spans))}
+            samples.append({run.key: self._step(run) for run in rotated(runs, len(spans))})
             spans.append((before, snapshot()))
-            samples.append([taken[each.key] for each in loaded])
             loads.append(load_between(spans[-1:], os.getpid()))
         kept = calmest(loads, rounds)
-        for index in kept:
-            for each, sample in zip(loaded, samples[index], strict=True):
-                each.samples.append(sample)
-        traced = {each.key: self._traced(each) for each in once}
-        for each in loaded:
-            each.traced += traced[each.key]
+        for run in runs:
+            run.samples += [samples[index][run.key] for index in kept]
+            run.traced += self._traced(run)
         load = load_between([spans[index] for index in kept], os.getpid())
         return replace(load, disturbed_rounds=len(spans) - len(kept))
 
-    def _step(self, each: _Loaded) -> Sample:
-        if each.plan is None:
+    def _step(self, run: _Run) -> Sample:
+        if run.plan is None:
             assert self._gloo is not None
-            return self._gloo.run(each.setting.seq_len, each.entry.wire)
-        return self._engine.run(each.key, each.setting.seq_len)
+            return self._gloo.run(run.setting.seq_len, run.entry.wire)
+        return self._engine.run(run.key, run.setting.seq_len)
 
-    def _traced(self, each: _Loaded) -> list[Sample]:
-        if each.plan is None:
-            return each.samples[-1:]
-        return [self._engine.run(each.key, each.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
+    def _traced(self, run: _Run) -> list[Sample]:
+        if run.plan is None:
+            return run.samples[-1:]
+        return [self._engine.run(run.key, run.setting.seq_len, True) for _ in range(_TRACED_STEPS)]
 
     # ---- after the rounds -----------------------------------------------------------------------------------------
 
@@ -346,29 +339,22 @@ class Bench:
             encrypted=entry.encrypt,
         )
 
-    def _row(
-        self,
-        each: _Loaded,
-        model: StoredModel,
-        expected: Sequence[float],
-        load: Load,
-        measured: Mapping[Entry, _Loaded],
-    ) -> Row:
-        setting, entry, plan = each.setting, each.entry, each.plan
-        seconds = [sample.seconds for sample in each.samples]
+    def _row(self, entry: Entry, prepared: _Prepared, load: Load) -> Row:
+        setting, run = prepared.setting, prepared.runs[entry]
+        plan, seconds = run.plan, [sample.seconds for sample in run.samples]
         median = statistics.median(seconds)
         values: dict[str, object] = {
             "median_seconds": median, "min_seconds": min(seconds), "max_seconds": max(seconds), "rounds": len(seconds),
-            "bytes_sent": each.traced[-1].sent_bytes, "steal_share": load.steal_share,
+            "bytes_sent": run.traced[-1].sent_bytes, "steal_share": load.steal_share,
             "foreign_share": load.foreign_share, "run_queue": load.run_queue,
         }  # fmt: skip
-        notes = list(each.notes)
+        notes = list(prepared.notes[entry])
         if plan is not None:
             rates = [self._rate(device.name, setting.mbit) for device in plan.devices]
-            bound = bound_seconds([sample.traces for sample in each.traced], rates)
+            bound = bound_seconds([sample.traces for sample in run.traced], rates)
             values |= {
                 "bound_seconds": bound, "bound_share": bound / median, "plan": describe(plan),
-                "raw_bytes": each.traced[-1].raw_bytes, "lz4_saved_bytes": each.traced[-1].lz4_saved_bytes,
+                "raw_bytes": run.traced[-1].raw_bytes, "lz4_saved_bytes": run.traced[-1].lz4_saved_bytes,
             }  # fmt: skip
             if entry.encrypt or plan.num_ranks == 1:
                 predicted = plan.predicted.total_seconds
@@ -377,14 +363,14 @@ class Bench:
                 notes.append("not predicted: the planner prices encrypted links")
             if entry.strategy == "auto":
                 notes.append(f"auto took {describe(plan)}")
-        baseline = setting.baseline(entry, list(measured))
-        if baseline is not None and baseline in measured:
-            ratio = paired_ratio([sample.seconds for sample in measured[baseline].samples], seconds)
+        baseline = setting.baseline(entry, list(prepared.runs))
+        if baseline is not None and baseline in prepared.runs:
+            ratio = paired_ratio([sample.seconds for sample in prepared.runs[baseline].samples], seconds)
             values |= {
                 "baseline": f"{baseline.strategy} {baseline.wire}", "speedup_over_baseline": ratio.median,
                 "speedup_low": ratio.low, "speedup_high": ratio.high,
             }  # fmt: skip
-        error = max(relative_error(sample.sums, expected) for sample in (*each.samples, *each.traced))
+        error = max(relative_error(sample.sums, prepared.expected) for sample in (*run.samples, *run.traced))
         if not error <= _TOLERANCE[entry.wire]:  # NaN too
             notes.append(f"its output is off by {error:.2g} of local's")
             values["wrong"] = True
@@ -393,22 +379,17 @@ class Bench:
         if load.distrust:
             notes.append(f"untrusted: {load.distrust}")
             values["trusted"] = False
-        row = self._empty_row(entry, setting, model)
+        row = self._empty_row(entry, setting, prepared.model)
         return Row.model_validate({**row.model_dump(), **values, "notes": tuple(notes)})
 
 
-def _run_alike(each: _Loaded, entry: Entry, plan: Plan | None) -> bool:
+def _run_alike(one: _Run, other: _Run) -> bool:
     """Whether a step of both is the same: a difference of their times would be chance."""
-    if plan is None or each.plan is None or each.plan.body != plan.body:
+    if one.plan is None or other.plan is None or one.plan.body != other.plan.body:
         return False
-    if [device.device_id for device in each.plan.devices] != [device.device_id for device in plan.devices]:
+    if [device.device_id for device in one.plan.devices] != [device.device_id for device in other.plan.devices]:
         return False
-    return plan.num_ranks == 1 or (each.plan.wire, each.entry.encrypt) == (plan.wire, entry.encrypt)
-
-
-def _once(loaded: Sequence[_Loaded]) -> list[_Loaded]:
-    """One for each key."""
-    return list({each.key: each for each in reversed(loaded)}.values())[::-1]
+    return one.plan.num_ranks == 1 or (one.plan.wire, one.entry.encrypt) == (other.plan.wire, other.entry.encrypt)
 
 
 def relative_error(sums: Sequence[float], expected: Sequence[float]) -> float:

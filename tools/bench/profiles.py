@@ -23,7 +23,7 @@ _LINK_SECONDS = 1.0
 _PROBE = Entry("hmp", "exact")
 _PROBE_KEY = "probe"
 _PROBE_STEPS = 3
-_MOST_TIMES = 3  # that something is measured, where the host or others disturb
+_MOST_ATTEMPTS = 3  # that something is measured, where the host or others disturb
 
 
 class Profiles:
@@ -72,7 +72,7 @@ class Profiles:
         for together in self._one_per_core(missing):
             self._report(f"{self._scenario.name}: profiling {spec.name} on {', '.join(together)}")
             threads = {name: self._testbed.device(name).num_threads for name in together}
-            found = calmest_of(partial(self._engine.profile, threads, spec, seq_len), _MOST_TIMES)
+            found = calmest_of(partial(self._engine.profile, threads, spec, seq_len), _MOST_ATTEMPTS)
             self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
         return ClusterProfile(
@@ -114,7 +114,7 @@ class Profiles:
             rate = "" if mbit is None else f" at {mbit:.0f} Mbit/s"
             self._report(f"{self._scenario.name}: measuring the link from {first} to {second}{rate}")
             measure = partial(self._engine.measure_link, first, second, _LINK_SECONDS)
-            self._links[mbit, first, second] = calmest_of(measure, _MOST_TIMES)
+            self._links[mbit, first, second] = calmest_of(measure, _MOST_ATTEMPTS)
         return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
 
 
