@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -23,8 +24,8 @@ _PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
 _SMALLEST = 1e-30
 _PACKED_FROM = 1 << 14  # elements; a smaller matrix is in the caches in any layout
 _PACKED_FOR_ROWS = 64  # of activations: a hint for the layout, which serves any number of them
-_FEW_PACKED_ROWS = (0, 1, 2, 4)  # beside multiples of 8
-_MOST_PACKED_ROWS = 96  # at once; with so many, reading the weights anew for the next ones costs next to nothing
+_PACKED_ROWS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)  # that one kernel takes at once
+_ROWS_PER_BLOCK = 6  # reading the weights anew for a block takes as long as computing so many rows
 
 
 class Loss(NamedTuple):
@@ -203,18 +204,28 @@ class Packed(_Collected):
 
 def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor:
     """oneDNN makes a kernel for every number of rows, which takes milliseconds and stays, up to half a MiB each. So rows go
-    in blocks of a few sizes, the last of them filled up: [s,n], a view where one block holds them."""
+    in blocks of a few heights, the last of them filled up: [s,n], a view where one block holds them."""
     rows = x_sk.shape[0]
-    num_blocks = max(-(-rows // _MOST_PACKED_ROWS), 1)
-    size = -(-rows // num_blocks)
-    height = next((small for small in _FEW_PACKED_ROWS if size <= small), -(-size // 8) * 8)
+    num_blocks, height = _packed_blocks(rows)
     if num_blocks == 1:
         return _block_times_packed(x_sk, height, packed, bias_n)
     y_sn = x_sk.new_empty(rows, packed.shape[0])
+    size = -(-rows // num_blocks)
     for start in range(0, rows, size):
         block = slice(start, start + size)
         y_sn[block] = _block_times_packed(x_sk[block], height, packed, bias_n)
     return y_sn
+
+
+@lru_cache(maxsize=1024)
+def _packed_blocks(rows: int) -> tuple[int, int]:
+    """How many blocks of what height compute `rows` soonest."""
+    fewest = max(-(-rows // _PACKED_ROWS[-1]), 1)
+    choices = [
+        (num_blocks, next(height for height in _PACKED_ROWS if num_blocks * height >= rows))
+        for num_blocks in range(fewest, 3 * fewest + 1)
+    ]
+    return min(choices, key=lambda choice: choice[0] * (choice[1] + _ROWS_PER_BLOCK))
 
 
 def _block_times_packed(x_sk: Tensor, height: int, packed: Tensor, bias_n: Tensor | None) -> Tensor:
