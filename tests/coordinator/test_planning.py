@@ -299,7 +299,7 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
 def test_auto_sees_that_replicating_pays_on_more_devices_than_sharding(mbit: float, budget: int) -> None:
     problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
     on_all = replicate(problem, plan_strategy(problem, "hmp"))
-    assert seconds_of(plan_for(problem)) <= 1.01 * seconds_of(on_all)
+    assert seconds_of(plan_for(problem)) <= 1.04 * seconds_of(on_all)
 
 
 def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
