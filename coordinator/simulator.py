@@ -50,12 +50,11 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     busy: dict[str, float] = defaultdict(float)
     held: set[str] = set()
     queues: dict[str, list[int]] = defaultdict(list)  # ready tasks that wait for a resource
-    events: list[tuple[float, int, int, int]] = []  # time, kind (0 release, 1 arrive), task order, task
+    events: list[tuple[float, int, int]] = []  # time, kind (0 release, 1 arrive), task
     ready = [index for index, count in enumerate(waiting_for) if count == 0]
     heapq.heapify(ready)
     now, done = 0.0, 0
-
-    def start_ready() -> None:
+    while ready or events:
         while ready:
             index = heapq.heappop(ready)
             task = tasks[index]
@@ -65,13 +64,10 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                 continue
             held.update(task.resources)
             starts[index] = now
-            heapq.heappush(events, (now + task.seconds, 0, index, index))
-
-    start_ready()
-    while events:
+            heapq.heappush(events, (now + task.seconds, 0, index))
         now = events[0][0]
         while events and events[0][0] <= now:
-            _, kind, _, index = heapq.heappop(events)
+            _, kind, index = heapq.heappop(events)
             task = tasks[index]
             if kind == 0:
                 for resource in task.resources:
@@ -81,14 +77,13 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
                         heapq.heappush(ready, waiting)
                 ends[index] = now + task.latency
                 if task.latency > 0:
-                    heapq.heappush(events, (now + task.latency, 1, index, index))
+                    heapq.heappush(events, (now + task.latency, 1, index))
                     continue
             done += 1
             for follower in followers[index]:
                 waiting_for[follower] -= 1
                 if waiting_for[follower] == 0:
                     heapq.heappush(ready, follower)
-        start_ready()
     if done != len(tasks):
         raise ValueError("some tasks wait for each other")
     return Timeline(tuple(starts), tuple(ends), max(ends, default=0.0), dict(busy))

@@ -39,6 +39,9 @@ def step_tasks(
 
     A later micro-batch attends when the keys and values of those before it are there.
     """
+    if body.micro_batches == 1:
+        whole = StepGraph(spec, body, cluster, seq_len, wire, modes)
+        return whole.tasks, [list(range(*span)) for span in whole.layers]
     tasks: list[Task] = []
     by_layer: list[list[int]] = [[] for _ in (modes if modes is not None else range(spec.num_layers))]
     edges = [seq_len * index // body.micro_batches for index in range(body.micro_batches + 1)]

@@ -3,6 +3,7 @@ before every setting; links measured once for each rate."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,8 @@ _WITHOUT_LIMIT_BYTES = 8 << 30
 _LINK_SECONDS = 1.0
 _PROBE = Entry("hmp", "exact")
 _PROBE_KEY = "probe"
-_PROBE_STEPS = 3
+_PROBE_STEPS, _MOST_PROBE_STEPS = 3, 11
+_PROBE_SECONDS = 0.6  # in steps together: short ones differ more
 _MOST_ATTEMPTS = 3  # that something is measured, where the host or others disturb
 
 
@@ -61,7 +63,9 @@ class Profiles:
         """The `drift_factors` of a few real steps of this plan."""
         slowest = min((link.bytes_per_second for link in cluster.links), default=1e9)
         self._engine.load(_PROBE_KEY, plan, model, plan.num_ranks > 1, slowest)
-        steps = [self._engine.run(_PROBE_KEY, seq_len).compute_seconds for _ in range(1 + _PROBE_STEPS)][1:]
+        wanted = math.ceil(_PROBE_SECONDS / self._engine.run(_PROBE_KEY, seq_len).seconds)
+        count = min(max(wanted, _PROBE_STEPS), _MOST_PROBE_STEPS)
+        steps = [self._engine.run(_PROBE_KEY, seq_len).compute_seconds for _ in range(count)]
         self._engine.unload(_PROBE_KEY)
         return drift_factors(plan, steps)
 
