@@ -36,20 +36,16 @@ def predict(
     shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
     tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
     timeline = simulate(tasks)
-    ends = [max((timeline.ends[index] for index in indices), default=0.0) for indices in by_layer]
-    busy = [dict.fromkeys(timeline.busy, 0.0) for _ in by_layer]
-    for layer, indices in enumerate(by_layer):
-        for index in indices:
-            for resource in tasks[index].resources:
-                busy[layer][resource] += tasks[index].seconds
     total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
     for _, count in runs:
         last += min(count, _SIMULATED_LAYERS)
         repeats = count - min(count, _SIMULATED_LAYERS)
         if repeats:
-            total += repeats * (ends[last] - ends[last - 1])
-            for resource, seconds in busy[last].items():
-                extra[resource] += repeats * seconds
+            end, before = (max((timeline.ends[i] for i in by_layer[layer]), default=0.0) for layer in (last, last - 1))
+            total += repeats * (end - before)
+            for task in (tasks[index] for index in by_layer[last]):
+                for resource in task.resources:
+                    extra[resource] += repeats * task.seconds
     all_busy = {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
     return _prediction(total, all_busy, len(cluster.devices))
 
