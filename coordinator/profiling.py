@@ -14,6 +14,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from coordinator.fleet import Fleet
+from coordinator.pooling import pooled
 from coordinator.registry import Device
 from coordinator.state import read_json, write_atomically
 from hearth.errors import HearthError, NoDevices
@@ -57,7 +58,7 @@ class Profiler:
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
         links = await self.measure_links(devices)
-        blocks = await self._blocks(devices, spec, seq_len)
+        blocks = pooled(await self._blocks(devices, spec, seq_len))
         profiles = tuple(
             DeviceProfile(
                 device_id=device.device_id,

@@ -61,6 +61,7 @@ PURE = (
     "coordinator.placement.pipeline_search",
     "coordinator.placement.points",
     "coordinator.planners",
+    "coordinator.pooling",
     "coordinator.registry",
     "coordinator.simulator",
     "coordinator.spread",

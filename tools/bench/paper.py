@@ -130,12 +130,12 @@ def say_auto(rows: Sequence[Row]) -> list[str]:
 
 
 def say_speedup(rows: Sequence[Row]) -> list[str]:
-    """hmp over Megatron on gloo, for each scenario and model."""
+    """hmp and auto over the baseline, for each scenario and model."""
     return [
         f"{row.setting}: {row.label} is {row.speedup_over_baseline:.2f} times as fast as {row.baseline} "
         f"[{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
         for row in rows
-        if row.strategy == "hmp" and row.speedup_over_baseline is not None
+        if row.strategy in ("hmp", "auto") and row.speedup_over_baseline is not None and row.label != row.baseline
     ]
 
 

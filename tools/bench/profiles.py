@@ -10,6 +10,7 @@ from functools import partial
 from itertools import permutations
 
 from coordinator.drift import COMPUTE_DRIFT
+from coordinator.pooling import pooled
 from hearth.plan import Plan
 from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
@@ -78,6 +79,7 @@ class Profiles:
             threads = {name: self._testbed.device(name).num_threads for name in together}
             found = calmest_of(partial(self._engine.profile, threads, spec, seq_len), _MOST_ATTEMPTS)
             self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
+        blocks = pooled({name: self._blocks[name, shape, seq_len] for name in names})
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
         return ClusterProfile(
             devices=tuple(
@@ -85,7 +87,7 @@ class Profiles:
                     device_id=name,
                     name=name,
                     budget_bytes=memory[name],
-                    blocks=self._blocks[name, shape, seq_len],
+                    blocks=blocks[name],
                 )
                 for name in names
             ),
