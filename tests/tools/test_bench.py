@@ -17,7 +17,6 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.plans import BERT_LARGE, make_plan
 from support.waiting import wait_for
 
 from hearth.errors import BadSetting
@@ -28,7 +27,6 @@ from tools.bench.generation import GenerationRow
 from tools.bench.load import Load, Process, calmest, calmest_of, foreign_ticks
 from tools.bench.measure import relative_error
 from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
-from tools.bench.profiles import drift_factors
 from tools.bench.rows import Row, as_json, by_setting, cells, footnotes, markdown
 from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.stats import bootstrap_interval, paired_ratio, percentile, rotated
@@ -230,17 +228,6 @@ def test_outputs_are_compared_as_a_whole() -> None:
     assert relative_error([3.0, 4.4], [3.0, 4.0]) == pytest.approx(0.08)
     assert relative_error([1.0], [1.0, 2.0]) == float("inf")
     assert not relative_error([float("nan")], [1.0]) <= 1.0
-
-
-def test_a_device_that_drifted_is_told_from_a_host_that_did() -> None:
-    plan = make_plan(BERT_LARGE, "hmp", (1, 1, 1))
-    plan = plan.model_copy(
-        update={"devices": tuple(device.model_copy(update={"compute_seconds": 2.0}) for device in plan.devices)}
-    )
-    assert drift_factors(plan, [(2.0, 2.2, 1.9)]) == (1.0, {})
-    assert drift_factors(plan, [(3.0, 3.0, 3.1), (3.0, 9.0, 3.1), (3.1, 3.0, 3.1)]) == (1.5, {})  # the medians count
-    typical, drifted = drift_factors(plan, [(2.0, 2.0, 3.0)])
-    assert (typical, drifted) == (1.0, {"id2": 1.5})
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------------

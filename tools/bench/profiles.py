@@ -9,20 +9,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
-from coordinator.drift import COMPUTE_DRIFT
 from coordinator.pooling import pooled
-from hearth.plan import Plan
 from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
-from tools.bench.plans import Entry, plan_for, reference_plan, without_limits
+from tools.bench.plans import reference_plan
 from tools.testbed import Scenario, Testbed
 
 Report = Callable[[str], None]
 
 _WITHOUT_LIMIT_BYTES = 8 << 30
 _LINK_SECONDS = 1.0
-_PROBE = Entry("hmp", "exact")
 _PROBE_KEY = "probe"
 _PROBE_STEPS, _MOST_PROBE_STEPS = 3, 11
 _PROBE_SECONDS = 0.6  # in steps together: short ones differ more
@@ -38,37 +35,22 @@ class Profiles:
         self._links: dict[tuple[float | None, str, str], Link] = {}
 
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
-        """The profile of these devices, each as slow as real steps show it to be now: the host drifts.
+        """The profile of these devices, as slow as real steps show them to be now: the host drifts, and all with it.
 
-        How slow in all, one device alone tells: in a step of several, one that waited has quota in hand and bursts. Which
-        of them differ, a step of all tells.
+        One device alone tells: in a step of several, one that waited has quota in hand and bursts.
         """
         cluster = self._profiled(model, names, seq_len, mbit)
         alone = reference_plan(model.spec, cluster, seq_len)
-        level, _ = self._drifted(alone, model, seq_len, cluster)
-        relative: dict[str, float] = {}
-        if len(names) > 1:
-            together = plan_for(_PROBE, model.spec, without_limits(cluster), seq_len)
-            typical, drifted = self._drifted(together, model, seq_len, cluster)
-            relative = {name: factor / typical for name, factor in drifted.items()}
-        level /= relative.get(alone.devices[0].device_id, 1.0)
-        devices = tuple(
-            device.model_copy(update={"blocks": device.blocks.scaled(level * relative.get(device.device_id, 1.0))})
-            for device in cluster.devices
-        )
-        return cluster.model_copy(update={"devices": devices})
-
-    def _drifted(
-        self, plan: Plan, model: StoredModel, seq_len: int, cluster: ClusterProfile
-    ) -> tuple[float, dict[str, float]]:
-        """The `drift_factors` of a few real steps of this plan."""
-        slowest = min((link.bytes_per_second for link in cluster.links), default=1e9)
-        self._engine.load(_PROBE_KEY, plan, model, plan.num_ranks > 1, slowest)
+        self._engine.load(_PROBE_KEY, alone, model, encrypt=False, link_bytes_per_second=1e9)
         wanted = math.ceil(_PROBE_SECONDS / self._engine.run(_PROBE_KEY, seq_len).seconds)
         count = min(max(wanted, _PROBE_STEPS), _MOST_PROBE_STEPS)
-        steps = [self._engine.run(_PROBE_KEY, seq_len).compute_seconds for _ in range(count)]
+        seconds = statistics.median(self._engine.run(_PROBE_KEY, seq_len).seconds for _ in range(count))
         self._engine.unload(_PROBE_KEY)
-        return drift_factors(plan, steps)
+        factor = seconds / alone.predicted.total_seconds
+        devices = tuple(
+            device.model_copy(update={"blocks": device.blocks.scaled(factor)}) for device in cluster.devices
+        )
+        return cluster.model_copy(update={"devices": devices})
 
     def _profiled(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
         spec = model.spec
@@ -122,19 +104,3 @@ class Profiles:
             measure = partial(self._engine.measure_link, first, second, _LINK_SECONDS)
             self._links[mbit, first, second] = calmest_of(measure, _MOST_ATTEMPTS)
         return self._links[mbit, first, second].model_copy(update={"source": source, "target": target})
-
-
-def drift_factors(plan: Plan, steps: Sequence[Sequence[float]]) -> tuple[float, dict[str, float]]:
-    """How many times its predicted busy seconds a device took in these steps: typically, and those that differ, by id.
-
-    What is within chance is typical: equal devices stay equal. `steps` hold busy seconds by rank.
-    """
-    own = {
-        device.device_id: statistics.median(step[rank] for step in steps) / device.compute_seconds
-        for rank, device in enumerate(plan.devices)
-        if device.compute_seconds > 0
-    }
-    typical = statistics.median(own.values())
-    return typical, {
-        name: ratio for name, ratio in own.items() if not 1 / COMPUTE_DRIFT < ratio / typical < COMPUTE_DRIFT
-    }
