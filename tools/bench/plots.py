@@ -137,6 +137,8 @@ def scaling_lines(hidden_of: Callable[[str], int]) -> Draw:
 
 
 def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import LogLocator
+
     timed = [row for row in rows if row.median_seconds is not None and row.predicted_seconds is not None]
     for index, strategy in enumerate(dict.fromkeys(row.strategy for row in timed)):
         chosen = [row for row in timed if row.strategy == strategy]
@@ -148,10 +150,11 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(ends, ends, color="black", lw=1, label="as predicted")
         axes.plot(ends, [end * 1.1 for end in ends], color="grey", lw=1, ls=":", label="10 % off")
         axes.plot(ends, [end * 0.9 for end in ends], color="grey", lw=1, ls=":")
+    axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.axes.set(xscale="log", yscale="log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.set_xlabel("measured time of one step, median [s]")
     axes.set_ylabel("predicted time of one step [s]")
     axes.legend(fontsize=9, frameon=False)
