@@ -173,11 +173,16 @@ def _short(row: Row, rows: Sequence[Row]) -> str:
         "seq_len": f"{row.seq_len} tokens",
         "mbit": "" if row.mbit is None else f"{row.mbit:.0f} Mbit/s",
     }
-    differ = [text for name, text in parts.items() if len({getattr(other, name) for other in rows}) > 1]
-    return "\n".join(differ or [row.scenario, row.model])
+    told: list[str] = []
+    for name in parts:
+        settings = [tuple(getattr(other, each) for each in (*told, name)) for other in rows]
+        if len(set(settings)) > len({setting[:-1] for setting in settings}):
+            told.append(name)
+    return "\n".join([parts[name] for name in told] or [row.scenario, row.model])
 
 
 def _ticks(axes: Any, names: Sequence[str]) -> None:
     many = len(names) > 8
+    names = [name.replace("\n", " ") for name in names] if many else names
     axes.set_xticks(range(len(names)), names, fontsize=8 if many else 9, rotation=60 if many else 0,
                     ha="right" if many else "center")  # fmt: skip
