@@ -58,13 +58,14 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         while ready:
             index = heapq.heappop(ready)
             task = tasks[index]
-            blocked = next((resource for resource in task.resources if resource in held), None)
-            if blocked is not None:
-                heapq.heappush(queues[blocked], index)
-                continue
-            held.update(task.resources)
-            starts[index] = now
-            heapq.heappush(events, (now + task.seconds, 0, index))
+            for resource in task.resources:
+                if resource in held:
+                    heapq.heappush(queues[resource], index)
+                    break
+            else:
+                held.update(task.resources)
+                starts[index] = now
+                heapq.heappush(events, (now + task.seconds, 0, index))
         now = events[0][0]
         while events and events[0][0] <= now:
             _, kind, index = heapq.heappop(events)
