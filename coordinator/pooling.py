@@ -18,7 +18,7 @@ _TELLING = _CURVES[:6]  # the others take so little time that chance makes half 
 _SAME_KIND = math.log(1.3)  # no curve of a device lies further off the common shape
 _SAME_SPEED = math.log(1.15)
 
-Points = dict[str, list[float]]  # by curve: logarithms of seconds
+_Points = dict[str, list[float]]  # by curve: logarithms of seconds
 
 
 def pooled(blocks: Mapping[str, BlockProfile]) -> dict[str, BlockProfile]:
@@ -47,26 +47,26 @@ def _curve(profile: BlockProfile, name: str) -> LatencyCurve:
     return curve
 
 
-def _points(profile: BlockProfile) -> Points:
+def _points(profile: BlockProfile) -> _Points:
     return {name: [math.log(second) for second in _curve(profile, name).seconds] for name in _CURVES}
 
 
-def _differences(own: Points, other: Points) -> list[float]:
+def _differences(own: _Points, other: _Points) -> list[float]:
     return [a - b for name in _TELLING for a, b in zip(own[name], other[name], strict=True)]
 
 
-def _offset(own: Points, shape: Points) -> float:
+def _offset(own: _Points, shape: _Points) -> float:
     """The logarithm of how many times slower a device is."""
     return median(_differences(own, shape))
 
 
-def _misfit(own: Points, shape: Points) -> float:
+def _misfit(own: _Points, shape: _Points) -> float:
     """By how much the curve that fits least is off the shape, as most of its points have it."""
     offset = _offset(own, shape)
     return max(abs(median(a - b for a, b in zip(own[name], shape[name], strict=True)) - offset) for name in _TELLING)
 
 
-def _shape(points: Mapping[str, Points]) -> Points:
+def _shape(points: Mapping[str, _Points]) -> _Points:
     """The median of all devices, point by point, each taken as fast as the first."""
     first = next(iter(points.values()))
     offsets = {name: _offset(own, first) for name, own in points.items()}
@@ -87,7 +87,7 @@ def _speeds(offsets: Mapping[str, float]) -> dict[str, float]:
     return {name: math.exp(fmean(offsets[each] for each in group)) for group in groups for name in group}
 
 
-def _with_curves(profile: BlockProfile, shape: Points, factor: float) -> BlockProfile:
+def _with_curves(profile: BlockProfile, shape: _Points, factor: float) -> BlockProfile:
     def curve(name: str, logarithms: Sequence[float]) -> LatencyCurve:
         seconds = tuple(factor * math.exp(value) for value in logarithms)
         return _curve(profile, name).model_copy(update={"seconds": seconds})
