@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["AsyncHome", "HearthError", "Home", "__version__", "connect", "connect_async"]
 
 if TYPE_CHECKING:
-    from hearth.client import AsyncHome, Home, connect, connect_async
+    from hearth.client.home import AsyncHome, Home, connect, connect_async
     from hearth.errors import HearthError
 
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
 
         return HearthError
     if name in __all__:
-        from hearth import client
+        from hearth.client import home as client
 
         return getattr(client, name)
     raise AttributeError(f"module 'hearth' has no attribute '{name}'")

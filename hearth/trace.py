@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from hearth.messages import DeviceTrace, GraphDone, StepDone, TraceEvent
+from hearth.wire.messages import DeviceTrace, GraphDone, StepDone, TraceEvent
 
 
 def shift_to_common_clock(

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import PREFIX as AGENT_PREFIX
-from agent.config import AgentSettings
-from agent.config import load_settings as load_agent
-from coordinator.config import PREFIX as COORDINATOR_PREFIX
-from coordinator.config import CoordinatorSettings
-from coordinator.config import load_settings as load_coordinator
+from agent.daemon.config import PREFIX as AGENT_PREFIX
+from agent.daemon.config import AgentSettings
+from agent.daemon.config import load_settings as load_agent
+from coordinator.serve.config import PREFIX as COORDINATOR_PREFIX
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.config import load_settings as load_coordinator
 
 UNITS = Path(__file__).parents[1] / "systemd"
 SERVICES = ("hearth-agent", "hearth-coordinator")

@@ -16,7 +16,7 @@ import typer
 
 from coordinator.cli.output import handles_errors, out
 from hearth.errors import BadSetting
-from hearth.units import format_bytes
+from hearth.platform.units import format_bytes
 
 OPSET = 17
 _CALIBRATION_BATCH = 4

@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from hearth.messages import Message, decode, encode
+from hearth.wire.messages import Message, decode, encode
 
 log = logging.getLogger("hearth.worker")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
-from hearth.framing import TileKey
-from hearth.messages import TraceEvent
+from hearth.wire.framing import TileKey
+from hearth.wire.messages import TraceEvent
 
 _NOTHING = nullcontext()
 

@@ -6,13 +6,13 @@ import time
 
 import numpy as np
 
-from hearth.codec import Casts, Codec
-from hearth.framing import Phase, TileKey, decode_tile, encode_tile
-from hearth.messages import Peer
-from hearth.plan import Values, WireFormat
-from hearth.profile import WireCost
-from hearth.security import new_keypair
+from hearth.plan.profile import WireCost
+from hearth.plan.transformer import Values, WireFormat
+from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
+from hearth.wire.codec import Casts, Codec
+from hearth.wire.framing import Phase, TileKey, decode_tile, encode_tile
+from hearth.wire.messages import Peer
 
 _SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
 _MESSAGES = 24

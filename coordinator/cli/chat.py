@@ -21,10 +21,10 @@ from coordinator.cli.generate import (
 )
 from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors
-from hearth.client import connect
+from hearth.client.answers import Generation
+from hearth.client.home import connect
 from hearth.errors import HearthError
-from hearth.generation import Generation
-from hearth.messages import ChatMessage
+from hearth.wire.messages import ChatMessage
 
 _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 

@@ -11,18 +11,19 @@ from pydantic import ValidationError
 
 from coordinator.cli.options import interface_list
 from coordinator.cli.output import err
-from coordinator.config import CoordinatorSettings
-from coordinator.fleet import LEASE_SECONDS, Fleet
-from coordinator.goal import Model, allowed
-from coordinator.limits import require_known
-from coordinator.profiling import Profiler
-from coordinator.registry import Device
-from coordinator.state import GraphGoal, ServingGoal, write_atomically
+from coordinator.devices.fleet import LEASE_SECONDS, Fleet
+from coordinator.devices.profiling import Profiler
+from coordinator.devices.registry import Device
+from coordinator.plan.limits import require_known
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.goal import Model, allowed
+from coordinator.serve.state import GraphGoal, ServingGoal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
-from hearth.messages import AcquireLease, LeaseGranted
-from hearth.model.spec import ModelSpec
-from hearth.profile import ClusterProfile, DeviceProfile
-from hearth.security import HomeKey, agent_access, resolve_credential
+from hearth.files import write_atomically
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile, DeviceProfile
+from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.wire.messages import AcquireLease, LeaseGranted
 
 
 @dataclass(frozen=True)

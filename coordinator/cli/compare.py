@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from coordinator.cli.cluster import Reach, live_cluster
+from coordinator.cli.comparison import Comparer, Comparison, describe
 from coordinator.cli.output import err, out, print_json
-from coordinator.comparison import Comparer, Comparison, describe
-from coordinator.config import CoordinatorSettings
-from coordinator.explanation import best_of_each_strategy, options
-from coordinator.goal import Model, plan_request
-from coordinator.planners import PlanRequest, make_plan
-from coordinator.state import ServingGoal
-from hearth.plan import Plan
-from hearth.units import format_seconds
+from coordinator.plan.transformer.explain import best_of_each_strategy, options
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.goal import Model, plan_request
+from coordinator.serve.state import ServingGoal
+from hearth.plan.transformer import Plan
+from hearth.platform.units import format_seconds
 
 _T = TypeVar("_T")
 

@@ -11,8 +11,8 @@ import typer
 from coordinator.cli.options import AsJson
 from coordinator.cli.output import err, handles_errors, out, print_json
 from coordinator.cli.tables import device_table, link_table, plan_tables
-from hearth.model.families import read_spec
-from hearth.units import format_seconds
+from coordinator.models.checkpoint.families import read_spec
+from hearth.platform.units import format_seconds
 
 TOLERANCE = 1e-5
 
@@ -24,7 +24,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Start three agents and a coordinator here, and let them answer smart-home sentences together (by hmp)."""
-    from coordinator.demo import run_demo
+    from coordinator.cli.demo_run import run_demo
 
     read_spec(model)  # a missing or broken model is told before anything is started
     began = time.monotonic()

@@ -11,14 +11,14 @@ import typer
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
 from coordinator.cli.tables import device_table, link_table
-from coordinator.config import load_settings
-from coordinator.fleet import Fleet
-from coordinator.profiling import Profiler
-from coordinator.registry import by_name
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.profiling import Profiler
+from coordinator.devices.registry import by_name
+from coordinator.serve.config import load_settings
 from hearth.errors import NoDevices, NotAuthorised
-from hearth.messages import DeviceInfo
-from hearth.profile import Link
-from hearth.security import HomeKey, agent_access, resolve_credential
+from hearth.plan.profile import Link
+from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.wire.messages import DeviceInfo
 
 
 @handles_errors

@@ -9,7 +9,7 @@ import typer
 
 from coordinator.cli.options import AsJson, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
-from hearth.security import default_key_path
+from hearth.platform.security import default_key_path
 
 _MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 
@@ -22,7 +22,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Check versions, network interface, multicast, firewall, key, disk, clocks, agents and coordinators."""
-    from coordinator.doctor import examine
+    from coordinator.cli.doctor_checks import examine
 
     findings = examine(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))
     if as_json:

@@ -11,9 +11,9 @@ import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
-from hearth.client import connect
+from hearth.client.home import connect
+from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace, overlap_seconds
-from hearth.units import format_seconds
 
 
 @handles_errors

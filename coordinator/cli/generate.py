@@ -9,10 +9,10 @@ import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, print_json
-from hearth.client import connect
+from hearth.client.answers import Usage
+from hearth.client.home import connect
 from hearth.errors import BadSetting
-from hearth.generation import Usage
-from hearth.units import format_seconds
+from hearth.platform.units import format_seconds
 
 _SAMPLING = "Sampling"
 # Optional[]: typer reads the annotations on Python 3.10.

@@ -8,10 +8,10 @@ from typing import Annotated, Optional
 
 import typer
 
-from coordinator.graphs.model import parse_dims
-from coordinator.graphs.request import DEFAULT_SECONDS, LATENCY, THROUGHPUT, check_strategy
-from coordinator.limits import parse_limit
-from coordinator.state import GraphGoal
+from coordinator.models.graph_file import parse_dims
+from coordinator.plan.graph.request import DEFAULT_SECONDS, LATENCY, THROUGHPUT, check_strategy
+from coordinator.plan.limits import parse_limit
+from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 
 ObjectiveOption = Annotated[

@@ -20,18 +20,20 @@ from coordinator.cli.graph_tables import (
     title_of,
 )
 from coordinator.cli.output import err, out, print_json
-from coordinator.config import load_settings
-from coordinator.graphs.cluster import GraphCluster, read_cluster, with_limits
-from coordinator.graphs.model import Graph, graph_request, kind_of, open_graph
-from coordinator.graphs.picture import check_picture, drawing_of, save_picture
-from coordinator.graphs.pricing import price
-from coordinator.graphs.profiling import GraphProfiler
-from coordinator.graphs.request import Planned, check_strategy
-from coordinator.graphs.solving import solve, solve_instance
-from coordinator.placement.problem import PlacementProblem, read_instance
-from coordinator.state import GraphGoal, write_atomically
+from coordinator.cli.picture import check_picture, drawing_of, save_picture
+from coordinator.devices.graph_profiling import GraphProfiler
+from coordinator.models.graph_file import Graph, kind_of, open_graph
+from coordinator.plan.graph.cluster import GraphCluster, read_cluster, with_limits
+from coordinator.plan.graph.latency.problem import PlacementProblem, read_instance
+from coordinator.plan.graph.price import price
+from coordinator.plan.graph.request import Planned, check_strategy
+from coordinator.serve.config import load_settings
+from coordinator.serve.goal import graph_request
+from coordinator.serve.solving import solve, solve_instance
+from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
-from hearth.units import format_bytes, format_seconds
+from hearth.files import write_atomically
+from hearth.platform.units import format_bytes, format_seconds
 
 _NUM_OTHERS = 4  # that are shown without --explain
 

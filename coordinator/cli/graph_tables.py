@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from coordinator.graphs.pricing import Price, transfers_of
-from coordinator.graphs.request import Candidate, Planned, seconds_of
-from hearth.graph.plan import GraphPlan, Objective
-from hearth.graph.spec import GraphSpec
-from hearth.units import format_bytes, format_seconds
+from coordinator.plan.graph.price import Price, transfers_of
+from coordinator.plan.graph.request import Candidate, Planned, seconds_of
+from hearth.plan.graph import GraphPlan, Objective
+from hearth.plan.graph_spec import GraphSpec
+from hearth.platform.units import format_bytes, format_seconds
 
 _NUM_TRANSFERS = 12  # that are listed, the largest first
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from coordinator.cli.load import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.graphs.load import Load, measure, random_inputs
-from coordinator.graphs.pricing import in_flight
-from hearth.client import connect, connect_async
+from coordinator.plan.graph.price import in_flight
+from hearth.client.home import connect, connect_async
 from hearth.errors import BadSetting, NotAuthorised
-from hearth.graph.plan import GraphPlan
-from hearth.units import format_seconds
+from hearth.plan.graph import GraphPlan
+from hearth.platform.units import format_seconds
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,20 +17,21 @@ from coordinator.cli.graph_plan import GraphOutput, plan_graph_command
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import alternatives_table, generation_lines, options_list, plan_tables
-from coordinator.config import load_settings
-from coordinator.costs import predicted_timeline
-from coordinator.explanation import option_as_json, options, why_won
-from coordinator.goal import Model, open_model, plan_request
-from coordinator.graphs.model import kind_of
-from coordinator.limits import parse_limit
-from coordinator.planners import PlanRequest, make_plan
-from coordinator.state import ServingGoal, write_atomically
+from coordinator.models.graph_file import kind_of
+from coordinator.plan.limits import parse_limit
+from coordinator.plan.transformer.cost.predict import predicted_timeline
+from coordinator.plan.transformer.explain import option_as_json, options, why_won
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.serve.config import load_settings
+from coordinator.serve.goal import Model, open_model, plan_request
+from coordinator.serve.state import ServingGoal
 from hearth.errors import BadSetting
-from hearth.model.spec import WeightFormat
-from hearth.plan import STRATEGIES, Plan, WireFormat
-from hearth.profile import ClusterProfile
+from hearth.files import write_atomically
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import STRATEGIES, Plan, WireFormat
+from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace
-from hearth.units import format_seconds
 
 _NUM_OTHERS = 3  # alternatives that are shown without --explain
 _DEFAULT_ROUNDS = 5

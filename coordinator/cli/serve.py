@@ -15,14 +15,14 @@ from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, T
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
 from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Weights, Wire, goal_of
-from coordinator.config import load_settings
-from coordinator.graphs.model import kind_of
-from coordinator.service import Service
-from coordinator.state import GraphGoal, ServingGoal
+from coordinator.models.graph_file import kind_of
+from coordinator.serve.config import load_settings
+from coordinator.serve.service import Service
+from coordinator.serve.state import GraphGoal, ServingGoal
 from hearth.errors import BadKey, BadPlan, BadSetting
-from hearth.graph.plan import GraphPlan, graph_plan_from_json
-from hearth.plan import Plan, plan_from_json
-from hearth.security import HomeKey, resolve_credential
+from hearth.plan.graph import GraphPlan, graph_plan_from_json
+from hearth.plan.transformer import Plan, plan_from_json
+from hearth.platform.security import HomeKey, resolve_credential
 
 
 @handles_errors

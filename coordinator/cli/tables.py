@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
-from coordinator.costs import seconds_of
-from coordinator.explanation import Option, bottleneck, decoding_rate, unit_of, why_lost
-from hearth.geometry import rows_for
-from hearth.messages import DeviceInfo
-from hearth.plan import Plan
-from hearth.profile import ClusterProfile, Link
-from hearth.units import format_bytes, format_rate, format_seconds
+from coordinator.plan.transformer.cost.predict import seconds_of
+from coordinator.plan.transformer.explain import Option, bottleneck, decoding_rate, unit_of, why_lost
+from hearth.plan.geometry import rows_for
+from hearth.plan.profile import ClusterProfile, Link
+from hearth.plan.transformer import Plan
+from hearth.platform.units import format_bytes, format_rate, format_seconds
+from hearth.wire.messages import DeviceInfo
 
 _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
 _SHARED = ("heads", "columns", "rows", "vocabulary", "busy")  # of each device

@@ -1,6 +1,6 @@
 """Small checkpoints written without torch, so that slicing is tested on every Python.
 
-Their names are written down here once more, apart from `hearth.model.families`: a wrong name there fails a test.
+Their names are repeated here, apart from `coordinator.models.checkpoint.families`: a wrong name there fails a test.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save_file
 
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.sharding import all_chunks, chunk_bytes
-from hearth.model.spec import ModelSpec
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.sharding import all_chunks, chunk_bytes
+from hearth.plan.model_spec import ModelSpec
 
 H, FFN, VOCAB, POSITIONS, LAYERS = 24, 130, 2500, 16, 2
 # Query heads, key and value heads, head_dim.

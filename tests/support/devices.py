@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.registry import Device
-from hearth.messages import AgentState, AgentWelcome, Telemetry
+from coordinator.devices.registry import Device
+from hearth.wire.messages import AgentState, AgentWelcome, Telemetry
 
 
 def ready_device(name: str) -> Device:

@@ -13,16 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from agent.store import ShardStore
-from agent.worker.communicator import Communicator, link_codecs
-from agent.worker.engine import Engine
-from agent.worker.generation import Generation
-from agent.worker.leader import Leader
-from agent.worker.shard import load_shard
-from agent.worker.staging import make_staging
+from agent.daemon.store import ShardStore
+from agent.worker.transformer.comm.communicator import Communicator, link_codecs
+from agent.worker.transformer.comm.staging import make_staging
+from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.steps import Generation
+from agent.worker.transformer.shard import load_shard
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.sharding import chunk_bytes, chunks_for_rank, manifest
 from hearth.errors import HearthError
-from hearth.framing import pack_array
-from hearth.messages import (
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Plan
+from hearth.transport.memory import MemoryHub
+from hearth.wire.framing import pack_array
+from hearth.wire.messages import (
     ChunkRef,
     DeviceTrace,
     Failed,
@@ -33,11 +38,6 @@ from hearth.messages import (
     StepDone,
     TokensGenerated,
 )
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
-from hearth.model.spec import ModelSpec
-from hearth.plan import Plan
-from hearth.transport.memory import MemoryHub
 
 TOKEN = bytes(range(16))
 

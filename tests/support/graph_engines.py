@@ -16,16 +16,16 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 from support.graph_plans import make_graph_plan
 
-from agent.store import ShardStore
-from agent.worker.graph_engine import GraphEngine
-from agent.worker.graph_schedule import routes_of
-from agent.worker.graph_sessions import SegmentSession, load_segment
-from hearth.codec import Codec
-from hearth.framing import pack_array, unpack_array
-from hearth.graph.plan import GraphPlan
-from hearth.messages import ArrayChunks, Failed, GraphDone, Message, RunGraph, SegmentFiles
-from hearth.plan import WireFormat
+from agent.daemon.store import ShardStore
+from agent.worker.graph.engine import GraphEngine
+from agent.worker.graph.schedule import routes_of
+from agent.worker.graph.sessions import SegmentSession, load_segment
+from hearth.plan.graph import GraphPlan
+from hearth.plan.transformer import WireFormat
 from hearth.transport.memory import MemoryHub
+from hearth.wire.codec import Codec
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import ArrayChunks, Failed, GraphDone, Message, RunGraph, SegmentFiles
 
 Array = np.ndarray[Any, Any]
 

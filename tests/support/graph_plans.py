@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.graph.plan import GraphDevice, GraphPlan, GraphPrediction, Segment
-from hearth.plan import MemoryUse, WireFormat
+from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.plan.transformer import MemoryUse, WireFormat
 
 _PLAIN_WIRE = WireFormat(lz4="off")
 _NO_MEMORY = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)

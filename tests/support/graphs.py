@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.graphs.cluster import ClusterDevice, GraphCluster
-from hearth.graph.spec import GraphSpec, Operator, Parameter, from_edges
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
 
 
 def chain(seconds: int, out_bytes: Sequence[int], weights: Sequence[int] | None = None) -> GraphSpec:

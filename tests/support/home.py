@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 from support.waiting import PATIENCE_SECONDS, wait_for
 
-from hearth.client import Home, connect
+from hearth.client.home import Home, connect
 from hearth.errors import HearthError
-from hearth.security import Credential, new_home_key, save_credential
+from hearth.platform.security import Credential, new_home_key, save_credential
 
 LOOPBACK = "127.0.0.1"
 # Tests say how many devices a plan waits for: nobody else will come.
@@ -104,7 +104,7 @@ class TestHome:
     def worker_pid(self, agent: str) -> int | None:
         """The worker process of an agent, or None."""
         for child in psutil.Process(self.pid(agent)).children():
-            if "agent.worker.process" in child.cmdline():
+            if "agent.worker.transformer.process" in child.cmdline():
                 return child.pid
         return None
 

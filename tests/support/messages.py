@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
-from hearth import messages as m
-from hearth.profile import Link
+from hearth.plan.profile import Link
+from hearth.wire import messages as m
 
 _KEY = "0123456789" * 4
 _HASH = "ab" * 32

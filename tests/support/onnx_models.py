@@ -10,10 +10,10 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from hearth.graph.onnx_reader import OnnxModel
-from hearth.graph.plan import Segment
-from hearth.graph.segments import SegmentModel, segment_model
-from hearth.graph.spec import GraphSpec
+from coordinator.models.onnx.reader import OnnxModel
+from coordinator.models.onnx.segments import SegmentModel, segment_model
+from hearth.plan.graph import Segment
+from hearth.plan.graph_spec import GraphSpec
 
 Arrays = dict[str, Any]
 LARGE = (64, 128)  # a float32 weight of 32 KiB: it stays in the file

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
-from hearth.model.rotary import RotarySpec
-from hearth.model.spec import ModelSpec
-from hearth.plan import (
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
+from hearth.plan.rotary import RotarySpec
+from hearth.plan.transformer import (
     Generation,
     LayerMode,
     MemoryUse,
@@ -18,7 +19,6 @@ from hearth.plan import (
     TransformerPlan,
     WireFormat,
 )
-from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 
 BERT_LARGE = ModelSpec(
     name="bert-large", family="bert", num_layers=24, num_heads=16, num_kv_heads=16, head_dim=64, hidden_size=1024,

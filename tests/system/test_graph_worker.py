@@ -21,11 +21,12 @@ pytest.importorskip("onnx")
 
 from support.graph_engines import random_array, random_cut, random_model, reference, segment_files
 
-from agent.worker.graph_schedule import routes_of
+from agent.worker.graph.schedule import routes_of
 from hearth.errors import BadPlan, BadRequest, HearthError, QueueFull, StepFailed, WorkerDied
-from hearth.framing import pack_array, unpack_array
-from hearth.graph.plan import GraphPlan
-from hearth.messages import (
+from hearth.plan.graph import GraphPlan
+from hearth.platform.security import agent_access, load_credential
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import (
     AbortGraph,
     AcquireLease,
     ConnectPeers,
@@ -42,8 +43,7 @@ from hearth.messages import (
     Unload,
     WorkerBound,
 )
-from hearth.rpc import Reply, RpcClient
-from hearth.security import agent_access, load_credential
+from hearth.wire.rpc import Reply, RpcClient
 
 pytestmark = pytest.mark.processes
 
@@ -145,7 +145,7 @@ def worker_of(house: TestHome, agent: str) -> psutil.Process:
     (found,) = (
         child
         for child in psutil.Process(house.pid(agent)).children()
-        if "agent.worker.graph_process" in child.cmdline()
+        if "agent.worker.graph.process" in child.cmdline()
     )
     return found
 

@@ -26,7 +26,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import hidden_states
 
-from hearth.client import Home, connect
+from hearth.client.home import Home, connect
 from hearth.errors import (
     AgentBusy,
     AppRevoked,
@@ -43,18 +43,7 @@ from hearth.errors import (
     WorkerDied,
     WrongKey,
 )
-from hearth.messages import (
-    AcquireLease,
-    GetTelemetry,
-    Heartbeat,
-    Message,
-    ProfileBlocks,
-    PutChunk,
-    Telemetry,
-    Unload,
-)
-from hearth.rpc import RpcClient
-from hearth.security import (
+from hearth.platform.security import (
     AppKey,
     Credential,
     HomeKey,
@@ -65,7 +54,18 @@ from hearth.security import (
     new_home_key,
     new_keypair,
 )
-from hearth.units import parse_bytes
+from hearth.platform.units import parse_bytes
+from hearth.wire.messages import (
+    AcquireLease,
+    GetTelemetry,
+    Heartbeat,
+    Message,
+    ProfileBlocks,
+    PutChunk,
+    Telemetry,
+    Unload,
+)
+from hearth.wire.rpc import RpcClient
 
 pytestmark = pytest.mark.processes
 

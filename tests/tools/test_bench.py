@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.waiting import wait_for
 
+from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
-from hearth.model.families import FAMILIES
 from tools.bench import interrupts, load, paper, plots
 from tools.bench.bound import bound_seconds
 from tools.bench.generation import GenerationRow

@@ -108,7 +108,7 @@ def test_exactness_is_measured_and_a_wrong_weight_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-    from agent.worker.shard import Shard, load_shard
+    from agent.worker.transformer.shard import Shard, load_shard
     from tools.bench import exactness
 
     monkeypatch.setattr(exactness, "PROMPT_TOKENS", (1, 9))

@@ -194,7 +194,7 @@ def test_a_process_beyond_the_memory_limit_is_killed(pair: Testbed) -> None:
 
 
 def test_an_agent_sees_the_limit_of_its_device(pair: Testbed) -> None:
-    look = "from agent.telemetry import memory; print(memory()[0])"
+    look = "from agent.daemon.telemetry import memory; print(memory()[0])"
     assert first_line(python(pair, "two", look)) == str(128 << 20)
 
 

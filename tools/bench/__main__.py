@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
+from coordinator.models.checkpoint.families import read_json
 from hearth.errors import BadSetting
-from hearth.model.families import read_json
-from hearth.model.spec import WeightFormat
-from hearth.plan import Values
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.transformer import Values
 from tools.bench import (
     generation,
     graphs_command,

@@ -13,12 +13,12 @@ from types import TracebackType
 
 import psutil
 
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import read_spec
-from hearth.model.sharding import all_chunks, chunk_weights
-from hearth.model.spec import WeightFormat
-from hearth.plan import Plan, PlannedDevice
-from hearth.units import format_bytes
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import all_chunks, chunk_weights
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.transformer import Plan, PlannedDevice
+from hearth.platform.units import format_bytes
 from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
 from tools.bench.findings import Finding, at_least, at_most, equal, table

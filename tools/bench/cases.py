@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from hearth.errors import BadSetting
-from hearth.plan import Strategy
+from hearth.plan.transformer import Strategy
 from tools.bench.findings import table
 
 LOGIT_TOLERANCE = 1e-3

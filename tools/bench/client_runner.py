@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hearth.errors import HearthError, InternalError
-from hearth.plan import Plan
+from hearth.plan.transformer import Plan
 from tools.bench.clients import Ask, Outcome
 from tools.bench.drive import Group
 from tools.testbed import Testbed

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from hearth.client import AsyncHome, connect_async
+from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from tools.bench.child import serve
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import zmq
 
-from agent.store import ShardStore
+from agent.daemon.store import ShardStore
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import chunk_bytes, chunks_for_rank, manifest
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
-from hearth.messages import ChunkRef
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import read_spec
-from hearth.model.sharding import chunk_bytes, chunks_for_rank, manifest
-from hearth.model.spec import ModelSpec
-from hearth.plan import Plan
-from hearth.profile import BlockProfile, Link
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import BlockProfile, Link
+from hearth.plan.transformer import Plan
+from hearth.wire.messages import ChunkRef
 from tools.bench.interrupts import shielded
 from tools.testbed import Testbed
 

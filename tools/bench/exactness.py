@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent.worker.communicator import Communicator, link_codecs
-from agent.worker.generation import Generation
-from agent.worker.leader import Leader
-from agent.worker.matrices import Matrix
-from agent.worker.shard import load_shard
-from agent.worker.staging import CpuStaging
+from agent.worker.transformer.comm.communicator import Communicator, link_codecs
+from agent.worker.transformer.comm.staging import CpuStaging
+from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.steps import Generation
+from agent.worker.transformer.matrices import Matrix
+from agent.worker.transformer.shard import load_shard
+from coordinator.models.checkpoint.sharding import chunks_for_rank
 from hearth.errors import HearthError, InternalError
-from hearth.framing import pack_array
-from hearth.messages import Failed, GenerateTokens, Sampling, TokensGenerated
-from hearth.model.sharding import chunks_for_rank
-from hearth.model.spec import ModelSpec
-from hearth.plan import Generation as Promise
-from hearth.plan import LayerMode, Plan
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Generation as Promise
+from hearth.plan.transformer import LayerMode, Plan
 from hearth.transport.memory import MemoryHub
+from hearth.wire.framing import pack_array
+from hearth.wire.messages import Failed, GenerateTokens, Sampling, TokensGenerated
 from tools.bench.cases import NEW_TOKENS, PROMPT_TOKENS, Case, ExactnessRow, Family
 from tools.bench.drive import StoredModel
 from tools.bench.shapes import save_random_model

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from coordinator.planners import PlanRequest, make_plan
-from coordinator.planners.base import GenerationRequest, price
+from coordinator.models.checkpoint.families import FAMILIES
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.plan.transformer.request import GenerationRequest, price
 from hearth.errors import BadSetting
-from hearth.model.families import FAMILIES
-from hearth.model.spec import WeightFormat
-from hearth.plan import Plan, Strategy
-from hearth.profile import ClusterProfile
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan, Strategy
 from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
 from tools.bench.plans import describe
 from tools.bench.profiles import Profiles

@@ -23,9 +23,9 @@ import torch.nn.functional as F  # noqa: N812
 from safetensors import safe_open
 from torch import Tensor
 
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import FAMILIES, Source, TensorNames, read_spec
-from hearth.model.rotary import frequencies
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames, read_spec
+from hearth.plan.rotary import frequencies
 from tools.bench.child import serve
 
 _TIMEOUT = timedelta(seconds=60)

@@ -23,13 +23,13 @@ from typing import Any
 
 import psutil
 
-from coordinator.graphs.cluster import ClusterDevice, GraphCluster
-from coordinator.graphs.model import open_graph
-from coordinator.graphs.pricing import in_flight, price
+from coordinator.models.graph_file import open_graph
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
+from coordinator.plan.graph.price import in_flight, price
 from hearth.errors import HearthError, InternalError
-from hearth.graph.plan import GraphPlan, Objective, graph_plan_from_json
-from hearth.graph.spec import GraphSpec
-from hearth.messages import WireStats
+from hearth.plan.graph import GraphPlan, Objective, graph_plan_from_json
+from hearth.plan.graph_spec import GraphSpec
+from hearth.wire.messages import WireStats
 from tools.bench.drive import Group
 from tools.bench.graphs_findings import NO_GAIN, ONE_DEVICE, Served, interval_seconds
 from tools.bench.stats import rotated

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coordinator.graphs.load import random_inputs
-from hearth.client import AsyncHome, connect_async
+from coordinator.cli.load import random_inputs
+from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
-from hearth.messages import DeviceTrace
+from hearth.wire.messages import DeviceTrace
 from tools.bench.child import serve
 
 _CALL_SECONDS = 600.0

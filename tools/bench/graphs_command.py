@@ -9,10 +9,10 @@ from typing import Annotated, Optional, get_args
 import typer
 from rich.status import Status
 
-from coordinator.graphs.model import kind_of, open_graph, parse_dims
-from coordinator.graphs.request import THROUGHPUT, check_strategy
+from coordinator.models.graph_file import kind_of, open_graph, parse_dims
+from coordinator.plan.graph.request import THROUGHPUT, check_strategy
 from hearth.errors import BadSetting
-from hearth.plan import Values
+from hearth.plan.transformer import Values
 from tools.bench.findings import Finding
 from tools.bench.graphs import GraphsBench
 from tools.bench.graphs_findings import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.units import format_seconds
+from hearth.platform.units import format_seconds
 from tools.bench.findings import Finding, at_least, at_most, equal, table
 from tools.bench.stats import Ratio, paired_ratio
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.plan import Plan
-from hearth.profile import ClusterProfile
-from hearth.units import format_bytes
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan
+from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.interrupts import shielded

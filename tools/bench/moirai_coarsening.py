@@ -20,19 +20,19 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from rich.status import Status
 
 from coordinator.cli.output import err, out
-from coordinator.graphs.profiling import operator_seconds
-from coordinator.placement.baselines import BASELINES
-from coordinator.placement.checker import violations
-from coordinator.placement.coarsening import Coarsened, coarsen
-from coordinator.placement.moirai import solve
-from coordinator.placement.problem import PlacementProblem, problem_of
-from coordinator.placement.schedule import Item, Schedule, Send, best_schedule
+from coordinator.devices.graph_profiling import operator_seconds
+from coordinator.models.onnx.cutting import cut
+from coordinator.models.onnx.reader import OnnxModel, read_onnx
+from coordinator.models.onnx.segments import segment_model
+from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.checker import violations
+from coordinator.plan.graph.latency.coarsening import Coarsened, coarsen
+from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
+from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError, NoPlacement
-from hearth.graph.cutting import cut
-from hearth.graph.onnx_reader import OnnxModel, read_onnx
-from hearth.graph.segments import segment_model
-from hearth.graph.spec import GraphSpec
-from hearth.messages import Failed, GraphProfiled
+from hearth.plan.graph_spec import GraphSpec
+from hearth.wire.messages import Failed, GraphProfiled
 from tools.bench import interrupts
 from tools.bench.rows import check_files
 
@@ -146,7 +146,7 @@ def profile(model: OnnxModel) -> Profile:
         }  # fmt: skip
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "agent.worker.graph_profiler"],
+                [sys.executable, "-m", "agent.worker.graph.profiler"],
                 input=_json.dumps(request) + "\n",
                 capture_output=True,
                 text=True,

@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict
 from rich.status import Status
 
 from coordinator.cli.output import err, out
-from coordinator.placement.baselines import BASELINES
-from coordinator.placement.checker import violations
-from coordinator.placement.moirai import solve
-from coordinator.placement.problem import PlacementProblem, read_instance
-from coordinator.placement.schedule import Placement
+from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.checker import violations
+from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.problem import PlacementProblem, read_instance
+from coordinator.plan.graph.latency.schedule import Placement
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
 from tools.bench.rows import check_files

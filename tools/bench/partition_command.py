@@ -11,7 +11,7 @@ from rich.status import Status
 
 from coordinator.cli.output import err, out
 from hearth.errors import BadSetting
-from hearth.graph.spec import GraphSpec
+from hearth.plan.graph_spec import GraphSpec
 from tools.bench import interrupts, plots
 from tools.bench import partition as bench
 from tools.bench.partition_report import markdown as as_markdown

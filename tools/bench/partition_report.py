@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from hearth.errors import BadSetting
-from hearth.units import format_bytes, format_seconds
+from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.partition import (
     BOUND,
     EXACT,

@@ -24,12 +24,12 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.placement.pipeline_problem import PipelineProblem, pipeline_problem
-from coordinator.placement.points import Chain, candidate_chain
+from coordinator.models.onnx.json_reader import read_json
+from coordinator.models.onnx.reader import read_onnx
+from coordinator.plan.graph.throughput.points import Chain, candidate_chain
+from coordinator.plan.graph.throughput.problem import PipelineProblem, pipeline_problem
 from hearth.errors import BadSetting
-from hearth.graph.json_reader import read_json
-from hearth.graph.onnx_reader import read_onnx
-from hearth.graph.spec import GraphSpec
+from hearth.plan.graph_spec import GraphSpec
 
 # Equation 12: log2(1 + A / distance^2) Mbit/s; 5.5 Mbit/s at 80 m.
 _A = 283_230.0

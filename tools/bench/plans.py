@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coordinator.planners import PlanRequest, make_plan
-from coordinator.planners.base import price
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.plan.transformer.request import price
 from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.model.spec import ModelSpec
-from hearth.plan import Plan, Values, WireFormat
-from hearth.profile import ClusterProfile
-from hearth.units import format_bytes
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan, Values, WireFormat
+from hearth.platform.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
 Lz4 = Literal["auto", "on", "off"]

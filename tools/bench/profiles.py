@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
-from coordinator.pooling import pooled
-from hearth.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
+from coordinator.devices.pooling import pooled
+from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
 from tools.bench.plans import reference_plan

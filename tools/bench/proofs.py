@@ -12,11 +12,11 @@ import typer
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
+from coordinator.models.checkpoint.families import read_json
 from hearth.errors import BadSetting
-from hearth.model.families import read_json
-from hearth.model.spec import WeightFormat
-from hearth.plan import STRATEGIES
-from hearth.units import parse_bytes
+from hearth.plan.model_spec import WeightFormat
+from hearth.plan.transformer import STRATEGIES
+from hearth.platform.units import parse_bytes
 from tools.bench import interrupts
 from tools.bench.capacity import CapacityBench
 from tools.bench.cases import (

@@ -14,14 +14,14 @@ from typing import Any
 
 import psutil
 
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import cached_manifest, chunks_for_rank
 from hearth.errors import BadSetting
-from hearth.messages import ChunkRef
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import read_spec
-from hearth.model.sharding import cached_manifest, chunks_for_rank
-from hearth.model.spec import ModelSpec, WeightFormat
-from hearth.plan import Generation, Plan, Strategy
-from hearth.units import format_bytes, format_rate, format_seconds
+from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.transformer import Generation, Plan, Strategy
+from hearth.platform.units import format_bytes, format_rate, format_seconds
+from hearth.wire.messages import ChunkRef
 from tools.bench.drive import Group
 from tools.bench.findings import Finding, at_least, at_most, equal
 from tools.bench.generation import save_random_decoder

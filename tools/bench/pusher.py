@@ -16,16 +16,16 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
-import coordinator.service  # noqa: F401 (its memory counts)
-from coordinator.deployment import Deployment
-from coordinator.fleet import Fleet
+import coordinator.serve.service  # noqa: F401 (its memory counts)
+from coordinator.deploy.transformer import Deployment
+from coordinator.devices.fleet import Fleet
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import cached_manifest
 from hearth.errors import BadKey, DeadlineExceeded
-from hearth.model.checkpoint import Checkpoint
-from hearth.model.families import read_spec
-from hearth.model.sharding import cached_manifest
-from hearth.plan import plan_from_json
-from hearth.profile import Link
-from hearth.security import HomeKey, agent_access, load_credential
+from hearth.plan.profile import Link
+from hearth.plan.transformer import plan_from_json
+from hearth.platform.security import HomeKey, agent_access, load_credential
 from tools.bench.child import serve
 
 _SETTLE_SECONDS = 60.0

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
 from hearth.errors import BadSetting
-from hearth.units import format_bytes, format_seconds
+from hearth.platform.units import format_bytes, format_seconds
 
 Bytes = int | None
 

@@ -23,25 +23,25 @@ import numpy as np
 import torch
 
 from agent.worker.allocator import keep_freed_buffers
-from agent.worker.collectives import Collectives
-from agent.worker.communicator import Communicator, link_codecs
-from agent.worker.engine import Engine
-from agent.worker.generation import LEADER, Generation
-from agent.worker.leader import Leader
-from agent.worker.profiler import ProfilerRequest, profile
-from agent.worker.shard import Shard, load_shard
-from agent.worker.staging import CpuStaging
 from agent.worker.tracing import Recorder
-from hearth.codec import wire_layout
+from agent.worker.transformer.comm.collectives import Collectives
+from agent.worker.transformer.comm.communicator import Communicator, link_codecs
+from agent.worker.transformer.comm.staging import CpuStaging
+from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.steps import LEADER, Generation
+from agent.worker.transformer.profiler import ProfilerRequest, profile
+from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import StepFailed
-from hearth.framing import Phase, apart, pack_array, read_header
-from hearth.geometry import spans
-from hearth.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
-from hearth.model.spec import ModelSpec
-from hearth.plan import Plan, plan_from_json
-from hearth.security import new_keypair
+from hearth.plan.geometry import spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Plan, plan_from_json
+from hearth.platform.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
+from hearth.wire.codec import wire_layout
+from hearth.wire.framing import Phase, apart, pack_array, read_header
+from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
 from tools.bench.child import serve
 from tools.testbed.calibrate import Layers
 

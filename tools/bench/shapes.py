@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coordinator.models.checkpoint.families import FAMILIES, read_json
 from hearth.errors import BadSetting, UnsupportedArchitecture
-from hearth.model.families import FAMILIES, read_json
 
 _VOCABULARY, _POSITIONS = 30522, 512  # BERT's
 

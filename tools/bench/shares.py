@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.memory import memory_use
-from hearth.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
-from hearth.model.spec import ModelSpec
-from hearth.plan import Generation, LayerMode, Plan, PlannedDevice, Prediction, Strategy, TransformerPlan, WireFormat
+from coordinator.plan.transformer.cost.memory import memory_use
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import (
+    Generation,
+    LayerMode,
+    Plan,
+    PlannedDevice,
+    Prediction,
+    Strategy,
+    TransformerPlan,
+    WireFormat,
+)
 
 _UNLIMITED_BYTES = 1 << 40
 _STEP_SECONDS = 6.0  # no prediction: waits for peers are patient

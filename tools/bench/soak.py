@@ -18,8 +18,8 @@ from types import TracebackType
 
 import psutil
 
-from hearth.model.families import read_spec
-from hearth.units import format_bytes, format_seconds
+from coordinator.models.checkpoint.families import read_spec
+from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
 from tools.bench.findings import Finding, at_most, equal, table

@@ -12,9 +12,9 @@ import typer
 from rich.table import Table
 
 from coordinator.cli.output import err, handles_errors, out
+from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import BadSetting
-from hearth.model.families import read_spec
-from hearth.units import format_bytes
+from hearth.platform.units import format_bytes
 from tools.testbed.cluster import Testbed, check_possible, check_rights, remove_orphans
 from tools.testbed.foreground import run_in_foreground
 from tools.testbed.registry import Running, locked, running_testbeds

@@ -16,7 +16,7 @@ from typing import IO, Any
 import psutil
 
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
-from hearth.security import new_home_key, save_credential
+from hearth.platform.security import new_home_key, save_credential
 from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, record_scale, release, running_testbeds

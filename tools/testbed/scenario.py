@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hearth.errors import BadSetting
-from hearth.units import parse_bytes
+from hearth.platform.units import parse_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib

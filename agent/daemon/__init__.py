@@ -1,0 +1,1 @@
+"""The daemon on each device: lease, telemetry, links, shard store, worker supervision. Loads neither torch nor numpy."""

@@ -1,0 +1,116 @@
+"""Is there a GPU? CUDA is asked by a short-lived child, since the daemon loads no torch; Tegra by its own files, since
+NVML does not exist there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from hearth.errors import BadSetting
+from hearth.wire.messages import Gpu
+
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 60.0  # importing torch from a slow card
+# The GPU's address and name differ between boards and JetPack releases: 57000000.gpu, 17000000.gv11b, 17000000.ga10b.
+# Some have the device in devfreq only, others a link gpu.0. Other engines are in devfreq too, hence the names.
+_TEGRA_LOAD_FILES = (
+    "sys/devices/gpu.0/load",
+    "sys/devices/platform/gpu.0/load",
+    *(f"sys/class/devfreq/*{name}/device/load" for name in (".gpu", ".gp10b", ".gv11b", ".ga10b")),
+)
+
+
+class GpuReader:
+    """What was found at the start, and how loaded it is now."""
+
+    def __init__(self, wanted: Literal["auto", "cpu", "cuda"], root: Path = Path("/")) -> None:
+        self._wanted = wanted
+        self._root = root
+        self._cuda: Gpu | None = None
+
+    @property
+    def compute_device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self._cuda is not None else "cpu"
+
+    async def probe(self) -> None:
+        """Ask once. Raises BadSetting when the user wants CUDA and there is none."""
+        if self._wanted == "cpu":
+            return
+        if self._wanted == "auto" and not self._may_have_cuda():
+            return  # no driver: not worth loading torch to hear no
+        self._cuda = await probe_cuda()
+        if self._wanted == "cuda" and self._cuda is None:
+            raise BadSetting(setting="--compute-device", reason="torch finds no CUDA device here")
+
+    def read(self) -> Gpu | None:
+        """The GPU with its present load, or None."""
+        model = tegra_model(self._root)
+        if model is None:
+            return self._cuda
+        memory = psutil.virtual_memory()  # a Jetson's GPU shares the system's memory
+        return Gpu(
+            name=model,
+            kind="tegra",
+            memory_total_bytes=memory.total,
+            memory_free_bytes=memory.available,
+            load_fraction=_tegra_load(self._root),
+        )
+
+    def _may_have_cuda(self) -> bool:
+        signs = ("dev/nvidiactl", "dev/nvhost-gpu", "dev/nvgpu", "proc/driver/nvidia/version")
+        return any((self._root / sign).exists() for sign in signs)
+
+
+async def probe_cuda(timeout_seconds: float = _PROBE_SECONDS) -> Gpu | None:
+    """Ask torch in a child process; None where it has no CUDA device, is not there, or does not answer."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "agent.worker.probe",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), timeout_seconds)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        log.warning("the GPU did not answer within %g s; computing on the CPU", timeout_seconds)
+        return None
+    if process.returncode != 0:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:]
+        log.info("no GPU: %s", last[0] if last else f"the probe exited with {process.returncode}")
+        return None
+    try:
+        answer = json.loads(output)
+        return Gpu(kind="cuda", **answer) if answer else None
+    except (ValueError, TypeError) as error:
+        log.warning("the GPU probe's answer cannot be read: %s", error)
+        return None
+
+
+def tegra_model(root: Path = Path("/")) -> str | None:
+    """The board's name on a Jetson, else None."""
+    try:
+        compatible = (root / "proc/device-tree/compatible").read_text(errors="replace")
+        model = (root / "proc/device-tree/model").read_text(errors="replace")
+    except OSError:
+        return None
+    return model.strip("\0\n ") if "tegra" in compatible else None
+
+
+def _tegra_load(root: Path) -> float | None:
+    for pattern in _TEGRA_LOAD_FILES:
+        for path in root.glob(pattern):
+            try:
+                return int(path.read_text()) / 1000  # per mille
+            except (OSError, ValueError):
+                continue
+    return None

@@ -1,0 +1,132 @@
+"""Who this device is: a stable random id bound to the hardware, so that a cloned SD card is noticed, and a key pair."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hearth.errors import BadSetting
+from hearth.platform.security import KeyPair, new_keypair
+
+log = logging.getLogger(__name__)
+
+# What tells one board from another. The machine-id is not here: it is copied along with the card.
+_HARDWARE_FILES = (
+    "sys/class/dmi/id/product_uuid",
+    "sys/class/dmi/id/product_serial",
+    "proc/device-tree/serial-number",
+    "sys/firmware/devicetree/base/serial-number",
+)
+# Where network hardware does not come and go. A USB adapter that is plugged in makes no other device of this one.
+_BUILT_IN_BUSES = ("pci", "platform", "virtio", "vmbus", "xen")
+_PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM of the kernel's netdevice.h; others are random, borrowed or set
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+
+    device_id: str
+    hardware: str
+    public_key: str
+    secret_key: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    """`regenerated` is true when the state directory came from another board."""
+
+    device_id: str
+    keypair: KeyPair
+    regenerated: bool
+
+
+def hardware_fingerprint(root: Path = Path("/")) -> str:
+    """A hash of serial numbers and of the built-in wired interfaces' addresses; the same at every boot.
+
+    Wireless addresses are left out: network managers replace them by random ones.
+    """
+    facts = [_read(root / name) for name in _HARDWARE_FILES]
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        if line.lower().startswith("serial"):
+            facts.append(line)
+    for interface in sorted((root / "sys/class/net").glob("*")):
+        bus = (interface / "device/subsystem").resolve().name  # virtual interfaces have no device
+        wireless = (interface / "phy80211").exists() or (interface / "wireless").exists()
+        permanent = _read(interface / "addr_assign_type") == _PERMANENT_ADDRESS
+        if bus in _BUILT_IN_BUSES and permanent and not wireless:
+            facts.append(_read(interface / "address"))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+@contextmanager
+def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]:
+    """The identity kept in `state_dir`, made at first use; the directory is locked as long as it is held.
+
+    Raises BadSetting when another agent uses the directory, naming its pid, or when it cannot be read or written.
+    """
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise BadSetting(setting="--state-dir", reason=str(error)) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise BadSetting(setting="--state-dir", reason=f"another agent (pid {holder}) uses {state_dir}") from None
+        try:
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+            identity = _load_or_make(state_dir / "identity.json", hardware_fingerprint(root))
+        except OSError as error:
+            raise BadSetting(setting="--state-dir", reason=str(error)) from None
+        yield identity
+    finally:
+        os.close(lock)
+
+
+def _load_or_make(path: Path, hardware: str) -> Identity:
+    try:
+        saved = _Saved.model_validate_json(path.read_bytes())
+        if saved.hardware == hardware:
+            return Identity(saved.device_id, KeyPair(saved.public_key, saved.secret_key), regenerated=False)
+        log.warning("this state directory comes from another device (a copied card?); this one gets a new identity")
+        path.replace(path.with_suffix(".other-device"))
+        regenerated = True
+    except FileNotFoundError:
+        regenerated = False
+    except (ValidationError, ValueError):
+        log.warning("%s cannot be read and was kept aside; this device gets a new identity", path)
+        path.replace(path.with_suffix(".unreadable"))
+        regenerated = True
+    keypair = new_keypair()
+    made = _Saved(
+        device_id=secrets.token_hex(8),
+        hardware=hardware,
+        public_key=keypair.public,
+        secret_key=keypair.secret,
+    )
+    beside = path.with_suffix(".new")
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(made.model_dump_json())
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    return Identity(made.device_id, keypair, regenerated)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip("\0\n ")
+    except OSError:
+        return ""

@@ -1,0 +1,114 @@
+"""The `hearth-agent` command: composes the daemon from its settings and runs it until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+from contextlib import AsyncExitStack
+
+import zmq.asyncio
+
+from agent.daemon.config import AgentSettings, add_arguments, load_settings
+from agent.daemon.daemon import AgentDaemon
+from agent.daemon.gpu import GpuReader
+from agent.daemon.identity import load_identity
+from agent.daemon.links import LinkServer
+from agent.daemon.store import ShardStore
+from agent.daemon.telemetry import TelemetryReader
+from hearth.errors import BadKey, HearthError
+from hearth.platform.discovery import AGENT_SERVICE, Advertiser
+from hearth.platform.interfaces import choose_address
+from hearth.platform.notify import Notifier
+from hearth.platform.security import HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, load_credential
+from hearth.wire.rpc import RpcServer
+
+log = logging.getLogger("hearth.agent")
+
+ZAP_DOMAIN = "agent"
+
+
+async def run_agent(settings: AgentSettings) -> None:
+    """Run until SIGTERM or SIGINT. Raises KeyMissing, BadKey, BadSetting, PortInUse at the start."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    home = load_credential(settings.key_path)
+    if not isinstance(home, HomeKey):
+        raise BadKey(source=str(settings.key_path), reason="an agent needs the home key, not an admin's or an app's")
+    agent_keys = derive_keypair(home.key_bytes(), "agent")
+    coordinator_public = derive_keypair(home.key_bytes(), "coordinator").public
+    admin_public = derive_keypair(home.key_bytes(), "admin").public
+    address = choose_address(settings.interface)
+    async with AsyncExitStack() as stack:
+        identity = stack.enter_context(load_identity(settings.state_dir))
+        store = ShardStore(settings.store_dir, settings.store_bytes, settings.name)
+        gpu = GpuReader(settings.compute_device)
+        await gpu.probe()
+        context = zmq.asyncio.Context()
+        stack.callback(context.destroy, linger=0)
+        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit(ZAP_DOMAIN, lambda key: key in (coordinator_public, admin_public))
+        gatekeeper.start()
+        stack.callback(gatekeeper.stop)
+        links = LinkServer(
+            context, gatekeeper, settings.bind_host, settings.link_port, identity.keypair,
+            lambda chunk: store.path_of(chunk).read_bytes(),
+        )  # fmt: skip
+        await links.start()
+        stack.push_async_callback(links.close)
+        daemon = AgentDaemon(
+            settings, identity, store, TelemetryReader(settings, gpu), links, context, coordinator_public
+        )
+        server = RpcServer(
+            context, settings.bind_host, settings.control_port, agent_keys, ZAP_DOMAIN, daemon.handle,
+            port_setting="--control-port",
+        )  # fmt: skip
+        await server.start()
+        stack.push_async_callback(server.close)
+        stack.push_async_callback(daemon.close)
+        if settings.advertise:
+            advertiser = Advertiser(
+                AGENT_SERVICE, server.port, fingerprint(agent_keys.public), secrets.token_hex(8), [address]
+            )
+            await advertiser.start()
+            stack.push_async_callback(advertiser.stop)
+        notifier = Notifier(os.environ)
+        notifier.send("READY=1")
+        log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
+        tasks = [asyncio.create_task(daemon.watch_lease()), asyncio.create_task(_watchdog(notifier, daemon))]
+        await stop.wait()
+        notifier.send("STOPPING=1")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _watchdog(notifier: Notifier, daemon: AgentDaemon) -> None:
+    while True:
+        notifier.send("WATCHDOG=1", f"STATUS={daemon.status_line()}")
+        await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="hearth-agent",
+        description="Lend this device to its home: run the agent that a Hearth coordinator finds and uses.",
+    )
+    add_arguments(parser)
+    try:
+        settings = load_settings(parser.parse_args(), os.environ)
+        logging.basicConfig(level=settings.log_level.upper(), format="%(name)s %(levelname)s %(message)s")
+        asyncio.run(run_agent(settings))
+    except HearthError as error:
+        print(f"hearth-agent: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

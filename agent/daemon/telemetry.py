@@ -1,0 +1,188 @@
+"""What this device is and how it is now. Sampled only when asked: an idle daemon reads nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from agent.daemon.config import AgentSettings
+from agent.daemon.gpu import GpuReader
+from hearth.wire.messages import Telemetry
+
+_RESERVE_SHARE = 0.10  # of all memory, kept for the rest of the system when the user sets no limit
+_RESERVE_BYTES = 256 << 20
+
+
+class TelemetryReader:
+    """`root` stands for the file system's root, so that a test can show another machine's."""
+
+    def __init__(self, settings: AgentSettings, gpu: GpuReader, root: Path = Path("/")) -> None:
+        self._settings = settings
+        self._gpu = gpu
+        self._root = root
+        self._cpu_model = cpu_model(root)
+        self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+
+    def read(self, now: float) -> Telemetry:
+        """One sample; `now` is the wall clock in Unix seconds."""
+        total, available = memory(self._root)
+        frequency = _frequency()
+        gpu = self._gpu.read()
+        budget_total, budget_available = total, available
+        if self._gpu.compute_device == "cuda" and gpu is not None and gpu.kind == "cuda":
+            budget_total, budget_available = gpu.memory_total_bytes, gpu.memory_free_bytes
+        return Telemetry(
+            host_id=host_id(self._root),
+            cpu_model=self._cpu_model[:256],
+            num_cores=self._num_cores,
+            load_1min=psutil.getloadavg()[0],
+            frequency_mhz=frequency,
+            memory_total_bytes=total,
+            memory_available_bytes=available,
+            memory_budget_bytes=memory_budget(
+                budget_total, budget_available, self._settings.memory_bytes, self._memory_percent()
+            ),
+            disk_free_bytes=disk_free(self._settings.store_dir),
+            temperature_celsius=temperature(self._root),
+            gpu=gpu,
+            num_threads=num_threads(self._num_cores, self._settings.threads, self._settings.percent),
+            compute_device=self._gpu.compute_device,
+            clock_unix_seconds=now,
+            python_version=platform.python_version(),
+        )
+
+    def _memory_percent(self) -> float | None:
+        """The share of the whole machine holds for the memory where nothing was said of the memory itself."""
+        said = self._settings.memory_bytes or self._settings.memory_percent
+        return self._settings.memory_percent if said else self._settings.percent
+
+
+def num_threads(num_cores: int, threads: int | None, percent: float | None) -> int:
+    """How many threads a worker may compute with: what the user says, else a share of the cores, but at least one."""
+    if threads is not None:
+        return threads
+    return max(1, int(num_cores * percent / 100)) if percent is not None else num_cores
+
+
+def memory_budget(total: int, available: int, limit_bytes: int | None, limit_percent: float | None) -> int:
+    """What a worker may hold: the user's limit where there is one, else what is free less a reserve.
+
+    The user's limit wins even over what is free just now: it is a promise, and other programs come and go. It never
+    exceeds all that there is.
+    """
+    limits = [limit for limit in (limit_bytes, int(total * limit_percent / 100) if limit_percent else None) if limit]
+    if limits:
+        return min(total, *limits)
+    return max(available - max(int(total * _RESERVE_SHARE), _RESERVE_BYTES), 0)
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Total and available bytes, no more than the cgroups of this process allow (v1 and v2).
+
+    A cgroup's page cache is given back when it is asked for, as in the kernel's own MemAvailable; it is not in use.
+    Without that, a daemon that has just stored a model's chunks would report no memory for it.
+    """
+    host = psutil.virtual_memory()
+    total, available = host.total, host.available
+    for cgroup, limit_name, usage_name, prefix in _cgroups(root):
+        limit = _number(cgroup / limit_name)
+        if limit is not None and 0 < limit < host.total:
+            used = max((_number(cgroup / usage_name) or 0) - _page_cache(cgroup, prefix), 0)
+            total = min(total, limit)
+            available = min(available, max(limit - used, 0))
+    return total, available
+
+
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Every cgroup that this process is in, up to the root, since each one's limit holds.
+
+    In each: the names of its limit and its usage, and what its statistics over all children begin with.
+    """
+    mount = root / "sys/fs/cgroup"
+    v2 = ("memory.max", "memory.current", "")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    yield (mount, *v2)
+    yield (mount / "memory", *v1)
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = [name for name in path.split("/") if name]
+        for depth in range(len(names), 0, -1):
+            if controllers == "":
+                yield (mount.joinpath(*names[:depth]), *v2)
+            elif "memory" in controllers.split(","):
+                yield (mount.joinpath("memory", *names[:depth]), *v1)
+
+
+def _page_cache(cgroup: Path, prefix: str) -> int:
+    """Bytes of files that this cgroup and its children hold in memory."""
+    try:
+        rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return int(rows[f"{prefix}inactive_file"]) + int(rows[f"{prefix}active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def disk_free(path: Path) -> int:
+    """Free bytes where `path` is, or will be made again when somebody has deleted it."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free
+
+
+def cpu_model(root: Path = Path("/")) -> str:
+    """The processor's name; on ARM boards, where it has none, the board's."""
+    try:
+        for line in (root / "proc/cpuinfo").read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass
+    try:
+        return (root / "proc/device-tree/model").read_text(errors="replace").strip("\0\n ")
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def temperature(root: Path = Path("/")) -> float | None:
+    """The hottest zone in degrees Celsius, or None where the system does not tell."""
+    readings = [
+        millidegrees / 1000
+        for zone in (root / "sys/class/thermal").glob("thermal_zone*/temp")
+        if (millidegrees := _number(zone)) is not None and -40_000 < millidegrees < 150_000
+    ]
+    return max(readings, default=None)
+
+
+def host_id(root: Path = Path("/")) -> str:
+    """The same for all agents on one machine; a hash, since the machine-id itself is private."""
+    try:
+        machine = (root / "etc/machine-id").read_text().strip()
+    except OSError:
+        machine = ""
+    if machine in ("", "uninitialized"):  # in images whose first boot is still to come (machine-id(5))
+        machine = platform.node()
+    return hashlib.sha256(f"hearth host {machine}".encode()).hexdigest()[:16]
+
+
+def _frequency() -> float | None:
+    try:
+        frequency = psutil.cpu_freq()
+    except (OSError, NotImplementedError):
+        return None
+    return frequency.current if frequency else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

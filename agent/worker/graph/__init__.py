@@ -1,0 +1,1 @@
+"""Worker runtime for ONNX operator graphs (onnxruntime, no torch)."""

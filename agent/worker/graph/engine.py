@@ -1,0 +1,361 @@
+"""One rank of a deployed graph: its segments run as soon as their inputs are there, for several requests at once.
+
+Four threads: requests come in from the control thread, tensors of peers from the communication thread, segments run in the
+thread that calls `compute`, results leave through the sending thread. None of them waits for another: they meet in the
+`GraphSchedule`, under one lock that is never held while something is computed, sent or received.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from agent.worker.graph.schedule import Finished, GraphSchedule, Late, Routes, Task
+from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
+from agent.worker.tracing import Recorder
+from hearth.errors import BadMessage, BadRequest, FrameTooLarge, HearthError, StepFailed
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+from hearth.transport.base import Received, Transport
+from hearth.wire.codec import Codec
+from hearth.wire.framing import Phase, TileKey, decode_body, encode_tile, pack_array, read_header, unpack_array
+from hearth.wire.messages import Failed, GraphDone, Message, RunGraph, WireStats
+
+log = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+Answer = Callable[[bytes, Message, Sequence[Any]], None]
+
+MAX_TRACE_EVENTS = 20_000  # what a message has room for
+_RECEIVE_SLICE_SECONDS = 0.5  # how soon a thread notices what nobody woke it for: the end, or a deadline
+
+
+class Outgoing(NamedTuple):
+    """A tensor on its way to a peer."""
+
+    step: int
+    target: int
+    name: str
+    array: Array
+
+
+@dataclass
+class _Request:
+    """What a step holds here. Tensors may come before `request` does."""
+
+    recorder: Recorder
+    values: dict[str, Array] = field(default_factory=dict)  # that our segments will still take
+    request_id: bytes = b""
+    request: RunGraph | None = None
+    results: dict[str, Array] = field(default_factory=dict)
+    compute_seconds: list[float] = field(default_factory=list)
+    began: float = 0.0
+    ended: float = 0.0
+    running: RunControl | None = None
+    sending: int = 0  # tensors that are not handed to the transport yet
+    has_run: bool = False
+
+
+class GraphEngine:
+    """Runs one plan's requests on one rank. `sessions` are of `routes.segments`, in their order.
+
+    `answer` is called once for each request that `run` took, from any thread: with `GraphDone` or `Failed`.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        epoch: int,
+        token: bytes,
+        sessions: Sequence[SegmentSession],
+        transport: Transport,
+        codecs: Mapping[int, Codec],
+        max_in_flight: int,
+        early_seconds: float,
+        answer: Answer,
+    ) -> None:
+        """`early_seconds`: how long tensors of a request that has not come yet are kept."""
+        self.dropped = 0
+        self._routes = routes
+        self._epoch = epoch
+        self._token = token
+        self._sessions = sessions
+        self._transport = transport
+        self._codecs = codecs
+        self._early_seconds = early_seconds
+        self._answer = answer
+        self._numbers = {name: number for number, name in enumerate(routes.travelling)}
+        self._schedule = GraphSchedule(routes, max_in_flight)
+        self._requests: dict[int, _Request] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._outgoing: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
+            threading.Thread(target=self._send_loop, name="sending", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Fail what is in flight and end all threads, `compute` too."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self.abort(None, "the plan was unloaded")
+        self._outgoing.put(None)
+        self._transport.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
+
+    # ---- requests, from the control thread --------------------------------------------------------------------------
+
+    def run(self, request_id: bytes, request: RunGraph, payload: Sequence[Any]) -> None:
+        """Take a request. Raises BadRequest for other inputs than ours, QueueFull; then nothing is answered."""
+        fed = self._read(request, payload)
+        now = time.monotonic()
+        with self._changed:
+            self._schedule.open(request.step, now + request.timeout_seconds)
+            held = self._requests.setdefault(request.step, _Request(Recorder(request.trace)))
+            held.request_id, held.request = request_id, request
+            held.compute_seconds = [0.0] * len(self._sessions)
+            if not request.trace:
+                held.recorder = Recorder(enabled=False)
+            for name, array in fed.items():
+                if self._schedule.arrive(request.step, name, now):
+                    held.values[name] = array
+            self._changed.notify_all()
+
+    def abort(self, step: int | None, reason: str) -> None:
+        """Give up one request, or all: they are answered with StepFailed, and a segment that runs for one is stopped."""
+        with self._changed:
+            steps = [step] if step is not None else list(self._requests)
+        for each in steps:
+            self._fail(each, self._failed(reason))
+
+    def _read(self, request: RunGraph, payload: Sequence[Any]) -> dict[str, Array]:
+        if len(payload) != 2 * len(request.names):
+            raise BadRequest(reason=f"{len(request.names)} inputs in {len(payload)} frames; each takes two")
+        arrays = {
+            name: unpack_array(payload[2 * index : 2 * index + 2]) for index, name in enumerate(request.names)
+        }  # fmt: skip
+        if wrong := arrays.keys() ^ self._routes.fed:
+            name = min(wrong)
+            raise BadRequest(reason=f"the input {name} is {'not one' if name in arrays else 'missing'} of this rank's")
+        for segment, session in zip(self._routes.segments, self._sessions, strict=True):
+            for name in arrays.keys() & set(segment.inputs):
+                check_input(session, name, arrays[name])
+        return arrays
+
+    # ---- computing --------------------------------------------------------------------------------------------------
+
+    def compute(self) -> None:
+        """Run segments until `close`."""
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """One segment, in a frame of its own: while we wait for the next, nothing holds the tensors of the last."""
+        started = self._await_task()
+        if started is None:
+            return False
+        task, request, feeds = started
+        segment = self._routes.segments[task.segment]
+        began = time.monotonic()
+        try:
+            with request.recorder.bar(f"segment {segment.number}"):
+                arrays = self._sessions[task.segment].run(feeds, request.running)
+            outputs = dict(zip(segment.outputs, arrays, strict=True))
+            _check_sizes(self._routes, outputs)
+        except HearthError as error:
+            self._fail(task.step, error)
+        except MemoryError as error:
+            self._fail(task.step, self._failed(f"out of memory: {error}"))
+        else:
+            self._has_run(task, request, outputs, began, time.monotonic())
+        return True
+
+    def _await_task(self) -> tuple[Task, _Request, dict[str, Array]] | None:
+        with self._changed:
+            while not self._closing:
+                task = self._schedule.start()
+                if task is not None:
+                    request = self._requests[task.step]
+                    request.running = RunControl()
+                    inputs = self._routes.segments[task.segment].inputs
+                    return task, request, {name: request.values[name] for name in inputs}
+                self._changed.wait(_RECEIVE_SLICE_SECONDS)
+        return None
+
+    def _has_run(self, task: Task, request: _Request, outputs: dict[str, Array], began: float, ended: float) -> None:
+        leaving = [
+            Outgoing(task.step, target, name, array)
+            for name, array in outputs.items()
+            for target in self._routes.targets.get(name, ())
+        ]
+        with self._changed:
+            if self._requests.get(task.step) is not request:
+                return  # it was given up meanwhile
+            request.running = None
+            request.began = request.began or began
+            request.ended = ended
+            request.compute_seconds[task.segment] = ended - began
+            request.sending += len(leaving)
+            request.values.update(outputs)
+            request.results.update((name, outputs[name]) for name in self._routes.results if name in outputs)
+            finished: Finished = self._schedule.finish(task)
+            for name in finished.released:
+                del request.values[name]
+            request.has_run = finished.last
+        for each in leaving:
+            self._outgoing.put(each)
+        if not leaving:
+            self._complete(task.step, request)
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    def _complete(self, step: int, request: _Request) -> None:
+        """Answer, if all of the request has run and everything that peers wait for has left."""
+        with self._changed:
+            if not request.has_run or request.sending or self._requests.get(step) is not request:
+                return
+            self._forget(step)
+        done = GraphDone(
+            names=tuple(request.results),
+            began_seconds=request.began,
+            ended_seconds=request.ended,
+            compute_seconds=tuple(request.compute_seconds),
+            wire=WireStats.sum(codec.stats for codec in self._codecs.values()),
+            dropped_messages=self.dropped,
+            trace=request.recorder.events()[:MAX_TRACE_EVENTS],
+        )
+        self._answer(
+            request.request_id, done, [frame for each in request.results.values() for frame in pack_array(each)]
+        )
+
+    def _fail(self, step: int, error: HearthError) -> None:
+        with self._changed:
+            request = self._requests.get(step)
+            self._forget(step)
+            if request is None:
+                return
+            if request.running is not None:
+                request.running.terminate()
+        if request.request is not None:
+            self._answer(request.request_id, Failed.of(error), ())
+
+    def _failed(self, reason: str) -> StepFailed:
+        return StepFailed(device=f"rank {self._routes.rank}", reason=reason)
+
+    def _forget(self, step: int) -> None:
+        self._schedule.end(step)
+        self._requests.pop(step, None)
+
+    def _fail_late(self) -> None:
+        with self._changed:
+            late = self._schedule.late(time.monotonic())
+        for each in late:
+            self._fail(each.step, self._failed(self._why(each)))
+
+    def _why(self, late: Late) -> str:
+        request = self._requests.get(late.step)
+        seconds = request.request.timeout_seconds if request is not None and request.request is not None else 0.0
+        if late.awaited is None:
+            return f"its segments had not all run after {seconds:.1f} s, though everything for them was there"
+        return f"the tensor {late.awaited} had not come from rank {late.source} after {seconds:.1f} s"
+
+    # ---- the wire ---------------------------------------------------------------------------------------------------
+
+    def _receive_loop(self) -> None:
+        while not self._closing:
+            with self._changed:
+                deadline = self._schedule.next_deadline
+            left = _RECEIVE_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            received = self._transport.receive(min(max(left, 0.0), _RECEIVE_SLICE_SECONDS))
+            if received is not None:
+                try:
+                    self._accept(received)
+                except (BadMessage, FrameTooLarge) as error:
+                    self._drop(str(error))
+            self._fail_late()
+
+    def _accept(self, received: Received) -> None:
+        header = read_header(self._token, received.frames)
+        key = header.key
+        name = self._routes.travelling[key.layer] if key.layer < len(self._routes.travelling) else ""
+        if key.epoch != self._epoch or key.phase is not Phase.TENSOR:
+            self._drop(f"a {key.phase.name} tile of epoch {key.epoch}")
+            return
+        if not received.source == key.source == self._routes.awaited.get(name):
+            self._drop(f"tensor {name!r} from rank {received.source}")
+            return
+        with self._changed:
+            if not self._schedule.wants(key.step, name):
+                self._drop(f"tensor {name} of step {key.step}")
+                return
+        array = decode_body(header, received.frames)
+        if not array.flags.aligned:  # a small one that shares its frame with the header
+            array = array.copy()
+        num_bytes = sum(len(frame) for frame in received.frames)
+        with self._changed:
+            if not self._schedule.arrive(key.step, name, time.monotonic() + self._early_seconds):
+                return
+            request = self._requests.setdefault(key.step, _Request(Recorder(enabled=True)))
+            request.values[name] = array
+            if request.recorder.enabled:
+                request.recorder.instant(_transfer(name, received.source, self._routes.rank), "receive", num_bytes)
+            self._changed.notify_all()
+
+    def _send_loop(self) -> None:
+        while (leaving := self._outgoing.get()) is not None:
+            self._send_one(leaving)
+            del leaving  # and with it the tensor
+
+    def _send_one(self, leaving: Outgoing) -> None:
+        request = self._requests.get(leaving.step)
+        if request is None:
+            return  # it was given up
+        try:
+            self._send(leaving, request.recorder)
+        except Exception as error:
+            log.exception("sending %s failed", leaving.name)
+            self._fail(leaving.step, self._failed(f"sending {leaving.name} to rank {leaving.target}: {error}"))
+            return
+        with self._changed:
+            request.sending -= 1
+        self._complete(leaving.step, request)
+
+    def _send(self, leaving: Outgoing, recorder: Recorder) -> None:
+        rank = self._routes.rank
+        key = TileKey(self._epoch, leaving.step, self._numbers[leaving.name], Phase.TENSOR, 0, rank)
+        frames = encode_tile(self._token, key, leaving.array, self._codecs[leaving.target])
+        if recorder.enabled:
+            num_bytes = sum(len(frame) for frame in frames)
+            recorder.instant(_transfer(leaving.name, rank, leaving.target), "send", num_bytes)
+        self._transport.send(leaving.target, frames)
+
+    def _drop(self, what: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
+            log.warning("dropped %s", what)
+
+
+def _transfer(name: str, sender: int, receiver: int) -> str:
+    """The name that both ends give to a tensor's way."""
+    return f"{name} {sender}->{receiver}"[:256]
+
+
+def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:
+    """Raises FrameTooLarge for what must travel and cannot."""
+    for name, array in outputs.items():
+        if array.nbytes > MAX_PAYLOAD_FRAME_BYTES and (name in routes.targets or name in routes.results):
+            raise FrameTooLarge(num_bytes=array.nbytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)

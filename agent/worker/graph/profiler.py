@@ -1,0 +1,336 @@
+"""Times a graph's operators on this device: `python -m agent.worker.graph.profiler`, a child that the daemon starts.
+
+Reads a `GraphProfilerRequest` as one line of JSON, answers with `GraphProfiled` or `Failed` as one line. Operators are timed
+by onnxruntime's own profiling, as it really fuses them; the whole run without it, since it costs time of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel
+
+from agent.worker.allocator import keep_freed_buffers
+from agent.worker.graph.kernels import operators_of
+from agent.worker.graph.sessions import DTYPES, brief, give_back_memory, make_session, providers_for
+from agent.worker.wire_cost import wire_cost
+from hearth.errors import BadPlan, HearthError, StoreFull
+from hearth.wire.codec import NUMPY_CASTS
+from hearth.wire.messages import Failed, GraphProfiled, Kernel
+
+Array = np.ndarray[Any, Any]
+
+# A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
+# on what was saved up while idle.
+_SAMPLE_SECONDS = 0.05
+_SAMPLES = 5
+_REPEATS = 3  # of a measurement that a busy moment spoilt
+_SPREAD = 1.25  # the slowest sample of a quiet device is no slower than this times the fastest
+_PROFILED_SECONDS = 0.5
+_PROFILED_RUNS = (4, 40)  # at least and at most, beside the first one, which warms up
+_OUTLIER = 1.5  # a profiled run that took so many times the median is left out
+_PATTERN_VALUES = 1 << 18  # random values, repeated over all weights
+_KERNEL_SUFFIX = "_kernel_time"
+_RESERVE_BYTES = 64 << 20  # left free on the disk, beside the weights
+
+
+class GraphProfilerRequest(BaseModel):
+    model_path: Path
+    folder: Path  # for files of ours, which the daemon removes
+    device: str
+    num_threads: int
+    compute_device: Literal["cpu", "cuda"]
+
+
+class _Memory(NamedTuple):
+    """Resident bytes of this process: its own, and those of files that it maps."""
+
+    anonymous: int
+    mapped: int
+
+    @classmethod
+    def now(cls) -> _Memory:
+        status = _status()
+        return cls(status["RssAnon"] + status["RssShmem"], status["RssFile"])
+
+
+def profile(request: GraphProfilerRequest) -> GraphProfiled:
+    """Raises BadPlan when onnxruntime does not take the graph, or cannot run it; StoreFull."""
+    keep_freed_buffers()
+    before = _Memory.now()
+    try:
+        model = onnx.load(request.model_path, load_external_data=False)
+    except DecodeError:
+        raise BadPlan(reason="the graph to be profiled is no ONNX model") from None
+    _check_room(model, request)
+    path = _with_random_weights(model, request.folder)
+    providers = providers_for(request.compute_device, request.folder)
+
+    def session(change: Callable[[ort.SessionOptions], None] = lambda options: None) -> ort.InferenceSession:
+        return make_session(path, "the graph", request.num_threads, providers, change)
+
+    plain = session()
+    give_back_memory()
+    peak_bytes = _status()["VmHWM"]
+    loaded = _Memory.now()
+    feeds = _feeds(plain)
+    meter = _Meter()
+    run_seconds = meter.seconds(partial(_run, plain, feeds))
+    ran = _Memory.now()
+    provider = plain.get_providers()[0]
+    del plain
+    kernels = _kernels(model, session, feeds, run_seconds, request.folder)
+    return GraphProfiled(
+        kernels=kernels,
+        run_seconds=run_seconds,
+        provider=provider,
+        process_bytes=sum(before),
+        # Weights that are used where they lie come into memory in the first run.
+        load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(ran.mapped - before.mapped, 0),
+        peak_bytes=peak_bytes,
+        run_bytes=max(ran.anonymous - loaded.anonymous, 0),
+        wire=wire_cost(meter.cpu_per_second, NUMPY_CASTS),
+    )
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def _kernels(
+    model: onnx.ModelProto,
+    session: Callable[[Callable[[ort.SessionOptions], None]], ort.InferenceSession],
+    feeds: dict[str, Array],
+    run_seconds: float,
+    folder: Path,
+) -> tuple[Kernel, ...]:
+    optimised_path = folder / "optimised.onnx"
+    (folder / "weights-of-optimised").symlink_to(os.devnull)  # we want its nodes, not a second copy of the weights
+
+    def change(options: ort.SessionOptions) -> None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "profile")
+        options.optimized_model_filepath = str(optimised_path)
+        options.add_session_config_entry(
+            "session.optimized_model_external_initializers_file_name", "weights-of-optimised"
+        )
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "256")
+
+    profiled = session(change)
+    began, (least, most) = time.perf_counter(), _PROFILED_RUNS
+    for index in range(1 + most):
+        _run(profiled, feeds)
+        if index >= least and time.perf_counter() - began > _PROFILED_SECONDS:
+            break
+    events = json.loads(Path(profiled.end_profiling()).read_text())
+    optimised = onnx.load(optimised_path, load_external_data=False)
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value.name for value in model.graph.input if value.name not in weights]
+    operators = operators_of(model.graph.node, optimised.graph.node, inputs)
+    timed = kernel_times(events)
+    # Alone, a kernel is timed with what the profiler costs and without what lies between kernels: the shares count.
+    scale = run_seconds / max(sum(each.seconds for each in timed), 1e-9)
+    return tuple(
+        Kernel(
+            name=each.name[:1024],
+            kind=each.kind[:256],
+            provider=each.provider,
+            seconds=each.seconds * scale,
+            operators=operators.get(each.name, ()),
+        )
+        for each in timed
+    )
+
+
+class TimedKernel(NamedTuple):
+    name: str
+    kind: str
+    provider: str
+    seconds: float
+
+
+def kernel_times(events: Iterable[dict[str, Any]]) -> list[TimedKernel]:
+    """Each node's mean seconds in a run, in the order in which they ran, from onnxruntime's profile.
+
+    The mean, since under a CPU quota pauses hit few kernels, but those hard. The first run is left out, and so are runs
+    that something else disturbed. Nodes inside of a loop or a branch count as their operator.
+    """
+    runs: list[tuple[int, int]] = []
+    nodes: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("name") == "model_run":
+            runs.append((event["ts"], event["ts"] + event["dur"]))
+        elif event.get("cat") == "Node" and event["name"].endswith(_KERNEL_SUFFIX):
+            nodes.append(event)
+    nodes.sort(key=lambda event: (event["ts"], -event["dur"]))
+    per_run = [_outermost(event for event in nodes if start <= event["ts"] < stop) for start, stop in runs[1:]]
+    totals = [sum(event["dur"] for event in run) for run in per_run]
+    usual = statistics.median(totals) if totals else 0
+    kept = [run for run, total in zip(per_run, totals, strict=True) if total <= _OUTLIER * usual]
+    sums: dict[str, int] = defaultdict(int)
+    first: dict[str, dict[str, Any]] = {}
+    for run in kept:
+        for event in run:
+            sums[event["name"]] += event["dur"]
+            first.setdefault(event["name"], event)
+    return [
+        TimedKernel(
+            name.removesuffix(_KERNEL_SUFFIX),
+            str(first[name]["args"].get("op_name", "")),
+            str(first[name]["args"].get("provider", "")),
+            total / len(kept) / 1e6,
+        )
+        for name, total in sums.items()
+    ]
+
+
+def _outermost(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found, end = [], -1
+    for event in events:
+        if event["ts"] >= end:
+            found.append(event)
+            end = event["ts"] + event["dur"]
+    return found
+
+
+# ---- the graph's weights and inputs -----------------------------------------------------------------------------------
+
+
+def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
+    """Write the model with its placeholders filled: one file of weights beside it, which onnxruntime maps."""
+    rng = np.random.default_rng(0)
+    pattern = rng.standard_normal(_PATTERN_VALUES, dtype=np.float32)
+    offset = 0
+    with (folder / "weights").open("wb") as file:
+        for tensor in model.graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            num_bytes = 0
+            for block in _random_blocks(tuple(tensor.dims), dtype, pattern):
+                num_bytes += file.write(block.tobytes())
+            del tensor.external_data[:]
+            for key, value in (("location", "weights"), ("offset", str(offset)), ("length", str(num_bytes))):
+                tensor.external_data.add(key=key, value=value)
+            offset += num_bytes
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def _check_room(model: onnx.ModelProto, request: GraphProfilerRequest) -> None:
+    """Raises StoreFull."""
+    needed = sum(
+        int(np.prod(tensor.dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        for tensor in model.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+    )
+    free = max(shutil.disk_usage(request.folder).free - _RESERVE_BYTES, 0)
+    if needed > free:
+        raise StoreFull(device=request.device, needed_bytes=needed, free_bytes=free)
+
+
+def _random_blocks(shape: Sequence[int], dtype: np.dtype[Any], pattern: Array) -> Iterable[Array]:
+    """Weights that keep activations about as large as they came: neither infinite nor denormal, which are slower."""
+    size = int(np.prod(shape, dtype=np.int64))
+    if dtype.kind in "iub":  # indices as often as numbers: small enough for either
+        values = np.ones(_PATTERN_VALUES, dtype)
+    elif len(shape) < 2:  # norms and biases; a variance must be positive
+        values = (0.5 + np.abs(pattern) / 8).astype(dtype)
+    else:
+        fan_in = shape[0] if len(shape) == 2 else size // max(shape[0], 1)
+        values = (pattern / np.sqrt(max(fan_in, 1))).astype(dtype)
+    for start in range(0, size, _PATTERN_VALUES):
+        yield values[: size - start]
+
+
+def _feeds(session: ort.InferenceSession) -> dict[str, Array]:
+    """Random numbers; ones where integers are wanted: they are often indices."""
+    rng, feeds = np.random.default_rng(1), {}
+    for value in session.get_inputs():
+        dtype = DTYPES.get(value.type)
+        if dtype is None or not all(isinstance(size, int) for size in value.shape):
+            raise BadPlan(reason=f"the input {value.name} is {value.type} {value.shape}: its size or type is not known")
+        if np.dtype(dtype).kind == "f":
+            feeds[value.name] = rng.standard_normal(value.shape).astype(dtype)
+        else:
+            feeds[value.name] = np.ones(value.shape, dtype)
+    return feeds
+
+
+def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
+    try:
+        session.run(None, feeds)
+    except Exception as error:  # onnxruntime's errors have no root of their own
+        raise BadPlan(reason=f"onnxruntime cannot run the graph: {brief(error)}") from None
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """Measures times, and learns meanwhile how much of a core this process gets."""
+
+    def __init__(self) -> None:
+        self._cpu_seconds = self._wall_seconds = 0.0
+
+    @property
+    def cpu_per_second(self) -> float:
+        """CPU seconds that the device does in one: its threads, or less under a quota or beside other load."""
+        return max(self._cpu_seconds / self._wall_seconds, 0.01) if self._wall_seconds else 1.0
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median of several samples after one run to warm up; measured again when they differ, and the least counts."""
+        run()
+        least = float("inf")
+        for _ in range(1 + _REPEATS):
+            samples = [self._sample(run) for _ in range(_SAMPLES)]
+            least = min(least, statistics.median(samples))
+            if max(samples) <= _SPREAD * min(samples):
+                break
+        return least
+
+    def _sample(self, run: Callable[[], object]) -> float:
+        start, cpu, runs = time.perf_counter(), time.process_time(), 0
+        while True:
+            run()
+            runs += 1
+            elapsed = time.perf_counter() - start
+            if elapsed >= _SAMPLE_SECONDS:
+                break
+        self._cpu_seconds += time.process_time() - cpu
+        self._wall_seconds += elapsed
+        return elapsed / runs
+
+
+def _status() -> dict[str, int]:
+    """The kernel's figures of this process in bytes; zeros where it gives none."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        text = ""
+    found = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE)}
+    return {name: found.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
+
+
+if __name__ == "__main__":
+    answer: GraphProfiled | Failed
+    try:
+        answer = profile(GraphProfilerRequest.model_validate_json(sys.stdin.readline()))
+    except HearthError as error:
+        answer = Failed.of(error)
+    print(answer.model_dump_json())

@@ -1,0 +1,272 @@
+"""The arithmetic of one layer on one device, without communication.
+
+T rows in all, s some of them, H hidden, a heads of this rank, d head_dim, w = a*d, k = KV width of this rank, q = w + 2k,
+c MLP columns of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own custom)
+from torch import Tensor
+
+from agent.worker.transformer.kv_cache import SequenceCache
+from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm
+from hearth.plan.geometry import Span
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.rotary import RotarySpec, frequencies
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The sequences of a step, packed without padding: sequence n has the rows `sequences[n]`.
+
+    Its first row stands at the position `starts[n]`, and what came before it is in `caches[n]` (None: there was nothing,
+    and nothing is kept). `turns` are the cosines and sines of the rotary embedding [T, rotary_dim / 2].
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    sequences: tuple[Span, ...]
+    starts: tuple[int, ...]
+    caches: tuple[SequenceCache | None, ...]
+    turns: tuple[Tensor, Tensor] | None
+    masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    def part(self, span: Span) -> PackedRows:
+        """Some rows of the step, as a micro-batch: what comes before them is in the caches when they are attended."""
+        found = [
+            (n, start, stop)
+            for n, sequence in enumerate(self.sequences)
+            if (start := max(sequence.start, span.start)) < (stop := min(sequence.stop, span.stop))
+        ]
+        rows = slice(*span)
+        return PackedRows(
+            self.token_ids[rows],
+            self.positions[rows],
+            tuple(Span(start - span.start, stop - span.start) for _, start, stop in found),
+            tuple(self.starts[n] + start - self.sequences[n].start for n, start, _ in found),
+            tuple(self.caches[n] for n, _, _ in found),
+            None if self.turns is None else (self.turns[0][rows], self.turns[1][rows]),
+        )
+
+
+def pack(
+    spec: ModelSpec,
+    token_ids: Tensor,
+    sequences: Sequence[Span],
+    caches: Sequence[SequenceCache | None],
+    device: torch.device,
+) -> PackedRows:
+    """The rows of a step: token ids [T] int64 of all sequences, one after the other."""
+    starts = tuple(cache.length if cache is not None else 0 for cache in caches)
+    positions = torch.cat(
+        [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
+    )
+    turns = None
+    if spec.rotary is not None:
+        found = [
+            _turns(spec, spec.rotary, positions[slice(*span)], start + span.size)
+            for start, span in zip(starts, sequences, strict=True)
+        ]
+        cosines, sines = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
+        turns = cosines, sines
+    return PackedRows(
+        token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), turns
+    )  # fmt: skip
+
+
+def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    by_length = rotary.kind in ("dynamic", "longrope")
+    inverse, scale = _frequencies(rotary, spec.head_dim, spec.max_positions, length if by_length else 0)
+    angles = positions[:, None].float() * inverse
+    return angles.cos() * scale, angles.sin() * scale
+
+
+@lru_cache(maxsize=1024)
+def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+    """As `rotary.frequencies`; kept, since every token needs them."""
+    found = frequencies(rotary, head_dim, max_positions, length)
+    return torch.tensor(found.inverse, dtype=torch.float32), found.scale
+
+
+# ---- norms and residuals ---------------------------------------------------------------------------------------------
+
+
+def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
+    """LayerNorm, or RMS norm where there is no bias; over the last dimension."""
+    if norm.bias is None:
+        return F.rms_norm(x_sH, (x_sH.shape[-1],), norm.weight, eps)
+    return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
+
+
+def enter(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
+    """What attention or MLP sees: with pre-norm the normalised rows, else the rows themselves."""
+    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "pre" else x_sH
+
+
+def leave(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+    """The connective: the row-parallel bias (added here, once), the residual, and with post-norm the norm."""
+    x_sH = x_sH + (y_sH if bias is None else y_sH + bias)
+    return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "post" else x_sH
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------------
+
+
+def project_qkv(
+    spec: ModelSpec, layer: LayerShard, block: int, x_sH: Tensor, rows: PackedRows, span: Span, out: Tensor
+) -> None:
+    """Q, K and V of the heads of a block, for the rows `span` of the step: out [s,q], with their positions in them."""
+    heads = layer.qkv_blocks[block].size
+    part = layer.qkv_rows(spec, block)
+    bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
+    layer.qkv_weight.rows(part).times(x_sH, bias, out)
+    q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
+            by_head = part.unflatten(-1, (-1, spec.head_dim))
+            by_head.copy_(normalise(by_head, norm, spec.norm_eps))
+    if rows.turns is not None:
+        cosines, sines = (table[slice(*span)][:, None] for table in rows.turns)
+        turn(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines, sines)
+
+
+def turn(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
+    """Rotary embedding, in place: dimension i turns with dimension i + half."""
+    half = cosines.shape[-1]
+    first, second = x_sad[..., :half], x_sad[..., half : 2 * half]
+    turned = first * cosines - second * sines
+    second.mul_(cosines).addcmul_(first, sines)
+    first.copy_(turned)
+
+
+def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of Q [s,w], K and V [s,k]."""
+    q, k, v = qkv.split([spec.q_width(heads), spec.kv_width(heads), spec.kv_width(heads)], dim=1)
+    return q, k, v
+
+
+def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
+    """Put the keys and values of all rows of the step into their sequences' caches."""
+    k, v = (x.unflatten(-1, (-1, spec.head_dim)) for x in (k_Tk, v_Tk))
+    for span, start, cache in zip(rows.sequences, rows.starts, rows.caches, strict=True):
+        if cache is not None:
+            cache.store(layer, start, k[slice(*span)], v[slice(*span)])
+
+
+def attention(
+    spec: ModelSpec,
+    index: int,
+    q_sw: Tensor,
+    k_Tk: Tensor,
+    v_Tk: Tensor,
+    rows: PackedRows,
+    span: Span,
+    cached: bool = True,
+) -> Tensor:
+    """Attention of the query rows `span` of the step over their own sequences: [s,w].
+
+    An encoder's rows see all rows of their sequence; a decoder's see those before them and themselves, those in the
+    cache included (`cached`; it holds this rank's heads only), or of these the last `window`.
+    """
+    context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
+    if q_sw.shape[1] == 0:
+        return context_sw
+    for n, sequence in enumerate(rows.sequences):
+        start, stop = max(sequence.start, span.start), min(sequence.stop, span.stop)
+        if start >= stop:
+            continue
+        local = slice(start - span.start, stop - span.start)
+        k, v = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, cached)
+        q = q_sw[local].unflatten(-1, (k.shape[0], spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
+        if spec.causal:
+            first = rows.starts[n] + start - sequence.start
+            attended = _causal(q, k, v, first, spec.window(index), rows.masks)
+        else:
+            attended = _attend(q, k, v)
+        context_sw[local] = attended.permute(2, 0, 1, 3).flatten(1)
+    return context_sw
+
+
+def _keys_and_values(
+    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, cached: bool
+) -> tuple[Tensor, Tensor]:
+    """Of sequence n [kv heads, length, d]."""
+    cache, sequence = rows.caches[n], slice(*rows.sequences[n])
+    if cached and cache is not None:
+        return cache.keys_and_values(index, rows.starts[n] + rows.sequences[n].size)
+    k, v = (x[sequence].unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in (k_Tk, v_Tk))
+    return k, v
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: int,
+    window: int | None,
+    masks: dict[tuple[int, int, int, int | None], Tensor],
+) -> Tensor:
+    """Queries [kv heads, group, s, d] at the positions from `first` on."""
+    num = q.shape[2]
+    length = first + num
+    oldest = 0 if window is None else max(first - window + 1, 0)
+    k, v = k[:, oldest:length], v[:, oldest:length]
+    if num == 1:
+        return _attend(q, k, v)
+    if first == 0 and (window is None or window >= num):
+        return _attend(q, k, v, causal=True)
+    key = (first, num, oldest, window)
+    if key not in masks:
+        query = torch.arange(first, length, device=q.device)[:, None]
+        seen = torch.arange(oldest, length, device=q.device)[None]
+        visible = seen <= query
+        if window is not None:
+            visible &= seen > query - window
+        masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
+    return _attend(q, k, v, mask=masks[key])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """A KV head serves its group of query heads without being copied."""
+    group = q.shape[1]
+    k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+# ---- MLP and embedding -------------------------------------------------------------------------------------------------
+
+
+def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The MLP between its GEMMs: [s,c]."""
+    act = ACTIVATIONS[spec.activation]
+    up_sc = layer.up_weight.times(x_sH, layer.up_bias)
+    if layer.gate_weight is None:
+        return up_sc.copy_(act(up_sc))
+    return act(layer.gate_weight.times(x_sH, layer.gate_bias)).mul_(up_sc)
+
+
+def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:
+    """Add position and type embeddings to the word rows; an encoder normalises them."""
+    x_sH = word_sH
+    if embedding.token_type is not None:
+        x_sH = x_sH + embedding.token_type[0]
+    if embedding.position is not None:
+        x_sH = x_sH + embedding.position[positions_s + spec.position_offset]
+    return x_sH if spec.causal else normalise(x_sH, embedding.norm, spec.norm_eps)

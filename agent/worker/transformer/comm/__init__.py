@@ -1,0 +1,1 @@
+"""Collectives over the data plane, with tile overlap."""

@@ -1,0 +1,39 @@
+"""torch's conversions for the activation codec: several times as fast as numpy's, with the same results."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from hearth.wire.codec import NUMPY_CASTS
+
+Array = np.ndarray[Any, Any]
+
+# Received frames are read-only, and nothing here writes to its input.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+
+
+class TorchCasts:
+    """See `hearth.wire.codec.Casts`."""
+
+    def fits_fp16(self, array: Array) -> bool:
+        return NUMPY_CASTS.fits_fp16(array)
+
+    def to_fp16(self, array: Array) -> Array:
+        half: Array = torch.from_numpy(array).half().numpy()
+        return half
+
+    def from_fp16(self, array: Array) -> Array:
+        full: Array = torch.from_numpy(array).float().numpy()
+        return full
+
+    def to_bf16(self, array: Array) -> Array:
+        bits: Array = torch.from_numpy(array).bfloat16().view(torch.int16).numpy()
+        return bits.view("<u2")
+
+    def from_bf16(self, array: Array) -> Array:
+        full: Array = torch.from_numpy(array.view("<i2")).view(torch.bfloat16).float().numpy()
+        return full

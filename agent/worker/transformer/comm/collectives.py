@@ -1,0 +1,192 @@
+"""Ring AllGather and ReduceScatter over the rows of a step, with tile overlap (Galaxy, section III-D), and all-to-all.
+
+Shapes: T rows of the step in all, s rows of this rank, H hidden. Tile k is the rows of rank k; a tile may be empty, then
+nothing travels for it. A tile travels in chunks of its rows (`rings.chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from agent.worker.transformer.comm.communicator import Communicator
+from agent.worker.transformer.comm.staging import Staging, WireTile
+from hearth.errors import BadMessage
+from hearth.plan import rings
+from hearth.plan.geometry import Span
+from hearth.wire.framing import Phase, TileKey
+
+
+class Collectives:
+    """The collectives of one step. `tiles[k]` are the rows of rank k; without `step` it is the one that runs."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        staging: Staging,
+        tiles: Sequence[Span],
+        overlap: bool,
+        step: int | None = None,
+    ) -> None:
+        self.rank = communicator.rank
+        self.num_ranks = communicator.num_ranks
+        self.tiles = tuple(tiles)
+        self._communicator = communicator
+        self._staging = staging
+        self._overlap = overlap
+        self._step = step
+        self._next = (self.rank + 1) % self.num_ranks
+        self._previous = (self.rank - 1) % self.num_ranks
+
+    @property
+    def own(self) -> Span:
+        return self.tiles[self.rank]
+
+    @property
+    def num_rows(self) -> int:
+        return self.tiles[-1].stop
+
+    def all_gather(self, layer: int, phase: Phase, own_sH: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield `(tile index, rows)` of every non-empty tile: our own first, the others in the order of arrival.
+
+        With overlap off, all tiles have arrived before the first is yielded.
+        """
+        gathered_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
+        if self.own.size:
+            target = rings.forwards_to(self.num_ranks, self.rank, self.rank)
+            if target is not None:
+                self._send(target, layer, phase, self.rank, own_sH)
+        arrivals = self._arrivals(layer, phase, gathered_TH)
+        if not self._overlap:
+            arrivals = iter(list(arrivals))
+        if self.own.size:
+            yield self.rank, own_sH
+        yield from arrivals
+
+    def all_gather_rows(self, layer: int, phase: Phase, own_sH: Tensor) -> Tensor:
+        """All rows [T, ...] at once."""
+        all_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
+        for tile, rows in self.all_gather(layer, phase, own_sH):
+            all_TH[slice(*self.tiles[tile])] = rows
+        return all_TH
+
+    def reduce_scatter(self, layer: int, phase: Phase, partial_sum: Callable[[int], Tensor]) -> Tensor:
+        """Sum `partial_sum(tile)` over all ranks; return our own tile's sum [s,H]. Sums are added in ring order.
+
+        Our partial sums are handed to the communication thread, which adds and passes on; only the own tile is awaited.
+        """
+        steps = rings.ring_reduce_scatter(self.num_ranks, self.rank)
+        ahead = (
+            None if self._overlap else {s.compute: partial_sum(s.compute) for s in steps if self.tiles[s.compute].size}
+        )
+        own: Tensor | None = None
+        for step in steps:
+            tile = step.compute
+            if not self.tiles[tile].size and tile != self.rank:
+                continue
+            own = ahead[tile] if ahead is not None and tile in ahead else partial_sum(tile)
+            if step.send is not None:
+                if step.receive is None:
+                    self._send(self._next, layer, phase, tile, own)
+                else:
+                    self._reduce(layer, phase, tile, own)
+        assert own is not None  # the own tile is always the last step
+        if self.num_ranks > 1 and self.own.size:
+            chunks = self._chunks(own)
+            keys = self._keys(layer, phase, self.rank, self._previous, len(chunks))
+            for chunk, received in zip(chunks, self._communicator.take(keys), strict=True):
+                self._take_in(received, own[slice(*chunk)], add=True)
+        return own
+
+    def scatter_rows(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
+        """Half of an all-to-all: send each peer its rows directly, in one hop, as soon as `rows_for_target` has them.
+
+        None: nothing for it, and it knows that.
+        """
+        for offset in range(1, self.num_ranks):
+            target = (self.rank + offset) % self.num_ranks
+            rows = rows_for_target(target)
+            if rows is not None:
+                self._send(target, layer, phase, target, rows)
+
+    def send_rows(self, target: int, layer: int, phase: Phase, rows: Tensor) -> None:
+        """Send rows to one peer, in one hop; it has them by `collect_rows`."""
+        self._send(target, layer, phase, target, rows)
+
+    def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
+        """Send the same rows to every peer, in one hop."""
+        self.scatter_rows(layer, phase, lambda target: rows)
+
+    def sum_everywhere(
+        self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
+    ) -> Tensor:
+        """The sum over the ranks `sources`, on every rank, in one hop: for few rows latency is all (ALGORITHMS.md
+        section 6). Partial sums are added in rank order, so that all ranks have the same.
+
+        `own_BH` is None where this rank is no source; the result is shaped as `like_BH`.
+        """
+        if own_BH is not None:
+            self.broadcast(layer, phase, own_BH)
+        total_BH = torch.empty_like(like_BH)
+        for index, source in enumerate(sources):
+            if source != self.rank:
+                self.collect_rows(layer, phase, source, total_BH, add=index > 0)
+            elif own_BH is not None:
+                (total_BH.add_ if index else total_BH.copy_)(own_BH)
+        return total_BH
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks in the order in which `scatter_rows` serves us: the one that sends to us first comes first."""
+        return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
+
+    def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor, add: bool = False) -> None:
+        """The other half: wait for the rows that `source` sent us, and write them to `into` (or add them)."""
+        chunks = self._chunks(into)
+        keys = self._keys(layer, phase, self.rank, source, len(chunks))
+        for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
+            self._take_in(tile, into[slice(*chunk)], add)
+
+    def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
+        """Whether `collect_rows` would not wait."""
+        keys = self._keys(layer, phase, self.rank, source, len(self._chunks(into)))
+        return self._communicator.has_arrived(keys)
+
+    def _send(self, target: int, layer: int, phase: Phase, tile: int, rows: Tensor) -> None:
+        for index, chunk in enumerate(self._chunks(rows)):
+            key = self._communicator.key(layer, phase, tile, self.rank, index, self._step)
+            staged = self._staging.to_wire(rows[slice(*chunk)])
+            self._communicator.when_ready(staged, partial(self._communicator.send, target, key))
+
+    def _reduce(self, layer: int, phase: Phase, tile: int, sums: Tensor) -> None:
+        for index, chunk in enumerate(self._chunks(sums)):
+            key = self._communicator.key(layer, phase, tile, self._previous, index, self._step)
+            staged = self._staging.to_wire(sums[slice(*chunk)])
+            self._communicator.when_ready(staged, partial(self._communicator.reduce, key))
+
+    def _chunks(self, rows: Tensor) -> tuple[Span, ...]:
+        return rings.chunks(rows.shape[0], rows.shape[1] * rows.element_size())
+
+    def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
+        return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]
+
+    def _take_in(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
+        if tile.shape != tuple(into.shape):
+            raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
+        (self._staging.add_from_wire if add else self._staging.from_wire)(tile, into)
+
+    def _arrivals(self, layer: int, phase: Phase, gathered_TH: Tensor) -> Iterator[tuple[int, Tensor]]:
+        order = [step.compute for step in rings.ring_all_gather(self.num_ranks, self.rank)]
+        waiting = [tile for tile in order if tile != self.rank and self.tiles[tile].size]
+        rows = {tile: gathered_TH[slice(*self.tiles[tile])] for tile in waiting}
+        chunks = {tile: self._chunks(rows[tile]) for tile in waiting}
+        keys = {tile: self._keys(layer, phase, tile, tile, len(chunks[tile])) for tile in waiting}
+        while waiting:
+            index, arrived = self._communicator.take_first([keys[tile] for tile in waiting])
+            tile = waiting.pop(index)
+            for chunk, array in zip(chunks[tile], arrived, strict=True):
+                self._take_in(array, rows[tile][slice(*chunk)])
+            yield tile, rows[tile]

@@ -1,0 +1,395 @@
+"""The communication thread: takes tiles off the transport, passes them on, and hands over what this rank computes with.
+
+Nothing that a peer waits for may wait for a GEMM of ours (ALGORITHMS.md section 1, pitfall a), so both rings turn here:
+gathered tiles are forwarded on arrival by the rule of `rings.forwards_to`, unread where they can be, and a partial
+sum that arrives is added to ours and sent on as soon as both are there. The compute thread only ever waits for tiles that
+end their way here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agent.worker.tracing import Recorder, transfer_name
+from agent.worker.transformer.comm.casts import TorchCasts
+from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
+from hearth.plan import rings
+from hearth.plan.transformer import Plan
+from hearth.transport.base import Received, Transport
+from hearth.wire.codec import Codec, ValueFormat
+from hearth.wire.framing import Phase, TileHeader, TileKey, decode_body, encode_tile, read_header
+from hearth.wire.messages import WireStats
+
+log = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+
+# A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended. In a
+# pipeline, where several are in flight, more: see `look_ahead`.
+STEPS_AHEAD = 2
+_RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
+_INLINE_SLICE_SECONDS = 0.1  # how soon a wait of the compute thread notices that the step was aborted
+_HAND_OVER_SECONDS = 0.005
+_CASTS = TorchCasts()
+
+GATHERS = frozenset(
+    {
+        Phase.GATHER_ATTENTION,
+        Phase.GATHER_MLP,
+        Phase.GATHER_KEYS,
+        Phase.GATHER_VALUES,
+        Phase.REDUCE_GATHER_ATTENTION,
+        Phase.REDUCE_GATHER_MLP,
+    }
+)
+# Straight from the rank that has it to the one that needs it, in one hop.
+DIRECT = frozenset(
+    {
+        Phase.EMBED,
+        Phase.EXCHANGE_QKV,
+        Phase.EXCHANGE_HEADS,
+        Phase.ORDER,
+        Phase.SUM_ATTENTION,
+        Phase.SUM_MLP,
+        Phase.HEAD_ROWS,
+        Phase.CANDIDATES,
+        Phase.STAGE_ROWS,
+        Phase.STEP_DONE,
+    }
+)
+
+
+def link_codecs(plan: Plan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
+    """The sending side of a rank's links. `peers` are the other ranks, with the rate of the link to each in bytes/s."""
+    return {
+        peer: Codec(plan.wire_on(rank, peer), bytes_per_second, time.perf_counter, _CASTS)
+        for peer, bytes_per_second in peers.items()
+    }
+
+
+class Communicator:
+    """Moves the tiles of one plan for one rank. `codecs` holds one codec per peer, used by the sending side.
+
+    Started with `start()`; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed when
+    a tile does not come in time or the step was aborted.
+    """
+
+    def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
+        self.rank = transport.rank
+        self.num_ranks = transport.num_ranks
+        self.dropped = 0
+        self.waited_seconds = 0.0  # of the compute thread for tiles, in this step
+        self._transport = transport
+        self._epoch = epoch
+        self._token = token
+        self._codecs = codecs
+        self._codec_locks = {peer: threading.Lock() for peer in codecs}  # both threads send to the next rank
+        self._previous = (self.rank - 1) % self.num_ranks
+        self._next = (self.rank + 1) % self.num_ranks
+        self._step = self._oldest_step = 0
+        self._steps_ahead = STEPS_AHEAD
+        self._timeout_seconds = 1.0
+        self._recorder = Recorder(enabled=False)
+        self._arrived: dict[TileKey, Array] = {}
+        self._partials: dict[TileKey, Array] = {}  # ours, waiting for the sum that comes from the previous rank
+        # What each thread that waits waits for: the first of its sets to be empty.
+        self._awaited: list[list[set[TileKey]]] = []
+        self._changed = threading.Condition()
+        self._failure: HearthError | None = None
+        self._closing = False
+        self._inline = False
+        self._resume = threading.Event()  # unset: the communication thread pauses
+        self._resume.set()
+        self._receiving = threading.Lock()  # held by the thread that receives
+        self._receives_here = False  # the compute thread holds it: nothing but an abort changes behind its back
+        self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
+            threading.Thread(target=self._send_loop, name="deferred-send", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self._resume.set()
+        self.abort(StepFailed(device="this device", reason="the plan was unloaded"))
+        self._outgoing.put(None)
+        self._transport.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
+
+    # ---- the step, from the compute thread ------------------------------------------------------------------------
+
+    def look_ahead(self, num_steps: int) -> None:
+        """Keep the tiles of as many steps beyond the running one as peers can be ahead."""
+        self._steps_ahead = max(num_steps, STEPS_AHEAD)
+
+    def begin_step(
+        self,
+        step: int,
+        timeout_seconds: float,
+        recorder: Recorder,
+        values: Mapping[int, str] | None = None,
+        after_failure: bool = True,
+        oldest_step: int | None = None,
+    ) -> None:
+        """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
+
+        `values` is the format of this step's tiles to each peer; None: the plan's. Not `after_failure`: what failed
+        stays failed. From `oldest_step` on, steps before this one are in flight still.
+        """
+        for peer, codec in self._codecs.items():
+            codec.use(values[peer] if values is not None else None)
+        self.waited_seconds = 0.0
+        with self._changed:
+            self._step = step
+            self._oldest_step = oldest = step if oldest_step is None else oldest_step
+            self._timeout_seconds = timeout_seconds
+            self._recorder = recorder
+            if after_failure:
+                self._failure = None
+            self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
+            self._partials = {}
+
+    def abort(self, error: HearthError) -> None:
+        """Make every wait of the running step raise `error`."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def wire_stats(self) -> WireStats:
+        """What the codecs of all outgoing links did since the plan was loaded."""
+        return WireStats.sum(codec.stats for codec in self._codecs.values())
+
+    def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0, step: int | None = None) -> TileKey:
+        """Of the running step, or of one that is in flight still."""
+        return TileKey(self._epoch, self._step if step is None else step, layer, phase, tile, source, chunk)
+
+    def send(self, target: int, key: TileKey, tile: Array) -> None:
+        """Encode for that link and queue. The array must not change afterwards."""
+        with self._codec_locks[target]:
+            frames = encode_tile(self._token, key, tile, self._codecs[target])
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in frames)
+            self._recorder.instant(transfer_name(key, self.rank, target), "send", num_bytes)
+        self._transport.send(target, frames)
+
+    def reduce(self, key: TileKey, partial: Array) -> None:
+        """Add our partial sum to the one that comes from the previous rank, and send the sum on when both are there.
+
+        `key.source` is the previous rank. `partial` is overwritten.
+        """
+        with self._changed:
+            received = self._arrived.pop(key, None)
+            if received is None:
+                self._partials[key] = partial
+                return
+        self._pass_on(key, received, partial)
+
+    def when_ready(self, ready: Callable[[], Array] | Array, then: Callable[[Array], None]) -> None:
+        """`then(array)`, later where a GPU is still copying: waiting for it must not hold up the next GEMM's launch."""
+        if callable(ready):
+            self._outgoing.put(lambda: then(ready()))
+        else:
+            then(ready)
+
+    def receive_inline(self, on: bool) -> None:
+        """Whether the compute thread receives for itself while it waits.
+
+        For few and small tiles, as in decoding, handing over between threads costs more than it hides. Nothing is
+        forwarded then while this rank computes, so rings should not turn.
+        """
+        self._inline = on
+        if on:
+            self._resume.clear()
+        else:
+            self._stop_receiving_here()
+            self._resume.set()
+
+    def has_arrived(self, keys: Sequence[TileKey]) -> bool:
+        """Whether all of `keys` are there; waits for nothing."""
+        known = -1
+        while self._inline and known != len(self._arrived):
+            known = len(self._arrived)
+            self._receive_here((), 0.0)
+        with self._changed:
+            return all(key in self._arrived for key in keys)
+
+    def take(self, keys: Sequence[TileKey]) -> list[Array]:
+        """All of `keys`, in their order."""
+        if self._inline and self._start_receiving_here():
+            return self._take_here(keys)
+        return self.take_first([keys])[1]
+
+    def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
+        """The first group of keys to be complete, by its index; of several that are, the first in the order given."""
+        return self._take_first(groups, time.monotonic() + self._timeout_seconds)
+
+    def await_order(self, key: TileKey) -> Array:
+        """A tile that may be long in coming: nobody is late while there is nothing to do."""
+        return self._take_first([[key]], math.inf)[1][0]
+
+    def _take_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
+        with self._changed:
+            awaited = [{key for key in group if key not in self._arrived} for group in groups]
+            self._awaited.append(awaited)
+        try:
+            return self._await(groups, awaited, deadline)
+        finally:
+            with self._changed:
+                self._awaited = [other for other in self._awaited if other is not awaited]
+
+    def _await(
+        self, groups: Sequence[Sequence[TileKey]], awaited: list[set[TileKey]], deadline: float
+    ) -> tuple[int, list[Array]]:
+        while True:
+            with self._changed:
+                if self._failure is not None:
+                    self._stop_receiving_here()
+                    raise self._failure
+                for index, missing in enumerate(awaited):
+                    if not missing:
+                        return index, [self._arrived.pop(key) for key in groups[index]]
+                now = time.monotonic()
+                if deadline <= now:
+                    raise self._too_late(min(awaited[0]))
+                if not self._inline:
+                    self._changed.wait(min(deadline - now, _RECEIVE_SLICE_SECONDS))
+            if self._inline:
+                self._receive_here(awaited, min(deadline - now, _INLINE_SLICE_SECONDS))
+            self.waited_seconds += time.monotonic() - now
+
+    def _take_here(self, keys: Sequence[TileKey]) -> list[Array]:
+        """As `take`, where this thread alone receives: a token waits for this 2 times a layer, and locks cost."""
+        began = time.monotonic()
+        deadline = began + self._timeout_seconds
+        for key in keys:
+            while key not in self._arrived:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or self._failure is not None:
+                    self._stop_receiving_here()
+                    raise self._failure or self._too_late(key)
+                self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
+        self.waited_seconds += time.monotonic() - began
+        return [self._arrived.pop(key) for key in keys]
+
+    def _too_late(self, key: TileKey) -> StepFailed:
+        return StepFailed(
+            device=f"rank {self.rank}",
+            reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {key.phase.name} tile {key.tile} of "
+            f"layer {key.layer} from rank {key.source}",
+        )
+
+    def _receive_here(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
+        """One message, in the compute thread; unless the communication thread is still waiting for its last one."""
+        if self._start_receiving_here():
+            self._accept_or_drop(self._transport.receive(timeout_seconds))
+            return
+        with self._changed:
+            if all(awaited):
+                self._changed.wait(_HAND_OVER_SECONDS)
+
+    def _start_receiving_here(self) -> bool:
+        """Whether this thread receives from now on; not while the communication thread waits for its last message."""
+        if not self._receives_here:
+            self._receives_here = self._receiving.acquire(blocking=False)
+        return self._receives_here
+
+    def _stop_receiving_here(self) -> None:
+        if self._receives_here:
+            self._receives_here = False
+            self._receiving.release()
+
+    # ---- the two threads ------------------------------------------------------------------------------------------
+
+    def _receive_loop(self) -> None:
+        while not self._closing:
+            self._resume.wait()
+            if not self._receiving.acquire(timeout=_RECEIVE_SLICE_SECONDS):
+                continue
+            try:
+                received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
+            finally:
+                self._receiving.release()
+            self._accept_or_drop(received)
+
+    def _accept_or_drop(self, received: Received | None) -> None:
+        if received is None:
+            return
+        try:
+            self._accept(received)
+        except (BadMessage, FrameTooLarge) as error:
+            self._drop(str(error))
+
+    def _accept(self, received: Received) -> None:
+        header = read_header(self._token, received.frames)
+        key = header.key
+        if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
+            self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
+            return
+        expected = key.source if key.phase in DIRECT else self._previous
+        if received.source != expected or key.source >= self.num_ranks or key.tile >= self.num_ranks:
+            self._drop(f"{key} came from rank {received.source}")
+            return
+        if key.phase in GATHERS:
+            self._forward(header, received)
+        tile = decode_body(header, received.frames, _CASTS)
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in received.frames)
+            self._recorder.instant(transfer_name(key, received.source, self.rank), "receive", num_bytes)
+        with self._changed:
+            partial = self._partials.pop(key, None)
+            if partial is None:
+                self._arrived[key] = tile
+                for missing in (each for awaited in self._awaited for each in awaited):
+                    missing.discard(key)
+                    if not missing:
+                        self._changed.notify_all()
+        if partial is not None:
+            self._pass_on(key, tile, partial)
+
+    def _forward(self, header: TileHeader, received: Received) -> None:
+        key = header.key
+        following = rings.forwards_to(self.num_ranks, self.rank, key.tile)
+        if following is None:
+            return
+        if header.values is ValueFormat.EXACT and self._codecs[following].is_lossy:  # it came by a faster link
+            self.send(following, key, decode_body(header, received.frames, _CASTS))
+            return
+        if self._recorder.enabled:
+            num_bytes = sum(len(frame) for frame in received.frames)
+            self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
+        self._transport.send(following, received.frames)
+
+    def _pass_on(self, key: TileKey, received: Array, partial: Array) -> None:
+        if received.shape != partial.shape:
+            raise BadMessage(reason=f"a tile has the shape {received.shape}, {partial.shape} was expected")
+        np.add(received, partial, out=partial)
+        self.send(self._next, key._replace(source=self.rank), partial)
+
+    def _drop(self, what: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
+            log.warning("dropped %s", what)
+
+    def _send_loop(self) -> None:
+        while (send := self._outgoing.get()) is not None:
+            try:
+                send()
+            except HearthError as error:
+                self.abort(error)
+            except Exception as error:  # a CUDA fault in the copy: the step must not wait for its deadline
+                log.exception("a deferred send failed")
+                self.abort(StepFailed(device=f"rank {self.rank}", reason=f"sending failed: {error}"))

@@ -1,0 +1,101 @@
+"""One rank of one deployed plan: runs steps over its shard. Knows no sockets and no processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent.worker.tracing import Recorder
+from agent.worker.transformer import blocks, strategies
+from agent.worker.transformer.comm.collectives import Collectives
+from agent.worker.transformer.comm.communicator import Communicator
+from agent.worker.transformer.comm.staging import Staging
+from agent.worker.transformer.shard import Shard
+from hearth.errors import BadRequest
+from hearth.plan.geometry import rows_for, spans
+from hearth.plan.transformer import Plan, Values
+from hearth.wire.messages import RunStep, StepDone
+
+
+class Engine:
+    """Runs one step at a time. `communicator` is started already, and owned by the caller."""
+
+    def __init__(self, plan: Plan, rank: int, shard: Shard, communicator: Communicator, staging: Staging) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._shard = shard
+        self._communicator = communicator
+        self._staging = staging
+
+    def run(
+        self, request: RunStep, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
+    ) -> tuple[StepDone, np.ndarray[Any, Any]]:
+        """Run one step; see `RunStep` and `StepDone` for the payloads.
+
+        Raises BadRequest for ids or lengths that the model cannot take, StepFailed when a peer does not answer.
+        """
+        began = time.monotonic()
+        recorder = Recorder(request.trace)
+        self._communicator.begin_step(request.step, request.timeout_seconds, recorder, self._formats(request.values))
+        rows = self._pack(token_ids, cumulative_lengths)
+        tiles = spans(rows_for(self._plan.body.row_weights, rows.num_rows))
+        collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
+        step = strategies.Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
+        hidden_sH = strategies.run(step)
+        own = tiles[self._rank]
+        output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)
+        array = output.cpu().numpy()  # waits for the GPU
+        ended = time.monotonic()
+        done = StepDone(
+            first_row=own.start,
+            num_rows=own.size,
+            began_seconds=began,
+            ended_seconds=ended,
+            compute_seconds=max(ended - began - self._communicator.waited_seconds, 0.0),
+            wire=self._communicator.wire_stats(),
+            dropped_messages=self._communicator.dropped,
+            trace=recorder.events(),
+        )
+        return done, array
+
+    def _formats(self, values: Values | None) -> dict[int, Values] | None:
+        """In which format this step's tiles go to each peer; None: as the plan says."""
+        if values is None:
+            return None
+        body, peers = self._plan.body, range(self._plan.num_ranks)
+        return {peer: body.values_on(self._rank, peer, values) for peer in peers if peer != self._rank}
+
+    def _pack(self, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> blocks.PackedRows:
+        spec = self._plan.model
+        lengths = np.diff(cumulative_lengths) if cumulative_lengths.ndim == 1 else np.empty(0)
+        if (
+            token_ids.ndim != 1
+            or len(lengths) == 0
+            or cumulative_lengths[0] != 0
+            or cumulative_lengths[-1] != len(token_ids)
+            or lengths.min() < 1
+        ):
+            raise BadRequest(reason="the sequence lengths do not add up to the tokens, or a sequence is empty")
+        if lengths.max() > spec.max_positions:
+            raise BadRequest(reason=f"{lengths.max()} tokens; the model takes at most {spec.max_positions}")
+        if token_ids.min() < 0 or token_ids.max() >= spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {spec.vocab_size - 1}")
+        sequences = spans(lengths.tolist())
+        ids = torch.from_numpy(token_ids.astype(np.int64))
+        return blocks.pack(spec, ids, sequences, [None] * len(sequences), self._staging.device)
+
+
+def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], first_row: int) -> Tensor:
+    """Sums of our rows of each sequence [N,H]: the coordinator adds the ranks' sums and divides by the lengths."""
+    sums_NH = hidden_sH.new_zeros(len(sequences), hidden_sH.shape[1])
+    last_row = first_row + hidden_sH.shape[0]
+    for n, (start, stop) in enumerate(sequences):
+        start, stop = max(start, first_row), min(stop, last_row)
+        if start < stop:
+            sums_NH[n] = hidden_sH[start - first_row : stop - first_row].sum(dim=0)
+    return sums_NH

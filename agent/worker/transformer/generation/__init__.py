@@ -1,0 +1,1 @@
+"""Token generation: step orders, batching, sampling."""

@@ -1,0 +1,89 @@
+"""One token of each running sequence on one rank: tensor parallel throughout, partial sums exchanged in one hop.
+
+Rows cannot be split and a ring's hops would dominate, so every rank repeats the norms and residuals of all B rows, and
+sends its partial sums straight to every peer. Whatever the strategy of the prefill, a rank works with its own heads and
+columns only; of replicated weights it uses that part.
+
+B rows, one for each sequence; H hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from agent.worker.transformer import blocks
+from agent.worker.transformer.shard import LayerShard, Shard
+from agent.worker.transformer.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
+from hearth.plan.geometry import Span, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Plan
+from hearth.wire.framing import Phase
+
+
+def own_layers(plan: Plan, rank: int, shard: Shard) -> list[LayerShard]:
+    """Views of what this rank decodes with: its own heads and columns of every layer; in a pipeline, of its layers all."""
+    if plan.body.layers:
+        return shard.layers
+    heads, columns = spans(plan.body.heads)[rank], spans(plan.body.columns)[rank]
+    return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
+
+
+def _own_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span) -> LayerShard:
+    held = layer.held
+    if heads == held.qkv and heads == held.out and columns == held.columns and len(layer.qkv_blocks) == 1:
+        return layer
+    qkv = layer.qkv_rows(spec, layer.qkv_blocks.index(heads)) if heads.size else slice(0, 0)
+    out = _within(heads, held.out, spec.head_dim)
+    mlp = _within(columns, held.columns, 1)
+
+    def rows(tensor: Tensor | None, part: slice) -> Tensor | None:
+        return None if tensor is None else tensor[part]
+
+    return replace(
+        layer,
+        qkv_blocks=(heads,),
+        qkv_weight=layer.qkv_weight.rows(qkv),
+        qkv_bias=rows(layer.qkv_bias, qkv),
+        out_weight=layer.out_weight.columns(out),
+        gate_weight=None if layer.gate_weight is None else layer.gate_weight.rows(mlp),
+        gate_bias=rows(layer.gate_bias, mlp),
+        up_weight=layer.up_weight.rows(mlp),
+        up_bias=rows(layer.up_bias, mlp),
+        down_weight=layer.down_weight.columns(mlp),
+    )
+
+
+def _within(part: Span, held: Span, width: int) -> slice:
+    start = (part.start - held.start) * width if part.size else 0
+    return slice(start, start + part.size * width)
+
+
+def decode(step: Step, layers: list[LayerShard]) -> Tensor:
+    """The hidden states of all rows after the last norm [B,H], on every rank. Called in torch's inference mode."""
+    spec, body, bar = step.spec, step.plan.body, step.recorder.bar
+    everything = Span(0, step.rows.num_rows)
+    with_heads = [rank for rank, heads in enumerate(body.heads) if heads]
+    with_columns = [rank for rank, columns in enumerate(body.columns) if columns]
+    x_BH = embed_rows(step, everything, everywhere=True)
+    for index, layer in enumerate(layers):
+        entered_BH = enter_attention(step, index, layer, x_BH)
+        y_BH = None
+        if step.heads:
+            with bar(f"layer {index} attention"):
+                qkv = x_BH.new_empty(x_BH.shape[0], spec.qkv_width(step.heads))
+                blocks.project_qkv(spec, layer, 0, entered_BH, step.rows, everything, qkv)
+                q, k, v = blocks.split_qkv(spec, step.heads, qkv)
+                blocks.keep(spec, step.rows, index, k, v)
+                y_BH = layer.out_weight.times(blocks.attention(spec, index, q, k, v, step.rows, everything))
+        y_BH = step.collectives.sum_everywhere(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
+        x_BH = leave_attention(step, index, layer, x_BH, y_BH)
+        entered_BH = enter_mlp(step, index, layer, x_BH)
+        y_BH = None
+        if layer.up_weight.shape[0]:
+            with bar(f"layer {index} MLP"):
+                y_BH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_BH))
+        y_BH = step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
+        x_BH = leave_mlp(step, index, layer, x_BH, y_BH)
+    return blocks.normalise(x_BH, step.shard.embedding.norm, spec.norm_eps)

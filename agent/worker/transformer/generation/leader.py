@@ -1,0 +1,149 @@
+"""Rank 0 of a plan for a decoder: takes requests, decides steps, and answers token by token."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from agent.worker.transformer.generation.steps import Generation
+from hearth.errors import BadRequest, HearthError
+from hearth.plan.transformer import Plan
+from hearth.wire.framing import unpack_array
+from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
+
+log = logging.getLogger("hearth.worker")
+
+Answers = list[tuple[bytes, Message]]  # by request
+
+
+@dataclass
+class _Asked:
+    """A request, and when what became of it: seconds of the monotonic clock."""
+
+    request_id: bytes
+    submitted: float
+    started: float | None = None
+    first_token: float | None = None
+
+
+class Leader:
+    """Answers go to the request that asked; `step` gives those that a step brought forth."""
+
+    def __init__(self, plan: Plan, generation: Generation) -> None:
+        assert plan.generation is not None
+        self._spec = plan.model
+        self._promise = plan.generation
+        self._generation = generation
+        self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
+        self._num_groups = _num_groups(plan)
+        self._scheduler = self._new_scheduler()
+        self._asked: dict[int, _Asked] = {}  # by the sequence's number
+        self._last_number = 0
+        self._failure: HearthError | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self._scheduler.idle and (self._failure is not None or not self._generation.num_in_flight)
+
+    def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
+        """Queue a request. Raises BadRequest, or what broke this plan."""
+        if self._failure is not None:
+            raise self._failure
+        token_ids = unpack_array(payload)
+        if token_ids.ndim != 1 or token_ids.dtype != np.int32 or not len(token_ids):
+            raise BadRequest(reason="a prompt is a non-empty list of 32-bit token ids")
+        if token_ids.min() < 0 or token_ids.max() >= self._spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {self._spec.vocab_size - 1}")
+        self._last_number += 1
+        prompt = token_ids.tolist()
+        sequence = Sequence(self._last_number, request, prompt, len(prompt))
+        if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
+            room = min(self._spec.max_positions, self._scheduler.room)
+            raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
+        self._asked[sequence.number] = _Asked(request_id, time.monotonic())
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Forget a request; one that has ended is none."""
+        for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
+            running = self._scheduler.running.get(number)
+            log.debug("sequence %d was cancelled after %d tokens", number, len(running.generated) if running else 0)
+            self._forget(number)
+
+    def step(self) -> Answers:
+        """Begin a step on all ranks, or finish the oldest of those that were begun: as many are in flight as the plan has
+        room for. When one fails, so do all requests, and those that follow."""
+        try:
+            if not self._generation.has_ended() and self._begin() and self._generation.may_begin:
+                return []
+            chosen = self._generation.finish()
+        except HearthError as error:
+            return self._fail(error)
+        answers: Answers = []
+        for number, token in chosen.items():
+            if number in self._asked:  # it may have been cancelled meanwhile
+                answers += self._take(number, token)
+        return answers
+
+    def _begin(self) -> bool:
+        """Whether there was something to begin."""
+        order = self._scheduler.next_order()
+        if order is None:
+            return False
+        began = time.monotonic()
+        for rows in order.rows:
+            if rows.new is not None:
+                self._asked[rows.sequence].started = began
+        self._generation.begin(order)
+        return True
+
+    def _take(self, number: int, token: int) -> Answers:
+        sequence, asked = self._scheduler.running[number], self._asked[number]
+        self._scheduler.take(number, token)
+        if asked.first_token is None:
+            asked.first_token = time.monotonic()
+        answers: Answers = [(asked.request_id, TokensGenerated(token_ids=(token,)))]
+        if sequence.ended:
+            answers.append((asked.request_id, self._end(sequence, asked)))
+            self._forget(number)
+        return answers
+
+    def _end(self, sequence: Sequence, asked: _Asked) -> GenerationEnded:
+        now = time.monotonic()
+        started, first = asked.started or now, asked.first_token or now
+        return GenerationEnded(
+            reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=len(sequence.generated),
+            queued_seconds=started - asked.submitted,
+            prefill_seconds=first - started,
+            decode_seconds=now - first,
+        )
+
+    def _fail(self, error: HearthError) -> Answers:
+        self._failure = error
+        failed, self._asked = list(self._asked.values()), {}
+        self._scheduler = self._new_scheduler()
+        return [(asked.request_id, Failed.of(error)) for asked in failed]
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._promise, self._whole_prompts, self._num_groups)
+
+    def _forget(self, number: int) -> None:
+        self._scheduler.remove(number)
+        del self._asked[number]
+
+
+def _num_groups(plan: Plan) -> int:
+    """In how many groups sequences decode: as many stages as are busy at once when the slowest always is.
+
+    More would make the others wait for that one, which reads its weights once for every group.
+    """
+    if plan.body.strategy != "pipeline":
+        return 1
+    busy = [device.compute_seconds for device in plan.devices]
+    return max(round(sum(busy) / max(busy)), 1) if max(busy) > 0 else plan.num_ranks

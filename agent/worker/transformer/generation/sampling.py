@@ -1,0 +1,97 @@
+"""The next token: candidates on the owners of the vocabulary, the choice among them on rank 0.
+
+Sampling is a Gumbel-max: the token with the largest logit / temperature + g, where g is drawn from a generator that is
+keyed by seed, index of the token in the answer, and token id. So the same seed gives the same text on any number of
+devices, a lost device changes nothing, and without top-k, top-p and min-p each owner sends one candidate only.
+
+Order and meaning of the settings are those of `transformers`' logits processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hearth.wire.messages import Sampling
+
+Array = np.ndarray[Any, Any]
+
+
+def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], index: int) -> Array:
+    """Of one rank's share of the vocabulary, all that rank 0 must see: token ids and logits [n,2], float32.
+
+    `tokens` are prompt and answer so far, `index` is the number of tokens of the answer so far. Ids are exact in
+    float32: a vocabulary has at most 2^24 tokens.
+    """
+    logits = penalised(logits_V, first_id, sampling.repetition_penalty, tokens)
+    if not len(logits):
+        return np.empty((0, 2), np.float32)
+    ids = np.arange(first_id, first_id + len(logits))
+    if sampling.temperature == 0:
+        chosen = np.array([logits.argmax()])
+    elif sampling.top_k:
+        count = min(sampling.top_k, len(logits))
+        chosen = np.argpartition(-logits, count - 1)[:count]
+    elif sampling.top_p < 1 or sampling.min_p > 0:
+        chosen = np.arange(len(logits))
+    else:
+        noisy = logits.astype(np.float64) / sampling.temperature + gumbel(sampling.seed, index, ids)
+        chosen = np.array([noisy.argmax()])
+    return np.stack([ids[chosen], logits[chosen]], axis=1).astype(np.float32)
+
+
+def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[int]) -> Array:
+    """CTRL's repetition penalty (arXiv 1909.05858) on every token that was there before."""
+    if penalty == 1.0:
+        return logits_V
+    seen = np.unique(np.asarray(tokens, dtype=np.int64)) - first_id
+    seen = seen[(seen >= 0) & (seen < len(logits_V))]
+    logits: Array = logits_V.copy()
+    logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    return logits
+
+
+def choose(found_n2: Array, sampling: Sampling, index: int) -> int:
+    """The next token among all ranks' candidates; of equals the one with the lowest id."""
+    order = np.lexsort((found_n2[:, 0], -found_n2[:, 1]))
+    ids, logits = found_n2[order, 0].astype(np.int64), found_n2[order, 1].astype(np.float64)
+    if sampling.temperature == 0:
+        return int(ids[0])
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
+    if sampling.top_p < 1:
+        chances = _softmax(logits)
+        kept = max(int((chances.cumsum() - chances < sampling.top_p).sum()), 1)
+        ids, logits = ids[:kept], logits[:kept]
+    if sampling.min_p > 0:
+        chances = _softmax(logits)
+        kept = max(int((chances >= sampling.min_p * chances[0]).sum()), 1)
+        ids, logits = ids[:kept], logits[:kept]
+    return int(ids[(logits + gumbel(sampling.seed, index, ids)).argmax()])
+
+
+def gumbel(seed: int, index: int, ids: Array) -> Array:
+    """Standard Gumbel noise for each token id, in float64."""
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(np.uint64(seed)) ^ np.uint64(index)) ^ ids.astype(np.uint64)
+        bits = _mix(state) >> np.uint64(11)
+    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
+    noise: Array = -np.log(-np.log(uniform))
+    return noise
+
+
+def _mix(x: Any) -> Any:
+    """SplitMix64's output function (Steele, Lea, Flood 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _softmax(logits: Array) -> Array:
+    chances: Array = np.exp(logits - logits.max())
+    chances /= chances.sum()
+    return chances

@@ -1,0 +1,313 @@
+"""Generation on one rank: executes orders, step by step. Rank 0 gives them (`scheduler`), the others follow.
+
+There is no coordinator round trip per token: rank 0 tells all what the next step is, everyone computes, each owner of
+vocabulary rows sends its candidates, and rank 0 chooses. In a pipeline the last stage sends rank 0, which holds the
+vocabulary, the rows whose next token is wanted; meanwhile rank 0 may begin further steps, which every stage runs in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent.worker.allocator import give_back_freed_buffers
+from agent.worker.tracing import Recorder
+from agent.worker.transformer import blocks, micro_batches, strategies
+from agent.worker.transformer.comm.collectives import Collectives
+from agent.worker.transformer.comm.communicator import Communicator
+from agent.worker.transformer.comm.staging import Staging
+from agent.worker.transformer.generation import decoding, sampling
+from agent.worker.transformer.kv_cache import SequenceCache
+from agent.worker.transformer.shard import Shard
+from hearth.errors import BadMessage, StepFailed
+from hearth.plan.geometry import Span, rows_for, spans
+from hearth.plan.transformer import Plan
+from hearth.wire.framing import Phase
+from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
+
+log = logging.getLogger("hearth.worker")
+
+LEADER = 0
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step of a pipeline that rank 0 has begun, and whose rows come back from the last stage."""
+
+    collectives: Collectives
+    phase: Phase
+    into: Tensor  # the rows, or what only says that the step is done
+    sampled: tuple[int, ...]  # the sequence of each row
+
+
+class Generation:
+    """The state of all running sequences on one rank. `communicator` is started already, and owned by the caller."""
+
+    def __init__(self, plan: Plan, rank: int, shard: Shard, communicator: Communicator, staging: Staging) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._shard = shard
+        self._layers = decoding.own_layers(plan, rank, shard)
+        self._communicator = communicator
+        self._staging = staging
+        self._caches: dict[int, SequenceCache] = {}
+        self._flights: deque[_Flight | dict[int, int]] = deque()  # begun and not finished, the oldest first
+        self._step = 0
+        self._wait_seconds = plan.wait_seconds(plan.seq_len)
+        self._last_rank = plan.num_ranks - 1
+        self._in_stages = plan.body.strategy == "pipeline" and plan.num_ranks > 1
+        communicator.look_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._caches)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that rank 0 has begun and not finished."""
+        return len(self._flights)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether there may be one more."""
+        return len(self._flights) < self._plan.body.max_steps_in_flight
+
+    def begin(self, order: StepOrder) -> None:
+        """Begin a step on all ranks. Raises StepFailed."""
+        self._begin(self._step + 1 - len(self._flights))
+        message_1n = torch.frombuffer(bytearray(encode(order)), dtype=torch.uint8)[None]
+        self._collectives(1).broadcast(0, Phase.ORDER, message_1n)
+        chosen = self._execute(order)
+        self._flights.append(self._flight(order) if self._in_stages else chosen)
+
+    def has_ended(self) -> bool:
+        """Whether `finish` would not wait."""
+        if not self._flights:
+            return False
+        oldest = self._flights[0]
+        return isinstance(oldest, dict) or oldest.collectives.has_arrived(0, oldest.phase, self._last_rank, oldest.into)
+
+    def finish(self) -> dict[int, int]:
+        """The next token of every sequence whose rows ask for one, of the oldest step that was begun. Raises StepFailed."""
+        oldest = self._flights[0]
+        if not isinstance(oldest, dict):
+            with torch.inference_mode():
+                oldest.collectives.collect_rows(0, oldest.phase, self._last_rank, oldest.into)
+                self._flights[0] = self._sampled(oldest)
+        chosen = self._flights.popleft()
+        assert isinstance(chosen, dict)
+        return chosen
+
+    def follow(self) -> StepOrder:
+        """Wait for the next order, however long, and execute it. Raises StepFailed, BadMessage."""
+        self._begin()
+        tile = self._communicator.await_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
+        order = decode(tile.tobytes())
+        if not isinstance(order, StepOrder):
+            raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} for an order")
+        self._execute(order)
+        return order
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def _begin(self, oldest_step: int | None = None) -> None:
+        self._step += 1
+        self._communicator.begin_step(
+            self._step, self._wait_seconds, Recorder(False), after_failure=False, oldest_step=oldest_step
+        )
+
+    def _execute(self, order: StepOrder) -> dict[int, int]:
+        if log.isEnabledFor(logging.DEBUG):
+            counts = [(rows.sequence, len(rows.token_ids)) for rows in order.rows]
+            log.debug("step of %s: rows of %s, frees %s", order.kind, counts, list(order.freed))
+        for sequence in order.freed:
+            self._caches.pop(sequence, None)
+        if not order.rows:
+            if not self._caches:
+                give_back_freed_buffers()  # nobody asks for anything now: the device's other programs may have them
+            if self._in_stages:
+                self._hand_back(self._collectives(1), None)
+            return {}
+        for rows in order.rows:
+            self._announce(rows)
+        with torch.inference_mode():
+            chosen = self._run(order)
+        for rows in order.rows:
+            self._caches[rows.sequence].advance()
+        return chosen
+
+    def _announce(self, rows: SequenceRows) -> None:
+        if rows.new is not None:
+            heads = self._plan.body.heads[self._rank]
+            layers = self._plan.body.layers_of(self._rank, self._plan.model.num_layers)
+            cache = SequenceCache(self._plan.model, heads, rows.new, self._staging.device, layers)
+            self._caches[rows.sequence] = cache
+        if rows.sequence not in self._caches:
+            raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
+        self._caches[rows.sequence].extend(rows.token_ids)
+
+    def _run(self, order: StepOrder) -> dict[int, int]:
+        ids = torch.tensor([token for rows in order.rows for token in rows.token_ids], dtype=torch.int64)
+        sequences = spans([len(rows.token_ids) for rows in order.rows])
+        caches = [self._caches[rows.sequence] for rows in order.rows]
+        packed = blocks.pack(self._plan.model, ids, sequences, caches, self._staging.device)
+        self._communicator.receive_inline(order.kind == "decode")
+        collectives = self._collectives(len(ids))
+        step = strategies.Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
+        wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
+        if self._in_stages:
+            rows_TH = strategies.run_stage(step)
+            self._hand_back(collectives, rows_TH[wanted] if wanted else None)
+            return {}
+        if order.kind == "decode":
+            last_NH = decoding.decode(step, self._layers)
+        elif len(parts := self._micro_batches(packed)) > 1:
+            last_NH = self._run_at_once(parts, wanted)
+        else:
+            last_NH = self._last_rows(collectives, strategies.run(step), wanted)
+        return self._next_tokens(last_NH, _sampled(order))
+
+    # ---- prefill in micro-batches -------------------------------------------------------------------------------------
+
+    def _micro_batches(self, packed: blocks.PackedRows) -> list[tuple[Span, blocks.PackedRows]]:
+        """The rows of a step in as many equal parts as the plan has in flight, or fewer where there are few rows."""
+        most = packed.num_rows // (micro_batches.MIN_ROWS * self._plan.num_ranks)
+        count = max(min(self._plan.body.micro_batches, most), 1)
+        edges = [packed.num_rows * index // count for index in range(count + 1)]
+        parts = [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+        return [(span, packed.part(span)) for span in parts]
+
+    def _run_at_once(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
+        """The hidden states of the `wanted` rows of the step, on every rank [N,H]."""
+        first_step, spec = self._step, self._plan.model
+        self._step += len(parts) - 1  # each has a step's number of its own, on all ranks the same
+
+        def run(index: int, turns: micro_batches.Turns) -> Tensor:
+            span, rows = parts[index]
+            collectives = self._collectives(rows.num_rows, first_step + index)
+            step = strategies.Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), turns)
+            failed = True
+            try:
+                with torch.inference_mode():
+                    hidden_sH = strategies.run(step)
+                    own = [row - span.start for row in wanted if span.start <= row < span.stop]
+                    last_NH = self._last_rows(collectives, hidden_sH, own)
+                failed = False
+                return last_NH
+            finally:
+                turns.end(failed)
+
+        order: list[micro_batches.Turns] = []
+        for _ in parts:
+            before = order[-1] if order else None
+            order.append(micro_batches.Turns(spec.num_layers, self._wait_seconds, before))
+        runs = [partial(run, index, turns) for index, turns in enumerate(order)]
+        return torch.cat(micro_batches.run_all(runs, self._communicator.abort))
+
+    # ---- a pipeline's last stage, and what it hands back to the first -------------------------------------------------
+
+    def _hand_back(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
+        """Every step is answered, so that rank 0 never begins more than the stages have room for."""
+        if self._rank == self._last_rank:
+            if wanted_NH is None:
+                collectives.send_rows(LEADER, 0, Phase.STEP_DONE, self._done())
+            else:
+                collectives.send_rows(LEADER, 0, Phase.HEAD_ROWS, wanted_NH)
+
+    def _done(self) -> Tensor:
+        return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
+
+    def _flight(self, order: StepOrder) -> _Flight:
+        sampled = _sampled(order)
+        collectives = Collectives(self._communicator, self._staging, (), False, self._step)
+        if not sampled:
+            return _Flight(collectives, Phase.STEP_DONE, self._done(), sampled)
+        into_NH = torch.empty(len(sampled), self._plan.model.hidden_size, device=self._staging.device)
+        return _Flight(collectives, Phase.HEAD_ROWS, into_NH, sampled)
+
+    def _sampled(self, flight: _Flight) -> dict[int, int]:
+        """Of the sequences that were not freed meanwhile."""
+        running = [row for row, sequence in enumerate(flight.sampled) if sequence in self._caches]
+        if not running:
+            return {}
+        spec, norm = self._plan.model, self._shard.embedding.norm
+        last_NH = blocks.normalise(flight.into[running], norm, spec.norm_eps)
+        return self._next_tokens(last_NH, [flight.sampled[row] for row in running])
+
+    # ---- what tensor parallelism samples from ------------------------------------------------------------------------
+
+    def _collectives(self, num_rows: int, step: int | None = None) -> Collectives:
+        tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
+        return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
+
+    def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, wanted: Sequence[int]) -> Tensor:
+        """The rows of the step whose next token is wanted, on every rank: their owners send them to all. [N,H]"""
+        by_owner = [[row for row in wanted if tile.start <= row < tile.stop] for tile in collectives.tiles]
+        own = hidden_sH[[row - collectives.own.start for row in by_owner[self._rank]]]
+        if len(own):
+            collectives.broadcast(0, Phase.HEAD_ROWS, own)
+        parts = []
+        for owner, rows in enumerate(by_owner):
+            if owner == self._rank:
+                parts.append(own)
+            elif rows:
+                received = hidden_sH.new_empty(len(rows), hidden_sH.shape[1])
+                collectives.collect_rows(0, Phase.HEAD_ROWS, owner, received)
+                parts.append(received)
+        return torch.cat(parts)
+
+    def _next_tokens(self, last_NH: Tensor, sampled: Sequence[int]) -> dict[int, int]:
+        """Rank 0 gets every owner's candidates and chooses; on the others the answer is empty."""
+        embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
+        assert embedding.head is not None
+        found: dict[int, list[np.ndarray[Any, Any]]] = {sequence: [] for sequence in sampled}
+        if not sampled:
+            return {}
+        if owners[self._rank].size:
+            logits_NV = embedding.head.times(last_NH).cpu().numpy()
+            for tile, (sequence, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
+                own = self._candidates(sequence, logits_V)
+                if self._rank == LEADER:
+                    found[sequence].append(own)
+                else:
+                    key = self._communicator.key(tile, Phase.CANDIDATES, LEADER, self._rank)
+                    self._communicator.send(LEADER, key, own)
+        if self._rank != LEADER:
+            return {}
+        others = [rank for rank, owned in enumerate(owners) if owned.size and rank != LEADER]
+        keys = [
+            self._communicator.key(tile, Phase.CANDIDATES, LEADER, rank) for tile in range(len(sampled)) for rank in others
+        ]  # fmt: skip
+        arrived = iter(self._communicator.take(keys))
+        for sequence in sampled:
+            found[sequence] += [next(arrived) for _ in others]
+        return {sequence: self._choose(sequence, np.concatenate(parts)) for sequence, parts in found.items()}
+
+    def _candidates(self, sequence: int, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        cache = self._caches[sequence]
+        first_id = self._shard.embedding.vocabulary.start
+        return sampling.candidates(logits_V, first_id, cache.sampling, cache.tokens, self._index(cache))
+
+    def _choose(self, sequence: int, found_n2: np.ndarray[Any, Any]) -> int:
+        if found_n2.ndim != 2 or found_n2.shape[1] != 2 or not len(found_n2):
+            raise BadMessage(reason=f"candidates have the shape {found_n2.shape}")
+        cache = self._caches[sequence]
+        return sampling.choose(found_n2, cache.sampling, self._index(cache))
+
+    @staticmethod
+    def _index(cache: SequenceCache) -> int:
+        """How many tokens of the answer were generated before."""
+        return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
+
+
+def _sampled(order: StepOrder) -> tuple[int, ...]:
+    """The sequences whose next token is wanted."""
+    return tuple(rows.sequence for rows in order.rows if rows.sample)

@@ -1,0 +1,365 @@
+"""Weight matrices in the format that a plan keeps them in: what is multiplied is always activations in float32.
+
+[n,k]: n outputs, k inputs, as checkpoints store them.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own custom)
+from torch import Tensor
+
+from hearth.errors import StepFailed
+from hearth.plan.model_spec import WeightFormat
+
+_FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
+_FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 65504
+_GROUP = 32  # inputs that share a scale in int4; every shard's grains end on such a border
+_PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
+_SMALLEST = 1e-30
+_PACKED_FROM = 1 << 14  # elements; a smaller matrix is in the caches in any layout
+_PACKED_FOR_ROWS = 64  # of activations: a hint for the layout, which serves any number of them
+_PACKED_ROWS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)  # that one kernel takes at once
+_ROWS_PER_BLOCK = 6  # reading the weights anew for a block takes as long as computing so many rows
+
+
+class Loss(NamedTuple):
+    """What a format lost of a matrix: sums of squares of the differences, and of the weights."""
+
+    squared_error: float = 0.0
+    squared_norm: float = 0.0
+
+    def plus(self, kept: Tensor, given: Tensor) -> Loss:
+        """`kept` is what stands for `given`."""
+        given = given.float()
+        error = float((kept.float() - given).square().sum())
+        return Loss(self.squared_error + error, self.squared_norm + float(given.square().sum()))
+
+
+class Matrix(Protocol):
+    """Filled part by part, then multiplied with. `loss` is what its format cost."""
+
+    loss: Loss
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n,k]."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it consists of in memory."""
+
+    def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
+        """Every element must be filled once before the first use."""
+
+    def rows(self, part: slice) -> Matrix:
+        """A view of some outputs."""
+
+    def columns(self, part: slice) -> Matrix:
+        """A view of some inputs."""
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias: [s,n], written to `out` where it is given."""
+
+
+class Pieces(NamedTuple):
+    """Of what parts a matrix is ever used: of its outputs (axis 0) or inputs (axis 1) between two of these borders."""
+
+    axis: int
+    borders: tuple[int, ...]  # from 0 to the matrix's size
+
+
+class Floats:
+    """float32, bfloat16 or float16. Activations are rounded to bfloat16, as `transformers` computes in that type; float16
+    has too small a range for that, and is multiplied as such only with single rows, for which it is faster."""
+
+    def __init__(self, weight_nk: Tensor) -> None:
+        self.weight = weight_nk
+        self.loss = Loss()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
+        kept = self.weight[rows, columns].copy_(values)
+        if kept.dtype not in (values.dtype, torch.float32):
+            self.loss = self.loss.plus(kept, values.to(kept.device))
+
+    def rows(self, part: slice) -> Floats:
+        return Floats(self.weight[part])
+
+    def columns(self, part: slice) -> Floats:
+        return Floats(self.weight[:, part])
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        weight = self.weight
+        if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_SAFE):
+            weight = weight.to(x_sk.dtype)
+        if weight.dtype != x_sk.dtype:
+            return _finished(F.linear(x_sk.to(weight.dtype), weight).to(x_sk.dtype), bias_n, out)
+        if out is None:
+            return F.linear(x_sk, weight, bias_n)
+        if bias_n is None:
+            return torch.mm(x_sk, weight.t(), out=out)
+        return torch.addmm(bias_n, x_sk, weight.t(), out=out)
+
+
+class _Collected:
+    """What a format of its own is made of at once: in float32 until all of a matrix is there."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        self.loss = Loss()
+        self.shape = (num_outputs, num_inputs)
+        self._device = device
+        self._filling: Tensor | None = None
+        self._num_missing = num_outputs * num_inputs
+
+    def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
+        if self._filling is None:
+            self._filling = torch.empty(self.shape, dtype=torch.float32, device=self._device)
+        self._filling[rows, columns].copy_(values)
+        self._num_missing -= values.numel()
+        if self._num_missing == 0:
+            self._keep(self._filling)
+            self._filling = None
+
+    def _keep(self, weight_nk: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Packed(_Collected):
+    """float32 on x86 processors, in the blocked layout of oneDNN's kernels: a GEMM reads its weights one after the other,
+    packs nothing, and takes 5 to 35 % less time than on rows. There are views of whole pieces only."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, used: Pieces) -> None:
+        super().__init__(num_outputs, num_inputs, torch.device("cpu"))
+        self._used = used
+        self._packed: list[Tensor] = []  # a piece each
+
+    @staticmethod
+    def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+        here = (
+            device.type == "cpu" and platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
+        )
+        return here and num_outputs * num_inputs >= _PACKED_FROM
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self._packed)
+
+    def _keep(self, weight_nk: Tensor) -> None:
+        axis, borders = self._used
+        for start, stop in pairwise(borders):
+            piece = weight_nk.narrow(axis, start, stop - start).contiguous()
+            self._packed.append(torch.ops.mkldnn._reorder_linear_weight(piece, _PACKED_FOR_ROWS))
+
+    def rows(self, part: slice) -> Packed:
+        return self._view(0, part)
+
+    def columns(self, part: slice) -> Packed:
+        return self._view(1, part)
+
+    def _view(self, axis: int, part: slice) -> Packed:
+        size, borders = self.shape[axis], self._used.borders
+        start, stop, _ = part.indices(size)
+        stop = max(start, stop)
+        if stop - start == size:
+            return self
+        if start < stop and (axis != self._used.axis or not {start, stop} <= set(borders)):
+            raise StepFailed(device="this device", reason="a packed matrix is used by other pieces than it is made of")
+        inside = [index for index, (a, b) in enumerate(pairwise(borders)) if start <= a and b <= stop and a < stop]
+        shape = list(self.shape)
+        shape[axis] = stop - start
+        kept = tuple(border - start for border in borders if start <= border <= stop) if start < stop else (0,)
+        view = Packed(shape[0], shape[1], Pieces(axis, kept))
+        view._packed = [self._packed[index] for index in inside]
+        return view
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        axis, borders = self._used
+        if len(self._packed) == 1:
+            y = _times_packed(x_sk, self._packed[0], bias_n)
+            return y if out is None else out.copy_(y)
+        parts = list(zip(pairwise(borders), self._packed, strict=True))
+        y_sn = x_sk.new_empty(x_sk.shape[0], self.shape[0]) if out is None else out
+        if axis == 0:
+            for (start, stop), packed in parts:
+                y_sn[:, start:stop] = _times_packed(x_sk, packed, None if bias_n is None else bias_n[start:stop])
+            return y_sn
+        y_sn.zero_() if bias_n is None else y_sn.copy_(bias_n.expand_as(y_sn))
+        for (start, stop), packed in parts:
+            y_sn += _times_packed(x_sk[:, start:stop], packed, None)
+        return y_sn
+
+
+def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor:
+    """oneDNN makes a kernel for every number of rows, which takes milliseconds and stays, up to half a MiB each. So rows go
+    in blocks of a few heights, the last of them filled up: [s,n], a view where one block holds them."""
+    rows = x_sk.shape[0]
+    num_blocks, height = _packed_blocks(rows)
+    if num_blocks == 1:
+        return _block_times_packed(x_sk, height, packed, bias_n)
+    y_sn = x_sk.new_empty(rows, packed.shape[0])
+    size = -(-rows // num_blocks)
+    for start in range(0, rows, size):
+        block = slice(start, start + size)
+        y_sn[block] = _block_times_packed(x_sk[block], height, packed, bias_n)
+    return y_sn
+
+
+@lru_cache(maxsize=1024)
+def _packed_blocks(rows: int) -> tuple[int, int]:
+    """How many blocks of what height compute `rows` soonest."""
+    fewest = max(-(-rows // _PACKED_ROWS[-1]), 1)
+    choices = [
+        (num_blocks, next(height for height in _PACKED_ROWS if num_blocks * height >= rows))
+        for num_blocks in range(fewest, 3 * fewest + 1)
+    ]
+    return min(choices, key=lambda choice: choice[0] * (choice[1] + _ROWS_PER_BLOCK))
+
+
+def _block_times_packed(x_sk: Tensor, height: int, packed: Tensor, bias_n: Tensor | None) -> Tensor:
+    rows = x_sk.shape[0]
+    if rows < height:
+        x_hk = x_sk.new_empty(height, x_sk.shape[1])
+        x_hk[:rows], x_hk[rows:] = x_sk, 0.0
+    else:
+        x_hk = x_sk
+    y_hn: Tensor = torch.ops.mkldnn._linear_pointwise(x_hk, packed, bias_n, "none", [], "")
+    return y_hn[:rows]
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes, of a packed one too."""
+    if tensor.is_mkldnn:
+        return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
+    return tensor.data_ptr(), tensor.nbytes
+
+
+class _Quantised(_Collected):
+    """Whole outputs are quantised."""
+
+    def _keep(self, weight_nk: Tensor) -> None:
+        self.loss = self.loss.plus(self._quantise(weight_nk), weight_nk)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        """Keep it; returns what is kept, in float32."""
+        raise NotImplementedError
+
+
+class Int8(_Quantised):
+    """Weight-only int8 with one scale for each output (absolute maximum / 127)."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._values = torch.empty(num_outputs, num_inputs, dtype=torch.int8, device=device)
+        self._scales = torch.empty(num_outputs, dtype=torch.bfloat16, device=device)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._values, self._scales)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        self._scales.copy_(weight_nk.abs().amax(dim=1).clamp_(min=_SMALLEST) / 127)
+        scales = self._scales.float()[:, None]
+        self._values.copy_((weight_nk / scales).round_().clamp_(-127, 127))
+        return self._values * scales
+
+    def rows(self, part: slice) -> Int8:
+        return self._view(self._values[part], self._scales[part])
+
+    def columns(self, part: slice) -> Int8:
+        return self._view(self._values[:, part], self._scales)
+
+    def _view(self, values: Tensor, scales: Tensor) -> Int8:
+        view = Int8(0, 0, self._device)
+        view.shape, view._values, view._scales = (values.shape[0], values.shape[1]), values, scales
+        return view
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        x = x_sk.to(self._scales.dtype)
+        values = self._values
+        if x.shape[0] <= _FEW_ROWS and values.is_contiguous() and values.numel() and values.device.type == "cpu":
+            y = torch._weight_int8pack_mm(x, values, self._scales)
+        else:
+            y = F.linear(x, values.to(x.dtype)) * self._scales
+        return _finished(y.to(x_sk.dtype), bias_n, out)
+
+
+class Int4(_Quantised):
+    """Weight-only int4 with a scale and a zero point for every 32 inputs of an output, in torch's packed layout for CPUs:
+    so there are no views of it."""
+
+    def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
+        super().__init__(num_outputs, num_inputs, device)
+        self._packed = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device=device)
+        self._scales_and_zeros = torch.empty(num_inputs // _GROUP, num_outputs, 2, dtype=torch.bfloat16, device=device)
+
+    @staticmethod
+    def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+        whole = num_outputs % _PACKED_OUTPUTS == 0 and num_inputs % _GROUP == 0
+        return whole and num_outputs * num_inputs > 0 and device.type == "cpu"
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self._packed, self._scales_and_zeros)
+
+    def _quantise(self, weight_nk: Tensor) -> Tensor:
+        groups = weight_nk.unflatten(1, (-1, _GROUP))  # [n, k / 32, 32]
+        least, most = groups.amin(dim=2), groups.amax(dim=2)
+        scales = ((most - least) / 15).clamp_(min=_SMALLEST).bfloat16()
+        zeros = (least + 8 * scales.float()).bfloat16()
+        scale, zero = scales.float()[..., None], zeros.float()[..., None]
+        steps = ((groups - zero) / scale).round_().add_(8).clamp_(0, 15)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.flatten(1).to(torch.int32), 1)
+        self._packed.copy_(packed.view(self._packed.shape))
+        self._scales_and_zeros.copy_(torch.stack([scales, zeros], dim=2).transpose(0, 1))
+        return ((steps - 8) * scale + zero).flatten(1)
+
+    def rows(self, part: slice) -> Int4:
+        return self._whole(part, self.shape[0])
+
+    def columns(self, part: slice) -> Int4:
+        return self._whole(part, self.shape[1])
+
+    def _whole(self, part: slice, size: int) -> Int4:
+        if len(range(size)[part]) != size:
+            raise StepFailed(device="this device", reason="an int4 matrix cannot be used in part")
+        return self
+
+    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        if not x_sk.shape[0]:
+            return _finished(x_sk.new_empty(0, self.shape[0]), bias_n, out)
+        x = x_sk.to(self._scales_and_zeros.dtype)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales_and_zeros)
+        return _finished(y.to(x_sk.dtype), bias_n, out)
+
+
+def _finished(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor:
+    if bias_n is not None:
+        y_sn += bias_n
+    return y_sn if out is None else out.copy_(y_sn)
+
+
+def empty_matrix(
+    num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device, used: Pieces | None = None
+) -> Matrix:
+    """Memory for a matrix, uninitialised, of which any part may be used or the pieces that are `used`. Where its shape does
+    not suit int4, it is int8."""
+    if weights == "int4" and Int4.takes(num_outputs, num_inputs, device):
+        return Int4(num_outputs, num_inputs, device)
+    if weights in ("int8", "int4"):
+        return Int8(num_outputs, num_inputs, device)
+    if weights == "float32" and used is not None and Packed.takes(num_outputs, num_inputs, device):
+        return Packed(num_outputs, num_inputs, used)
+    return Floats(torch.empty(num_outputs, num_inputs, dtype=getattr(torch, weights), device=device))

@@ -1,0 +1,331 @@
+"""Measures one layer's blocks on this device: `python -m agent.worker.transformer.profiler`, a child that the daemon starts.
+
+Reads a `ProfilerRequest` as one line of JSON, answers with a `BlockProfile` as one line. Galaxy's profiler (section
+III-C), with the attention block in its three parts, and with what communication costs the device.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Literal
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
+from agent.worker.transformer import blocks
+from agent.worker.transformer.comm.casts import TorchCasts
+from agent.worker.transformer.comm.staging import make_staging
+from agent.worker.transformer.kv_cache import SequenceCache
+from agent.worker.transformer.matrices import Matrix, empty_matrix
+from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
+from agent.worker.wire_cost import wire_cost
+from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
+from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
+from hearth.plan.transformer import Holding
+from hearth.wire.messages import NewSequence, Sampling
+
+_PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
+# A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
+# on what was saved up while idle.
+_SAMPLE_SECONDS = 0.03
+_SAMPLES = 3
+_REPEATS = 3  # of points that a busy moment spoilt
+_COPIES_BYTES = (
+    160 << 20
+)  # weights are cycled through copies, as a model's layers are: they come from memory, not cache
+_MAX_COPIES = 4
+# Decoding reads weights only: over more than any cache holds, as far as the model has so much.
+_DECODED_BYTES = 256 << 20
+_LEAST_SHARE = 0.01  # of the products' time goes to reading, be the layer ever so small
+
+
+class ProfilerRequest(BaseModel):
+    model: ModelSpec
+    seq_len: int
+    num_threads: int
+    compute_device: Literal["cpu", "cuda"]
+
+
+def profile(request: ProfilerRequest) -> BlockProfile:
+    """Measure one layer's blocks; every point is the median of several samples after one to warm up."""
+    torch.set_num_threads(request.num_threads)
+    device = make_staging(request.compute_device).device
+    spec, S = request.model, request.seq_len
+    H, d = spec.hidden_size, spec.head_dim
+    measure = _Meter(device)
+    # First and alone: a device may hold little more than these copies.
+    with torch.inference_mode():
+        per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
+    give_back_freed_buffers()
+    layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
+    embedding = _random_embedding(spec, device)
+    x_TH = torch.randn(S, H, device=device)
+    everything = Span(0, S)
+
+    def gemm(x_sk: Tensor) -> Callable[[], object]:
+        turn = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
+        return lambda: next(turn).times(x_sk)
+
+    def qkv(heads: int) -> Callable[[], object]:
+        out = x_TH.new_empty(S, spec.qkv_width(heads))
+        width = spec.qkv_width(heads)
+        turn = cycle(
+            [
+                replace(layer, qkv_blocks=(Span(0, heads),), qkv_weight=_random_matrix(width, H, device, spec.weights))
+                for layer in layers
+            ]
+        )
+        return lambda: blocks.project_qkv(spec, next(turn), 0, x_TH, rows, everything, out)
+
+    def core(heads: int) -> Callable[[], object]:
+        q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, heads, torch.randn(S, spec.qkv_width(heads), device=device))
+        return lambda: blocks.attention(spec, 0, q_Tw, k_Tk, v_Tk, rows, everything)
+
+    def out(heads: int) -> Callable[[], object]:
+        return gemm(torch.randn(S, heads * d, device=device))
+
+    def up(columns: int, num_rows: int = S) -> Callable[[], object]:
+        x_sH, turn = x_TH[:num_rows], cycle([_with_columns(spec, layer, columns, device) for layer in layers])
+        return lambda: blocks.mlp_up(spec, next(turn), x_sH)
+
+    def down(columns: int, num_rows: int = S) -> Callable[[], object]:
+        return gemm(torch.randn(num_rows, columns, device=device))
+
+    def mlp_rows(num_rows: int) -> Callable[[], object]:
+        parts = up(spec.ffn_size, num_rows), down(spec.ffn_size, num_rows)
+        return lambda: (parts[0](), parts[1]())
+
+    def connective(num_rows: int) -> Callable[[], object]:
+        layer, x_sH = layers[0], x_TH[:num_rows]
+        return lambda: blocks.enter(spec, blocks.leave(spec, x_sH, x_sH, layer.out_bias, layer.norm2), layer.norm2)
+
+    def embed(num_rows: int) -> Callable[[], object]:
+        positions = torch.arange(num_rows, device=device) % spec.max_positions
+        return lambda: blocks.finish_embedding(spec, embedding, x_TH[:num_rows], positions)
+
+    heads, columns, some_rows = (
+        _sizes(spec.num_heads, spec.group_size),
+        _sizes(spec.ffn_size, COLUMN_GRAIN),
+        _sizes(S, ROW_GRAIN),
+    )
+    with torch.inference_mode():
+        rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [everything], [None], device)
+        curves = {
+            "qkv": measure.curve(heads, qkv),
+            "core": measure.curve(heads, core),
+            "out": measure.curve(heads, out),
+            "up": measure.curve(columns, up),
+            "down": measure.curve(columns, down),
+            "connective": measure.curve(some_rows, connective),
+            "embedding": measure.curve(some_rows, embed),
+            "mlp_rows": measure.curve(some_rows, mlp_rows),
+        }
+    wire = wire_cost(measure.cpu_per_second, TorchCasts())
+    return BlockProfile(
+        seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
+    )
+
+
+def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device) -> LayerShard:
+    """A layer with so many MLP columns, as far as `blocks.mlp_up` sees it."""
+
+    def matrix() -> Matrix:
+        return _random_matrix(columns, spec.hidden_size, device, spec.weights)
+
+    def part(bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias[:columns]
+
+    gate = None if layer.gate_weight is None else matrix()
+    return replace(
+        layer, gate_weight=gate, gate_bias=part(layer.gate_bias), up_weight=matrix(), up_bias=part(layer.up_bias)
+    )
+
+
+def _decoding(spec: ModelSpec, measure: _Meter, device: torch.device) -> tuple[float, float]:
+    """Seconds of one row per byte of the weights that it reads, and of a layer beside that."""
+    layers = [random_layer(spec, device) for _ in range(_num_decoded(spec))]
+    # The same calls on a layer so narrow that its weights weigh next to nothing.
+    thin = spec.model_copy(
+        update={
+            "num_layers": 1, "num_heads": spec.group_size, "num_kv_heads": 1, "hidden_size": COLUMN_GRAIN,
+            "ffn_size": COLUMN_GRAIN,
+        }
+    )  # fmt: skip
+    thin_layer = random_layer(thin, device)
+    seconds, calls = measure.seconds(_products(layers, device)), measure.seconds(_products([thin_layer], device))
+    num_bytes = sum(math.prod(matrix.shape) for matrix in _matrices(layers[0])) * spec.matrix_bytes
+    per_byte = max(seconds - calls, _LEAST_SHARE * seconds) / num_bytes
+    return per_byte, measure.seconds(_decoded_layer(thin, thin_layer, device))
+
+
+def _matrices(layer: LayerShard) -> list[Matrix]:
+    matrices = (layer.qkv_weight, layer.out_weight, layer.gate_weight, layer.up_weight, layer.down_weight)
+    return [matrix for matrix in matrices if matrix is not None]
+
+
+def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
+    """One row times each matrix of a layer; every time another copy's."""
+    turn = cycle([_matrices(layer) for layer in layers])
+    row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in _matrices(layers[0])}
+
+    def run() -> None:
+        for matrix in next(turn):
+            matrix.times(row[matrix.shape[1]])
+
+    return run
+
+
+def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
+    """One layer for one token of one sequence, on one device."""
+    cache = SequenceCache(
+        spec, spec.num_heads, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device
+    )
+    cache.extend((0,))
+    only = Span(0, 1)
+    rows = blocks.pack(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
+    x_1H = torch.randn(1, spec.hidden_size, device=device)
+    qkv = x_1H.new_empty(1, spec.qkv_width(spec.num_heads))
+
+    def run() -> None:
+        entered = blocks.enter(spec, x_1H, layer.norm1)
+        blocks.project_qkv(spec, layer, 0, entered, rows, only, qkv)
+        q, k, v = blocks.split_qkv(spec, spec.num_heads, qkv)
+        blocks.keep(spec, rows, 0, k, v)
+        y_1H = layer.out_weight.times(blocks.attention(spec, 0, q, k, v, rows, only))
+        attended = blocks.leave(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
+        y_1H = layer.down_weight.times(blocks.mlp_up(spec, layer, blocks.enter(spec, attended, layer.norm2)))
+        blocks.leave(spec, attended, y_1H, layer.down_bias, layer.norm2)
+
+    return run
+
+
+class _Meter:
+    """Times blocks, and learns meanwhile how much of a core this process gets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu_seconds = self._wall_seconds = 0.0
+
+    @property
+    def cpu_per_second(self) -> float:
+        """CPU seconds that the device does in one: its threads, or less under a quota or beside other load."""
+        return max(self._cpu_seconds / self._wall_seconds, 0.01) if self._wall_seconds else 1.0
+
+    def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
+        """Measure each size; those that a busy moment spoilt are measured again, and the least time counts."""
+        measured = {size: self.seconds(block(size)) for size in sizes}
+        give_back_freed_buffers()
+        for _ in range(_REPEATS):
+            again = suspicious_point(measured)
+            if again is None:
+                break
+            measured[again] = min(measured[again], self.seconds(block(again)))
+        return fit_curve(measured)
+
+    def seconds(self, block: Callable[[], object]) -> float:
+        block()
+        samples = []
+        for _ in range(_SAMPLES):
+            self._synchronise()
+            start, cpu, runs = time.perf_counter(), time.process_time(), 0
+            while True:
+                block()
+                runs += 1
+                self._synchronise()
+                elapsed = time.perf_counter() - start
+                if elapsed >= _SAMPLE_SECONDS:
+                    break
+            self._cpu_seconds += time.process_time() - cpu
+            self._wall_seconds += elapsed
+            samples.append(elapsed / runs)
+        return statistics.median(samples)
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+# ---- random weights -------------------------------------------------------------------------------------------------
+
+
+def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
+    heads = Span(0, spec.num_heads)
+    layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
+    for matrix in _matrices(layer):
+        _randomise(matrix, device)
+    for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm):
+        _plain(norm)
+    for bias in (layer.qkv_bias, layer.out_bias, layer.gate_bias, layer.up_bias, layer.down_bias):
+        _zero(bias)
+    return layer
+
+
+def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weights: WeightFormat) -> Matrix:
+    matrix = empty_matrix(num_outputs, num_inputs, weights, device)
+    _randomise(matrix, device)
+    return matrix
+
+
+def _randomise(matrix: Matrix, device: torch.device) -> None:
+    """Every output alike: that is quick, and its products take as long as any."""
+    everything = slice(None)
+    matrix.fill(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
+
+
+def _random_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
+    embedding = empty_embedding(spec, Span(0, 0), device)
+    _zero(embedding.position)
+    _zero(embedding.token_type)
+    _plain(embedding.norm)
+    return embedding
+
+
+def _plain(norm: Norm | None) -> None:
+    if norm is not None:
+        norm.weight.fill_(1.0)
+        _zero(norm.bias)
+
+
+def _zero(tensor: Tensor | None) -> None:
+    if tensor is not None:
+        tensor.zero_()
+
+
+def _without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
+    """Norms and biases: what is measured brings its own matrices."""
+    none = empty_matrix(0, 0, "float32", device)
+    gate = None if layer.gate_weight is None else none
+    return replace(layer, qkv_weight=none, out_weight=none, gate_weight=gate, up_weight=none, down_weight=none)
+
+
+def _layer_bytes(spec: ModelSpec) -> int:
+    widths = spec.qkv_width(spec.num_heads) + spec.q_width(spec.num_heads) + (3 if spec.gated else 2) * spec.ffn_size
+    return round(spec.matrix_bytes * spec.hidden_size * widths)
+
+
+def _num_copies(spec: ModelSpec) -> int:
+    return max(1, min(_MAX_COPIES, _COPIES_BYTES // _layer_bytes(spec)))
+
+
+def _num_decoded(spec: ModelSpec) -> int:
+    """Layers that are decoded with in turn."""
+    return max(1, min(spec.num_layers, -(-_DECODED_BYTES // _layer_bytes(spec))))
+
+
+def _sizes(total: int, grain: int) -> list[int]:
+    """A few sizes up to the whole, on grains."""
+    return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _PARTS})
+
+
+if __name__ == "__main__":
+    keep_freed_buffers()
+    print(profile(ProfilerRequest.model_validate_json(sys.stdin.readline())).model_dump_json())

@@ -1,0 +1,222 @@
+"""The whole of Hearth on one machine: three real agents, a real coordinator, a real model, compared with `transformers`.
+
+Everything runs as the programs that a home would run, with throw-away keys, on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hearth.client.home import Home, connect
+from hearth.errors import DeadlineExceeded, HearthError, InternalError
+from hearth.plan.transformer import Plan
+from hearth.platform.security import new_home_key, save_credential
+from hearth.wire.messages import DeviceList
+
+COMMANDS = (
+    "Turn on the kitchen light.",
+    "Turn off all the lights.",
+    "Set the heating to 21 degrees.",
+    "Open the garage door.",
+    "Lock the front door.",
+    "Start the dishwasher.",
+    "Play some music in the living room.",
+    "Show me the camera at the gate.",
+)
+SENTENCES = (
+    "It is too dark to cook in here.",
+    "We are all going to bed now.",
+    "I am freezing, can you make it warmer?",
+    "I want to drive the car out.",
+    "Did anyone secure the entrance?",
+    "The plates are dirty.",
+    "I feel like listening to jazz on the sofa.",
+    "Who is ringing at the gate?",
+)
+_LOOPBACK = "127.0.0.1"
+_START_SECONDS = 60.0
+_LATENCY_RUNS = 7
+_STOP_SECONDS = 10.0
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demo measured; `answers` pair each sentence with its nearest command."""
+
+    devices: DeviceList
+    plan: Plan
+    answers: list[dict[str, Any]]
+    max_abs_difference: float
+    latency_seconds: float
+    single_device_latency_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        devices = self.devices.model_dump(mode="json")
+        return {
+            "devices": devices["devices"],
+            "links": devices["links"],
+            "plan": self.plan.model_dump(mode="json"),
+            "answers": self.answers,
+            "max_abs_difference": self.max_abs_difference,
+            "latency_seconds": self.latency_seconds,
+            "single_device_latency_seconds": self.single_device_latency_seconds,
+        }
+
+
+def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
+    """Run it all and stop it all. Raises HearthError when a part does not come up in time."""
+    texts = [*COMMANDS, *SENTENCES]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-demo-")))
+        key = folder / "key"
+        save_credential(key, new_home_key())
+        for index in range(num_devices):
+            stack.enter_context(_agent(f"device-{index + 1}", folder, key))
+        report(f"started {num_devices} agents with a throw-away key; they advertise themselves over mDNS")
+        with _coordinator(folder, key, model_dir, "hmp", num_devices, report) as home:
+            report("the home is ready; asking it for sentence embeddings")
+            vectors, latency = _measure(home, texts)
+            devices, plan = home.devices(), home.status().plan
+        report("the same on one device alone, for comparison")
+        with _coordinator(folder, key, model_dir, "local", num_devices, report) as home:
+            _, alone = _measure(home, texts)
+    report("the same with transformers in this machine's own Python, for comparison")
+    reference = _reference(model_dir, texts)
+    if plan is None:
+        raise InternalError(where="the demo", reason="the coordinator served without a plan")
+    return DemoResult(
+        devices=devices,
+        plan=plan,
+        answers=_nearest(vectors),
+        max_abs_difference=float(np.abs(vectors - reference).max()),
+        latency_seconds=latency,
+        single_device_latency_seconds=alone,
+    )
+
+
+def _measure(home: Home, texts: Sequence[str]) -> tuple[np.ndarray[Any, Any], float]:
+    """The embeddings, and the median latency of several requests after the first."""
+    vectors = home.embed(texts)
+    return vectors, statistics.median(home.request_embeddings(texts).latency_seconds for _ in range(_LATENCY_RUNS))
+
+
+def _nearest(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+    similarities = vectors[len(COMMANDS) :] @ vectors[: len(COMMANDS)].T
+    return [
+        {"text": text, "command": COMMANDS[int(row.argmax())], "similarity": float(row.max())}
+        for text, row in zip(SENTENCES, similarities, strict=True)
+    ]
+
+
+def _reference(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
+    """In a child: this process loads no torch."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agent.worker.transformer.reference", str(model_dir)],
+        input=json.dumps(texts),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise InternalError(where="the reference (transformers)", reason=last[0])
+    return np.asarray(json.loads(done.stdout)["embeddings"], dtype=np.float32)
+
+
+# ---- the processes --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _agent(name: str, folder: Path, key: Path) -> Iterator[None]:
+    """A real `hearth-agent` with directories and ports of its own, computing with one thread."""
+    command = [
+        *_program("hearth-agent"), "--name", name, "--key-path", str(key),
+        "--state-dir", str(folder / name / "state"), "--store-dir", str(folder / name / "store"),
+        "--interface", _LOOPBACK, "--bind-host", _LOOPBACK,
+        "--control-port", "0", "--link-port", "0", "--data-ports", "0-0", "--threads", "1", "--log-level", "warning",
+    ]  # fmt: skip
+    with _process(command, folder / f"{name}.log"):
+        yield
+
+
+@contextmanager
+def _coordinator(
+    folder: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report
+) -> Iterator[Home]:
+    """A real `hearth serve`, and a client that waited until it is ready. Its state, with the profiles, is kept."""
+    command = [
+        *_program("hearth"), "serve", str(model_dir), "--strategy", strategy, "--key", str(key),
+        "--min-devices", str(num_devices), "--port", "0", "--state-dir", str(folder / "coordinator"),
+        "--mdns-interfaces", _LOOPBACK, "--name", "demo",
+    ]  # fmt: skip
+    log = folder / f"coordinator-{strategy}.log"
+    with _process(command, log) as process:
+        deadline = time.monotonic() + _START_SECONDS
+        shown = 0
+        home = _connect_to(process, key, log, deadline)
+        with home:
+            while not home.ready():
+                shown = _show_news(log, shown, report)
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise DeadlineExceeded(action=f"getting ready ({home.readiness().state})", seconds=_START_SECONDS)
+                time.sleep(0.1)
+            _show_news(log, shown, report)
+            yield home
+
+
+def _connect_to(process: subprocess.Popen[bytes], key: Path, log: Path, deadline: float) -> Home:
+    while True:
+        try:
+            return connect(key=key, timeout_seconds=2.0, interfaces=[_LOOPBACK])
+        except HearthError:
+            if process.poll() is not None:
+                last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                raise InternalError(where="hearth serve", reason=last[0]) from None
+            if time.monotonic() > deadline:
+                raise
+
+
+def _show_news(log: Path, shown: int, report: Report) -> int:
+    lines = log.read_text(errors="replace").splitlines()
+    for line in lines[shown:]:
+        report(f"  coordinator: {line}")
+    return len(lines)
+
+
+@contextmanager
+def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program with its output in a file; ended by its pid, whatever happens."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _program(name: str) -> list[str]:
+    """The installed program beside this Python."""
+    return [str(Path(sys.executable).parent / name)]

@@ -1,0 +1,366 @@
+"""What is wrong with this device's Hearth, and what to do: each check gives findings.
+
+A check is a function of what was seen; the network and other programs are asked at the edge and passed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import zmq
+from pydantic import BaseModel, ConfigDict
+
+import hearth
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.registry import Device
+from coordinator.serve.config import default_state_dir
+from hearth.client.home import COORDINATOR_PORT
+from hearth.errors import HearthError
+from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, Found
+from hearth.platform.interfaces import Interface, choose, interfaces, verify_reachable
+from hearth.platform.security import (
+    AdminKey,
+    Credential,
+    HomeKey,
+    agent_access,
+    coordinator_access,
+    fingerprint,
+    load_credential,
+)
+from hearth.platform.units import format_bytes
+from hearth.protocol import PROTOCOL_VERSION
+
+CLOCK_TOLERANCE_SECONDS = 5.0
+_LOOK_SECONDS = 3.0
+_MULTICAST_GROUP, _MULTICAST_PORT = "224.0.0.251", 5353
+_MIN_FREE_BYTES = 1 << 30
+_CONNECT_SECONDS = 1.0
+_PORTS = (
+    f"tcp {AGENT_PORT}, {AGENT_PORT + 1}, {AGENT_PORT + 10}-{AGENT_PORT + 29} (agent), "
+    f"{COORDINATOR_PORT} (coordinator), udp {_MULTICAST_PORT} (mDNS)"
+)
+
+
+class Finding(BaseModel):
+    """One line of the doctor's report. `do` is empty where nothing needs doing."""
+
+    model_config = ConfigDict(frozen=True)
+
+    check: str
+    status: Literal["ok", "warning", "problem"]
+    what: str
+    do: str = ""
+
+
+class Output(NamedTuple):
+    """What a program printed, and whether it succeeded."""
+
+    succeeded: bool
+    text: str
+
+
+def examine(
+    key_path: Path,
+    interface: str | None,
+    mdns_interfaces: list[str] | None,
+    look_seconds: float = _LOOK_SECONDS,
+) -> list[Finding]:
+    """Run every check; what fails is a finding. Agents and coordinators have `look_seconds` to answer."""
+    found = interfaces()
+    findings = [
+        check_versions(),
+        *check_interface(found, interface),
+        check_disk(default_state_dir(os.environ)),
+    ]
+    findings.append(check_multicast(mdns_interfaces or _usable_addresses(found), _multicast_works))
+    findings.append(check_firewall(_run))
+    findings.append(check_ports(_is_open))
+    key_finding, credential = check_key(key_path)
+    findings.append(key_finding)
+    if credential is not None:
+        findings += asyncio.run(_look_around(credential, mdns_interfaces, look_seconds))
+    return findings
+
+
+def check_versions() -> Finding:
+    what = (
+        f"Hearth {hearth.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}, "
+        f"ZeroMQ {zmq.zmq_version()}"
+    )
+    if not zmq.has("curve"):
+        return Finding(
+            check="versions",
+            status="problem",
+            what=f"{what}, built without CURVE",
+            do="Reinstall pyzmq from its wheel.",
+        )
+    return Finding(check="versions", status="ok", what=what)
+
+
+def check_interface(found: list[Interface], preferred: str | None) -> list[Finding]:
+    """Which interface would be advertised, and why the others would not."""
+    try:
+        chosen = choose(found, preferred)
+        verify_reachable(chosen)
+    except HearthError as error:
+        return [Finding(check="interface", status="problem", what=error.explanation(), do=error.next_step())]
+    others = "; ".join(
+        f"{i.name} ({i.address}): {i.skipped}" for i in found if i.skipped and ":" not in i.address and i != chosen
+    )
+    what = f"{chosen.name} ({chosen.address}) is advertised" + (f". Not used: {others}" if others else "")
+    if chosen.address.startswith("127."):
+        return [
+            Finding(
+                check="interface",
+                status="warning",
+                what=what,
+                do="Other devices cannot reach this one: connect it, or name an interface with --interface.",
+            )
+        ]
+    return [Finding(check="interface", status="ok", what=what)]
+
+
+def check_disk(state_dir: Path) -> Finding:
+    existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < _MIN_FREE_BYTES:
+        return Finding(
+            check="disk",
+            status="warning",
+            what=f"only {format_bytes(free)} are free at {existing}",
+            do="Free some space.",
+        )
+    return Finding(check="disk", status="ok", what=f"{format_bytes(free)} are free at {existing}")
+
+
+def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Finding:
+    """`works(address)`: does a packet that is sent to the mDNS group from that address come back?"""
+    deaf = [address for address in addresses if not works(address)]
+    if deaf:
+        return Finding(
+            check="multicast",
+            status="problem",
+            what=f"multicast sent from {', '.join(deaf)} does not come back",
+            do="Let udp 5353 and 224.0.0.251 through the firewall (and the Wi-Fi's client isolation), "
+            "or list the agents with `hearth serve --devices`.",
+        )
+    return Finding(check="multicast", status="ok", what=f"works on {', '.join(addresses)}")
+
+
+def _multicast_works(address: str) -> bool:
+    probe = _probe()
+    try:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+        ):
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            receiver.bind(("", _MULTICAST_PORT))
+            member = struct.pack("4s4s", socket.inet_aton(_MULTICAST_GROUP), socket.inet_aton(address))
+            receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
+            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            sender.sendto(probe, (_MULTICAST_GROUP, _MULTICAST_PORT))
+            deadline = time.monotonic() + 1.0
+            while (left := deadline - time.monotonic()) > 0:
+                receiver.settimeout(left)
+                if receiver.recv(2048) == probe:
+                    return True
+    except OSError:
+        pass
+    return False
+
+
+def _probe() -> bytes:
+    """A well-formed mDNS question that nobody has an answer to, told from others by its random name."""
+    header = struct.pack("!6H", 0, 0, 1, 0, 0, 0)
+    labels = (f"hearth-doctor-{os.urandom(8).hex()}".encode(), b"local")
+    name = b"".join(bytes([len(label)]) + label for label in labels) + b"\0"
+    return header + name + struct.pack("!2H", 12, 1)  # PTR, IN
+
+
+def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
+    """Is a firewall active? Its rules are its owner's; we say which ports must be open.
+
+    `run(command)` gives a program's output, or None when it is not installed.
+    """
+    signs: tuple[tuple[str, list[str], tuple[str, ...]], ...] = (
+        ("ufw", ["ufw", "status"], ("Status: active",)),
+        ("nftables", ["nft", "list", "ruleset"], ("drop", "reject")),
+        ("iptables", ["iptables", "-S"], ("-j DROP", "-j REJECT", "-P INPUT DROP")),
+    )
+    active, unreadable = [], []
+    state = run(["firewall-cmd", "--state"])
+    if state is not None and state.succeeded and state.text.strip() == "running":
+        active.append("firewalld")
+    for name, command, words in signs:
+        output = run(command)
+        if output is None:
+            continue
+        if not output.succeeded:
+            unreadable.append(name)
+        elif any(word in output.text for word in words):
+            active.append(name)
+    do = f"Make sure that these are open: {_PORTS}."
+    if active:
+        what = f"{', '.join(active)} filters traffic here"
+        return Finding(check="firewall", status="warning", what=what, do=do)
+    if unreadable:
+        what = f"the rules of {', '.join(unreadable)} could not be read"
+        return Finding(check="firewall", status="warning", what=what, do=f"Run the doctor as root. {do}")
+    return Finding(check="firewall", status="ok", what="no filtering rules found")
+
+
+def _run(command: list[str]) -> Output | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return Output(done.returncode == 0, done.stdout)
+
+
+def check_ports(is_open: Callable[[int], bool]) -> Finding:
+    """Which of our own services answer on their default ports. An agent must answer on both of its own."""
+    control, link, coordinator = (is_open(port) for port in (AGENT_PORT, AGENT_PORT + 1, COORDINATOR_PORT))
+    if control != link:
+        answers, silent = (AGENT_PORT, AGENT_PORT + 1) if control else (AGENT_PORT + 1, AGENT_PORT)
+        return Finding(
+            check="ports",
+            status="warning",
+            what=f"port {answers} answers on this device, but port {silent} does not",
+            do="An agent opens both: see `journalctl -u hearth-agent`, and what has the port (`ss -ltnp`).",
+        )
+    agent_says = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
+    coordinator_says = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
+    return Finding(check="ports", status="ok", what=f"on this device: {agent_says}, {coordinator_says}")
+
+
+def _is_open(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_key(path: Path) -> tuple[Finding, Credential | None]:
+    try:
+        credential = load_credential(path)
+    except HearthError as error:
+        return Finding(check="key", status="problem", what=error.explanation(), do=error.next_step()), None
+    what = f"{credential.kind} key in {path}, home {fingerprint(coordinator_access(credential).server_public)}"
+    if path.stat().st_mode & 0o077:
+        return Finding(
+            check="key", status="warning", what=f"{what}, readable by others", do=f"chmod 600 {path}"
+        ), credential
+    return Finding(check="key", status="ok", what=what), credential
+
+
+async def _look_around(credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float) -> list[Finding]:
+    """Agents and coordinators on the network: protocol, version, clock, how many."""
+    coordinators: dict[str, Found] = {}
+    home = fingerprint(coordinator_access(credential).server_public)
+    browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
+    findings: list[Finding] = []
+    try:
+        await browser.start()
+        ends = asyncio.get_running_loop().time() + look_seconds
+        if isinstance(credential, HomeKey | AdminKey):
+            async with Fleet(agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
+                await fleet.settle(1.0, 1, look_seconds)
+                findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
+        if not coordinators:
+            await asyncio.sleep(max(0.0, ends - asyncio.get_running_loop().time()))
+    except (OSError, ValueError) as error:  # no network, or an address that is not this device's
+        where = ", ".join(mdns_interfaces) if mdns_interfaces else "any interface"
+        findings.append(
+            Finding(
+                check="agents",
+                status="problem",
+                what=f"the network cannot be searched on {where}: {error}",
+                do="Connect the device to the network, or name local addresses with --mdns-interfaces.",
+            )
+        )
+        return findings
+    finally:
+        await browser.stop()
+    findings.append(check_coordinators([found for found in coordinators.values() if found.fingerprint == home]))
+    return findings
+
+
+def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[Finding]:
+    """Who answered, who refused and why, their versions, and their clocks against ours (`now`, Unix)."""
+    findings = [
+        Finding(check="agents", status="problem", what=error.explanation(), do=error.next_step()) for error in refusals
+    ]
+    if not devices:
+        findings.append(
+            Finding(
+                check="agents",
+                status="warning",
+                what="no agent of this home answered",
+                do="Start hearth-agent on your devices with this home's key; where multicast is blocked, "
+                "list them with `hearth serve --devices`.",
+            )
+        )
+        return findings
+    names = ", ".join(sorted(device.name for device in devices))
+    findings.append(Finding(check="agents", status="ok", what=f"{len(devices)} answer: {names}"))
+    others = {d.name: d.welcome.version for d in devices if d.welcome.version != hearth.__version__}
+    if others:
+        listed = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
+        findings.append(
+            Finding(
+                check="agents",
+                status="warning",
+                what=f"other versions of Hearth than {hearth.__version__} here: {listed}",
+                do="Install the same version on every device.",
+            )
+        )
+    clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
+    return [*findings, check_clocks(clocks, now)]
+
+
+def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
+    """Clocks matter for logs and caches only, so a wrong one is a warning."""
+    wrong = [
+        f"{name} by {clock - now:+.0f} s"
+        for name, clock in clocks.items()
+        if abs(clock - now) > CLOCK_TOLERANCE_SECONDS
+    ]
+    if wrong:
+        return Finding(
+            check="clock",
+            status="warning",
+            what=f"clocks differ from this one's: {', '.join(wrong)}",
+            do="Turn on time synchronisation (timedatectl set-ntp true) there.",
+        )
+    return Finding(check="clock", status="ok", what="all clocks agree")
+
+
+def check_coordinators(found: list[Found]) -> Finding:
+    where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in found)
+    if len(found) > 1:
+        return Finding(
+            check="coordinator",
+            status="problem",
+            what=f"{len(found)} coordinators of this home run at once: {where}",
+            do="Stop all but one: an agent works for one at a time.",
+        )
+    return Finding(check="coordinator", status="ok", what=f"one runs at {where}" if found else "none runs")
+
+
+def _usable_addresses(found: Sequence[Interface]) -> list[str]:
+    return [i.address for i in found if not i.skipped and ":" not in i.address] or ["127.0.0.1"]

@@ -1,0 +1,105 @@
+"""Load on a served graph, as an app would put it there: how many answers a second, and how long each took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hearth.client.home import AsyncHome
+from hearth.errors import HearthError
+from hearth.platform.units import format_seconds
+from hearth.wire.messages import ArrayInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_SEED = 20240525
+_PAUSE_SECONDS = 0.1  # after an error, so that a home that plans anew is not flooded
+_WARM_UP = 0.1  # of the time; not counted
+
+
+@dataclass(frozen=True)
+class Load:
+    """`latencies` are seconds from sending to the answer, queue included, in rising order. `errors` counts by type."""
+
+    concurrency: int
+    seconds: float
+    latencies: tuple[float, ...]
+    errors: Mapping[str, int]
+
+    @property
+    def per_second(self) -> float:
+        return len(self.latencies) / self.seconds if self.seconds > 0 else 0.0
+
+    def percentile(self, percent: float) -> float | None:
+        """The least latency that so many percent of the answers did not exceed (nearest rank)."""
+        if not self.latencies:
+            return None
+        rank = -(-len(self.latencies) * percent // 100)
+        return self.latencies[min(max(int(rank), 1), len(self.latencies)) - 1]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "concurrency": self.concurrency,
+            "seconds": self.seconds,
+            "answers": len(self.latencies),
+            "per_second": self.per_second,
+            **{f"p{percent}_seconds": self.percentile(percent) for percent in (50, 90, 99)},
+            "errors": dict(self.errors),
+        }
+
+    def describe(self) -> str:
+        at_once = "1 request at a time" if self.concurrency == 1 else f"{self.concurrency} requests at once"
+        failed = "".join(f", {count} {name}" for name, count in self.errors.items())
+        if not self.latencies:
+            return f"{at_once}: no answer in {format_seconds(self.seconds)}{failed}"
+        quantiles = ", ".join(
+            f"p{percent} {format_seconds(self.percentile(percent) or 0.0)}" for percent in (50, 90, 99)
+        )
+        return f"{at_once}: {self.per_second:.3g} a second; {quantiles}; {len(self.latencies)} answers{failed}"
+
+
+def random_inputs(inputs: Sequence[ArrayInfo]) -> dict[str, np.ndarray[Any, Any]]:
+    """Floats of a normal distribution; whole numbers 0 and 1, which are an index or a mask nearly everywhere."""
+    import numpy as np
+
+    random = np.random.default_rng(_SEED)
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    for info in inputs:
+        if "float" in info.dtype:
+            found[info.name] = random.standard_normal(info.shape).astype(info.dtype)
+        else:
+            found[info.name] = random.integers(0, 2, info.shape).astype(info.dtype)
+    return found
+
+
+async def measure(
+    home: AsyncHome,
+    inputs: Mapping[str, np.ndarray[Any, Any]],
+    concurrency: int,
+    seconds: float,
+    timeout_seconds: float,
+) -> Load:
+    """Ask without pause, so many at once. Answers count that came between the warm-up and the end."""
+    loop = asyncio.get_running_loop()
+    began = loop.time() + _WARM_UP * seconds
+    ends = began + seconds
+    latencies: list[float] = []
+    errors: Counter[str] = Counter()
+
+    async def ask() -> None:
+        while (sent := loop.time()) < ends:
+            try:
+                await home.infer(inputs, timeout_seconds)
+            except HearthError as error:
+                errors[error.code] += 1
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if began <= (now := loop.time()) <= ends:
+                latencies.append(now - sent)
+
+    await asyncio.gather(*(ask() for _ in range(concurrency)))
+    return Load(concurrency, seconds, tuple(sorted(latencies)), errors)

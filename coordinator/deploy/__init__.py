@@ -1,0 +1,1 @@
+"""Bring a plan up: push chunks, start and connect workers."""

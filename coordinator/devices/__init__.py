@@ -1,0 +1,1 @@
+"""Which devices are there, and what was measured on them."""

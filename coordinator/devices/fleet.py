@@ -1,0 +1,316 @@
+"""The coordinator's end of every agent: finds them, says hello, holds the leases, beats the heart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import zmq.asyncio
+
+from coordinator.devices import registry
+from coordinator.devices.registry import Device
+from hearth.errors import (
+    AgentBusy,
+    BadMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    DeviceLost,
+    DuplicateDevice,
+    HearthError,
+    LeaseLost,
+    Unreachable,
+)
+from hearth.platform.discovery import AGENT_SERVICE, Browser, Found, parse_static_peers
+from hearth.platform.security import Access, fingerprint
+from hearth.wire.messages import (
+    AcquireLease,
+    AgentState,
+    AgentWelcome,
+    GetTelemetry,
+    Heartbeat,
+    LeaseGranted,
+    Message,
+    ReleaseLease,
+    Telemetry,
+)
+from hearth.wire.rpc import Reply, RpcClient
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 5.0  # ten lost heartbeats; a second coordinator waits no longer than this
+_HELLO_SECONDS = 3.0
+_RETRY_SECONDS = 1.0
+_RELEASE_SECONDS = 3.0  # that an agent may take to let us go; one that is gone holds up nobody longer
+_SETTLE_POLL_SECONDS = 0.05
+
+_T = TypeVar("_T")
+
+
+class _Connection:
+    """One agent's socket and the task that keeps it."""
+
+    def __init__(self, client: RpcClient, host: str, port: int) -> None:
+        self.client = client
+        self.host = host
+        self.port = port
+        self.task: asyncio.Task[None] | None = None
+
+
+class Fleet(AbstractAsyncContextManager["Fleet"]):
+    """All agents of the home. With `lease_name` it takes leases and beats; without, it only reads.
+
+    `on_change(device)` is called when a device's health or worker changed.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        lease_name: str | None,
+        interfaces: Sequence[str] | None = None,
+        static_devices: str = "",
+        browse: bool = True,
+        on_change: Callable[[Device], None] | None = None,
+    ) -> None:
+        self.holder = secrets.token_hex(8)
+        self.devices: dict[str, Device] = {}
+        self.refusals: list[HearthError] = []  # agents that cannot be named, for instance with another protocol
+        self.last_epoch = 0  # the newest that any agent has seen
+        self._access = access
+        self._lease_name = lease_name
+        self._interfaces = interfaces
+        self._static = parse_static_peers(static_devices) if static_devices else ()
+        self._browse = browse
+        self._on_change = on_change or (lambda device: None)
+        self._context = zmq.asyncio.Context()
+        self._connections: dict[tuple[str, int], _Connection] = {}
+        self._by_device: dict[str, _Connection] = {}
+        self._browser: Browser | None = None
+        self._last_joined = time.monotonic()
+
+    async def __aenter__(self) -> Fleet:
+        if self._browse:
+            self._browser = Browser(AGENT_SERVICE, self._found, self._interfaces)
+            await self._browser.start()
+        for host, port in self._static:
+            self._connect(host, port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._browser is not None:
+            await self._browser.stop()
+        if self._lease_name is not None:
+            await self._release_all()
+        tasks = [connection.task for connection in self._connections.values() if connection.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in self._connections.values():
+            await connection.client.close()
+        self._context.destroy(linger=0)
+
+    def usable(self) -> list[Device]:
+        return registry.usable(list(self.devices.values()), time.monotonic())
+
+    async def settle(self, quiet_seconds: float, min_devices: int, timeout_seconds: float) -> list[Device]:
+        """Wait until `min_devices` are there and no new one came for `quiet_seconds`, or the time is up."""
+        began = time.monotonic()
+        while time.monotonic() - began < timeout_seconds:
+            quiet = time.monotonic() - max(self._last_joined, began)
+            if len(self.usable()) >= min_devices and quiet >= quiet_seconds:
+                break
+            await asyncio.sleep(_SETTLE_POLL_SECONDS)
+        return self.usable()
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+    ) -> Reply:
+        """Ask one agent. Raises what it raised, or DeviceLost when it cannot be reached."""
+        with self._reaching(device_id) as client:
+            return await client.call(message, payload, timeout_seconds=timeout_seconds)
+
+    async def stream(
+        self, device_id: str, message: Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+    ) -> AsyncGenerator[Reply, None]:
+        """One agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call`."""
+        with self._reaching(device_id) as client:
+            stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last)
+            async with aclosing(stream) as replies:
+                async for reply in replies:
+                    yield reply
+
+    @asynccontextmanager
+    async def bulk(self, device_id: str) -> AsyncIterator[RpcClient]:
+        """A connection of its own to one agent, for so much data that heartbeats would come too late behind it.
+
+        That the device is gone is raised as DeviceLost.
+        """
+        with self._reaching(device_id) as client:
+            apart = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
+            try:
+                yield apart
+            finally:
+                await apart.close()
+
+    @contextmanager
+    def _reaching(self, device_id: str) -> Iterator[RpcClient]:
+        """The connection to a device; that it is gone is raised as DeviceLost."""
+        connection = self._by_device.get(device_id)
+        name = self.devices[device_id].name if device_id in self.devices else device_id
+        if connection is None:
+            raise DeviceLost(device=name, reason="it is not connected")
+        try:
+            yield connection.client
+        except (Unreachable, ConnectionLost) as error:
+            raise DeviceLost(device=name, reason=error.explanation()) from None
+
+    async def ask(self, device_id: str, message: Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
+        """Ask one agent for a message of one type."""
+        reply = await self.call(device_id, message, timeout_seconds=timeout_seconds)
+        if not isinstance(reply.message, expected):
+            raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
+        return reply.message
+
+    async def refresh_telemetry(self) -> None:
+        """Read every usable device's telemetry."""
+
+        async def read(device: Device) -> None:
+            try:
+                telemetry = await self.ask(device.device_id, GetTelemetry(), Telemetry, timeout_seconds=3.0)
+            except HearthError as error:
+                log.warning("no telemetry from %s: %s", device.name, error)
+                return
+            if device.device_id in self.devices:
+                self._update(device.device_id, telemetry=telemetry)
+
+        await asyncio.gather(*(read(device) for device in self.usable()))
+
+    def punish(self, device_id: str) -> None:
+        """Leave a device whose worker died out of plans for a while."""
+        if device_id in self.devices:
+            self.devices[device_id] = registry.punished(self.devices[device_id], time.monotonic())
+
+    # ---- one agent ------------------------------------------------------------------------------------------------
+
+    def _found(self, found: Found) -> None:
+        if found.fingerprint != fingerprint(self._access.server_public):
+            return  # another home's agent
+        self._connect(found.hosts[0], found.port)
+
+    def _connect(self, host: str, port: int) -> None:
+        if (host, port) in self._connections:
+            return
+        client = RpcClient(self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth")
+        connection = _Connection(client, host, port)
+        self._connections[host, port] = connection
+        connection.task = asyncio.create_task(self._keep(connection))
+
+    async def _keep(self, connection: _Connection) -> None:
+        """Say hello until it is answered, then beat; begin again when the agent was gone."""
+        while True:
+            try:
+                welcome = await connection.client.hello(AgentWelcome, timeout_seconds=_HELLO_SECONDS)
+                registry.check_unique(self.devices.get(welcome.device_id), welcome, connection.host, connection.port)
+                await self._joined(connection, welcome)
+                await self._beat(connection, welcome.device_id)
+            except DuplicateDevice as error:
+                self._refuse(error)
+            except (Unreachable, ConnectionLost, DeadlineExceeded):
+                pass
+            except HearthError as error:  # for instance another protocol version, or another home's key
+                self._refuse(error)
+            except Exception:  # a fault of ours with one agent must not lose it for good
+                log.exception("keeping %s:%d failed", connection.host, connection.port)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _refuse(self, error: HearthError) -> None:
+        if str(error) not in {str(known) for known in self.refusals}:
+            log.warning("%s", error)
+            self.refusals.append(error)
+
+    async def _joined(self, connection: _Connection, welcome: AgentWelcome) -> None:
+        device = Device(welcome, connection.host, connection.port, last_seen=time.monotonic())
+        previous = self.devices.get(welcome.device_id)
+        if previous is not None:
+            device = replace(device, penalty_until=previous.penalty_until)
+        self._by_device[welcome.device_id] = connection
+        telemetry = await self.ask_connection(connection, GetTelemetry(), Telemetry)
+        self.devices[welcome.device_id] = replace(device, telemetry=telemetry)
+        if self._lease_name is not None:
+            await self._acquire(connection, welcome.device_id)
+        self._last_joined = time.monotonic()
+        self._on_change(self.devices[welcome.device_id])
+
+    async def ask_connection(self, connection: _Connection, message: Message, expected: type[_T]) -> _T:
+        reply = await connection.client.call(message, timeout_seconds=_HELLO_SECONDS)
+        if not isinstance(reply.message, expected):
+            raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
+        return reply.message
+
+    async def _acquire(self, connection: _Connection, device_id: str) -> bool:
+        request = AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
+        try:
+            granted = await self.ask_connection(connection, request, LeaseGranted)
+        except AgentBusy as error:
+            self.devices[device_id] = registry.refused(self.devices[device_id], "busy", error.explanation())
+            self._on_change(self.devices[device_id])
+            return False
+        self.last_epoch = max(self.last_epoch, granted.last_epoch)
+        return True
+
+    async def _beat(self, connection: _Connection, device_id: str) -> None:
+        """Heartbeats until the device is dead. Without a lease, reading telemetry takes their place."""
+        while True:
+            pause, patience = registry.next_beat(self.devices[device_id], time.monotonic())
+            await asyncio.sleep(pause)
+            device = self.devices[device_id]
+            try:
+                if self._lease_name is None:
+                    await self.ask_connection(connection, GetTelemetry(), Telemetry)
+                    self._update(device_id, last_seen=time.monotonic())
+                elif device.health == "busy":
+                    if await self._acquire(connection, device_id):
+                        self._update(device_id, health="alive", reason="")
+                else:
+                    reply = await connection.client.call(Heartbeat(holder=self.holder), timeout_seconds=patience)
+                    if not isinstance(reply.message, AgentState):
+                        raise BadMessage(reason=f"a heartbeat was answered with {type(reply.message).__name__}")
+                    if reply.message.boot_id != device.welcome.boot_id:
+                        return  # it restarted between two beats: say hello again
+                    self._beaten(device_id, reply.message)
+            except LeaseLost:
+                if await self._acquire(connection, device_id):
+                    log.info("took the lease on %s again", device.name)
+            except (Unreachable, ConnectionLost, DeadlineExceeded):
+                after = registry.silent(device, time.monotonic())
+                self.devices[device_id] = after
+                if after.health != device.health:
+                    log.warning("%s is %s: %s", after.name, after.health, after.reason)
+                    self._on_change(after)
+                if after.health == "dead":
+                    return
+
+    def _beaten(self, device_id: str, state: AgentState) -> None:
+        before = self.devices[device_id]
+        after = registry.answered(before, state, time.monotonic())
+        self.devices[device_id] = after
+        worker_changed = before.state is None or before.state.worker != state.worker
+        if after.health != before.health or worker_changed:
+            self._on_change(after)
+
+    def _update(self, device_id: str, **changes: Any) -> None:
+        self.devices[device_id] = replace(self.devices[device_id], **changes)
+
+    async def _release_all(self) -> None:
+        async def release(connection: _Connection) -> None:
+            try:
+                await connection.client.call(ReleaseLease(holder=self.holder), timeout_seconds=_RELEASE_SECONDS)
+            except HearthError:
+                pass  # it is gone, or was never ours; the lease ends by itself
+
+        await asyncio.gather(*(release(connection) for connection in self._by_device.values()))

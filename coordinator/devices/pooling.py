@@ -1,0 +1,95 @@
+"""Devices of one kind share what was measured on each: a point that a busy moment spoilt on one is outvoted.
+
+A planner takes every difference between devices for real. Four equal ones, each measured to 10 or 20 %, would get unequal
+shares, and all would wait for the one that looked fastest. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+from hearth.plan.profile import BlockProfile, LatencyCurve
+
+_CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embedding")
+_TELLING = _CURVES[:6]  # the others take so little time that chance makes half of it
+_SAME_KIND = math.log(1.3)  # no curve of a device lies further off the common shape
+_SAME_SPEED = math.log(1.15)
+
+_Points = dict[str, list[float]]  # by curve: logarithms of seconds
+
+
+def pooled(blocks: Mapping[str, BlockProfile]) -> dict[str, BlockProfile]:
+    """The profiles of devices, by id, with common curves where they differ by a factor only; and where that is near 1, as
+    fast as each other. A device of another kind keeps its own."""
+    kinds: dict[object, list[str]] = defaultdict(list)
+    for name, profile in blocks.items():
+        sizes = tuple(_curve(profile, curve).sizes for curve in _CURVES)
+        if all(second > 0 for curve in _CURVES for second in _curve(profile, curve).seconds):
+            kinds[profile.seq_len, sizes].append(name)
+    result = dict(blocks)
+    for names in kinds.values():
+        points = {name: _points(blocks[name]) for name in names}
+        shape = _shape(points)
+        points = {name: own for name, own in points.items() if _misfit(own, shape) <= _SAME_KIND}
+        if len(points) > 1:
+            shape = _shape(points)
+            for name, factor in _speeds({name: _offset(own, shape) for name, own in points.items()}).items():
+                result[name] = _with_curves(blocks[name], shape, factor)
+    return result
+
+
+def _curve(profile: BlockProfile, name: str) -> LatencyCurve:
+    curve = getattr(profile, name)
+    assert isinstance(curve, LatencyCurve)
+    return curve
+
+
+def _points(profile: BlockProfile) -> _Points:
+    return {name: [math.log(second) for second in _curve(profile, name).seconds] for name in _CURVES}
+
+
+def _differences(own: _Points, other: _Points) -> list[float]:
+    return [a - b for name in _TELLING for a, b in zip(own[name], other[name], strict=True)]
+
+
+def _offset(own: _Points, shape: _Points) -> float:
+    """The logarithm of how many times slower a device is."""
+    return median(_differences(own, shape))
+
+
+def _misfit(own: _Points, shape: _Points) -> float:
+    """By how much the curve that fits least is off the shape, as most of its points have it."""
+    offset = _offset(own, shape)
+    return max(abs(median(a - b for a, b in zip(own[name], shape[name], strict=True)) - offset) for name in _TELLING)
+
+
+def _shape(points: Mapping[str, _Points]) -> _Points:
+    """The median of all devices, point by point, each taken as fast as the first."""
+    first = next(iter(points.values()))
+    offsets = {name: _offset(own, first) for name, own in points.items()}
+    return {
+        curve: [median(own[curve][index] - offsets[name] for name, own in points.items()) for index in range(len(at))]
+        for curve, at in first.items()
+    }
+
+
+def _speeds(offsets: Mapping[str, float]) -> dict[str, float]:
+    """Factors by device; those that are as fast as each other have the same."""
+    groups: list[list[str]] = []
+    for name in sorted(offsets, key=lambda name: offsets[name]):
+        if groups and offsets[name] - offsets[groups[-1][0]] <= _SAME_SPEED:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return {name: math.exp(fmean(offsets[each] for each in group)) for group in groups for name in group}
+
+
+def _with_curves(profile: BlockProfile, shape: _Points, factor: float) -> BlockProfile:
+    def curve(name: str, logarithms: Sequence[float]) -> LatencyCurve:
+        seconds = tuple(factor * math.exp(value) for value in logarithms)
+        return _curve(profile, name).model_copy(update={"seconds": seconds})
+
+    return profile.model_copy(update={name: curve(name, logarithms) for name, logarithms in shape.items()})

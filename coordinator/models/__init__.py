@@ -1,0 +1,1 @@
+"""What a model is: checkpoints and ONNX files."""

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: families, tensors, sharding, sentence pooling."""

@@ -1,0 +1,23 @@
+"""How a model's rows become one vector per text (sentence-transformers' pooling configuration)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from coordinator.models.checkpoint.families import read_json
+from hearth.errors import UnsupportedArchitecture
+
+
+def read_pooling(model_dir: Path) -> Literal["mean"]:
+    """`mean` where the model says so or says nothing. Raises UnsupportedArchitecture for another pooling."""
+    path = model_dir / "1_Pooling" / "config.json"
+    if path.exists():
+        config = read_json(path)
+        other = [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
+        if other != ["pooling_mode_mean_tokens"]:
+            raise UnsupportedArchitecture(
+                architecture=f"pooling by {', '.join(other) or 'nothing'}",
+                supported="pooling_mode_mean_tokens",
+            )
+    return "mean"

@@ -1,0 +1,70 @@
+"""The file that a graph comes from: an ONNX model, a graph without weights, or a published placement problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from coordinator.models.onnx.json_reader import read_json
+from hearth.errors import BadModelFile, BadSetting
+from hearth.plan.graph_spec import GraphSpec
+
+if TYPE_CHECKING:
+    from coordinator.models.onnx.reader import OnnxModel
+
+Kind = Literal["transformer", "onnx", "graph", "instance"]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`model` is there where it can be run: of an ONNX file."""
+
+    path: Path
+    spec: GraphSpec
+    model: OnnxModel | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.model.fingerprint if self.model is not None else ""
+
+
+def kind_of(path: Path) -> Kind:
+    """What a MODEL on the command line is. Raises BadModelFile for a .json that cannot be read."""
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix not in (".onnx", ".json"):
+        return "transformer"
+    if suffix == ".onnx":
+        return "onnx"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadModelFile(path=str(path), reason=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise BadModelFile(path=str(path), reason=f"it is no JSON ({error})") from None
+    return "instance" if isinstance(content, dict) and "K" in content and "devices" in content else "graph"
+
+
+def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
+    """Read the graph. Raises BadModelFile, BadSetting for dimensions that it does not have, ..."""
+    if kind_of(path) == "onnx":
+        from coordinator.models.onnx.reader import read_onnx
+
+        model = read_onnx(path, dims)
+        return Graph(path, model.spec, model)
+    if dims:
+        raise BadSetting(setting="--dim", reason=f"{path} has no dynamic dimensions")
+    return Graph(path, read_json(path))
+
+
+def parse_dims(texts: Sequence[str]) -> dict[str, int]:
+    """`batch=1` and the like. Raises BadSetting."""
+    dims: dict[str, int] = {}
+    for text in texts:
+        name, separator, size = text.rpartition("=")
+        if not separator or not name.strip() or not size.strip().isdecimal() or int(size) < 1:
+            raise BadSetting(setting="--dim", reason=f"'{text}' is not of the form NAME=N, such as batch=1")
+        dims[name.strip()] = int(size)
+    return dims

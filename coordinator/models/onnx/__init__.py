@@ -1,0 +1,1 @@
+"""ONNX files as operator graphs: reading, shapes, FLOPs, cutting into segments."""

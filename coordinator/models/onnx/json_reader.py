@@ -1,0 +1,91 @@
+"""GraphSpec from a JSON description: operators with their costs, and edges. For planning; there are no weights to run.
+
+`{"name", "nodes": [{"id", "op", "name", "out_shape", "out_bytes", "param_bytes", "flops"}], "edges": [[source, target]]}`:
+ids are 0..n-1 in topological order, an edge carries the `out_bytes` of its source, and what no edge leaves is an output.
+An input layer is an operator like others, which costs nothing: the source of its graph.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hearth.errors import BadModelFile
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
+
+_MAX_FILE_BYTES = 256 << 20
+_MAX_NODES = 100_000
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    id: int
+    op: str
+    name: str
+    out_bytes: int = Field(ge=0)
+    out_shape: tuple[int, ...] = ()
+    param_bytes: int = Field(default=0, ge=0)
+    flops: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class _Graph(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    nodes: tuple[_Node, ...] = Field(min_length=1, max_length=_MAX_NODES)
+    edges: tuple[tuple[int, int], ...]
+
+
+def read_json(path: str | Path) -> GraphSpec:
+    """Raises BadModelFile that names the field, node or edge that is wrong."""
+    path = Path(path)
+
+    def bad(reason: str) -> BadModelFile:
+        return BadModelFile(path=str(path), reason=reason)
+
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise bad(f"it is larger than {_MAX_FILE_BYTES >> 20} MiB, too large for a graph")
+        graph = _Graph.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise bad("there is no such file") from None
+    except OSError as error:
+        raise bad(f"it cannot be read ({error})") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise bad(f"{where}: {first['msg']}" if where else first["msg"]) from None
+    for index, node in enumerate(graph.nodes):
+        if node.id != index:
+            raise bad(f"node {index} has the id {node.id}")
+    if len({node.name for node in graph.nodes}) < len(graph.nodes):
+        raise bad("two of its nodes have the same name")
+    consumers: list[set[int]] = [set() for _ in graph.nodes]
+    for source, target in graph.edges:
+        if not 0 <= source < target < len(graph.nodes):
+            raise bad(f"the edge [{source}, {target}] does not go from a node to a later one")
+        if target in consumers[source]:
+            raise bad(f"the edge [{source}, {target}] stands in it twice")
+        consumers[source].add(target)
+    weighted = [node for node in graph.nodes if node.param_bytes]
+    parameter_of = {node.id: (index,) for index, node in enumerate(weighted)}
+    return GraphSpec(
+        name=graph.name,
+        operators=tuple(
+            Operator(node.name, node.op, node.flops, parameter_of.get(node.id, ())) for node in graph.nodes
+        ),
+        tensors=tuple(
+            Tensor(
+                name=node.name,
+                num_bytes=node.out_bytes,
+                source=node.id,
+                consumers=tuple(sorted(consumers[node.id])),
+                shape=node.out_shape,
+                is_output=not consumers[node.id],
+            )
+            for node in graph.nodes
+        ),
+        parameters=tuple(Parameter(f"{node.name}.weights", node.param_bytes) for node in weighted),
+    )

@@ -1,0 +1,236 @@
+"""GraphSpec from an ONNX file: operators that can be placed, the tensors between them, the weights they use.
+
+Constants, and what is computed from constants alone, belong to the operators that use them and never travel. Functions are
+inlined; control flow is one operator with its bodies. Every shape is known after reading: dimensions that the file leaves
+open are given by the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, inliner
+
+from coordinator.models.onnx.contrib import TensorType
+from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, dtype_name, num_bytes_of
+from coordinator.models.onnx.nodes import all_names, bodies, hoist_weights, rename_uses, unused, uses
+from coordinator.models.onnx.shapes import CONTRIB_DOMAIN, Resolved, resolve, tensor_type
+from hearth.errors import BadSetting, DynamicShape
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
+
+_STANDARD_DOMAINS = ("", "ai.onnx")
+# A graph of more operators is refused before any work is done on it.
+_MAX_NODES = 100_000
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """A model with every shape known; its weights stay in the mapped file until one is read.
+
+    `nodes` are those of `spec.operators`, one for one.
+    """
+
+    spec: GraphSpec
+    file: OnnxFile
+    dims: Mapping[str, int]
+    ir_version: int
+    opsets: tuple[OperatorSetIdProto, ...]
+    nodes: tuple[NodeProto, ...]
+    types: Mapping[str, TensorType]
+    constants: Mapping[str, TensorProto]
+    derived: Mapping[str, NodeProto]  # by output: nodes that compute from constants alone
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the file, its external data and the dimensions given: what a plan of this model is for."""
+        dims = ",".join(f"{name}={size}" for name, size in sorted(self.dims.items()))
+        return hashlib.sha256(f"{self.file.digest()} {dims}".encode()).hexdigest() if dims else self.file.digest()
+
+
+def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
+    """Read a model and fix its open dimensions: {"batch": 1}, or {"images.0": 1} for an axis that has no name.
+
+    Raises BadModelFile (damaged, weights missing), DynamicShape (a dimension without a value), UnsupportedOperator,
+    BadSetting (a value for a dimension that is not open).
+    """
+    file, dims = OnnxFile(Path(path)), dict(dims or {})
+    model = _inlined(file)
+    graph = model.graph
+    if len(graph.node) > _MAX_NODES:
+        raise file.bad(f"it has {len(graph.node)} operators; up to {_MAX_NODES} can be placed")
+    if graph.sparse_initializer:
+        raise file.bad("it has sparse weights, which are not supported")
+    _use_standard_name(graph.node)
+    weights = {tensor.name for tensor in graph.initializer}
+    if len(weights) < len(graph.initializer):
+        raise file.bad("two of its weights have the same name")
+    inputs = _input_types(file, model, weights, dims)
+    declared = {
+        info.name: found
+        for info in (*graph.value_info, *graph.output)
+        if (found := tensor_type(info.type, dims)) is not None
+    }
+    taken = all_names(graph)
+    hoist_weights(graph, INLINE_BYTES, taken)
+    resolved = resolve(file, model, inputs, declared, taken)
+    outputs = [info.name for info in graph.output]
+    _check_outputs(file, outputs, resolved)
+    _make_constant_outputs(resolved, outputs, inputs, taken)
+    _drop_unneeded(resolved, outputs)
+    versions = {CONTRIB_DOMAIN: 1} | {entry.domain: entry.version for entry in model.opset_import}
+    return OnnxModel(
+        spec=_spec(Path(path).stem, resolved, inputs, outputs),
+        file=file,
+        dims=dims,
+        ir_version=model.ir_version,
+        opsets=tuple(
+            helper.make_opsetid(domain, versions[domain]) for domain in ("", CONTRIB_DOMAIN) if domain in versions
+        ),
+        nodes=tuple(resolved.nodes),
+        types=resolved.types,
+        constants=resolved.constants,
+        derived=resolved.derived,
+    )
+
+
+def _inlined(file: OnnxFile) -> ModelProto:
+    """The model without functions of its own, and with one name for the standard operators."""
+    model: ModelProto = file.proto
+    if model.functions:
+        try:
+            model = inliner.inline_local_functions(model)
+        except Exception as error:  # the library's own errors are of many types
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise file.bad(f"its functions cannot be inlined ({reason})") from None
+    for entry in model.opset_import:
+        if entry.domain in _STANDARD_DOMAINS:
+            entry.domain = ""
+    return model
+
+
+def _use_standard_name(nodes: Iterable[NodeProto]) -> None:
+    for node in nodes:
+        if node.domain in _STANDARD_DOMAINS:
+            node.domain = ""
+        for body in bodies(node):
+            _use_standard_name(body.node)
+
+
+def _input_types(
+    file: OnnxFile, model: ModelProto, weights: set[str], dims: Mapping[str, int]
+) -> dict[str, TensorType]:
+    """Of the graph's inputs, with open dimensions fixed. An input that has a default among the weights is a weight."""
+    found: dict[str, TensorType] = {}
+    can_be_given: dict[str, None] = {}
+    missing: dict[str, tuple[str, int]] = {}
+    for info in model.graph.input:
+        if info.name in weights:
+            continue
+        kind = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or kind.elem_type in (TensorProto.UNDEFINED, TensorProto.STRING):
+            raise file.bad(f"its input {info.name} is no tensor of numbers")
+        if not kind.HasField("shape"):
+            raise file.bad(f"it does not say how many axes its input {info.name} has")
+        shape = []
+        for axis, dim in enumerate(kind.shape.dim):
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
+                shape.append(dim.dim_value)
+                continue
+            one = f"{info.name}.{axis}"
+            name = dim.dim_param or one
+            can_be_given.update({name: None, one: None})
+            if one not in dims and name not in dims:
+                missing.setdefault(name, (info.name, axis))
+            shape.append(dims.get(one, dims.get(name, 0)))
+        found[info.name] = TensorType(kind.elem_type, tuple(shape))
+    for name, size in dims.items():
+        if size < 1:
+            raise BadSetting(setting=f"--dim {name}={size}", reason="a dimension is at least 1")
+        if name not in can_be_given:
+            those = f"only {', '.join(can_be_given)}" if can_be_given else "none"
+            raise BadSetting(setting=f"--dim {name}={size}", reason=f"of its dimensions, the model leaves open {those}")
+    if missing:
+        tensor, axis = next(iter(missing.values()))
+        raise DynamicShape(tensor=tensor, axis=axis, options=" ".join(f"--dim {name}=1" for name in missing))
+    return found
+
+
+def _check_outputs(file: OnnxFile, outputs: list[str], resolved: Resolved) -> None:
+    if not outputs or len(set(outputs)) < len(outputs):
+        raise file.bad("it has no outputs" if not outputs else "two of its outputs have the same name")
+    if missing := [name for name in outputs if name not in resolved.types]:
+        raise file.bad(f"nothing makes its output {missing[0]}")
+
+
+def _make_constant_outputs(
+    resolved: Resolved, outputs: list[str], inputs: Mapping[str, TensorType], taken: set[str]
+) -> None:
+    """An output that is a constant gets an operator that gives it out, so that some device does."""
+    for name in outputs:
+        if name not in resolved.constants and name not in resolved.derived:
+            continue
+        inner = unused(f"{name}__constant", taken)
+        rename_uses([*resolved.nodes, *_each_once(resolved.derived.values())], {name: inner})
+        resolved.types[inner] = resolved.types[name]
+        if name in resolved.constants:
+            tensor = resolved.constants.pop(name)
+            tensor.name = inner
+            resolved.constants[inner] = tensor
+        else:
+            node = resolved.derived.pop(name)
+            node.output[list(node.output).index(name)] = inner
+            resolved.derived[inner] = node
+        resolved.nodes.append(helper.make_node("Identity", [inner], [name], name=unused(f"{name}__output", taken)))
+        resolved.flops.append(0.0)
+
+
+def _each_once(nodes: Iterable[NodeProto]) -> list[NodeProto]:
+    return list({id(node): node for node in nodes}.values())
+
+
+def _drop_unneeded(resolved: Resolved, outputs: list[str]) -> None:
+    """Operators that no output depends on."""
+    needed, kept = set(outputs), []
+    for node, flops in zip(reversed(resolved.nodes), reversed(resolved.flops), strict=True):
+        if needed.intersection(node.output):
+            needed.update(uses(node))
+            kept.append((node, flops))
+    resolved.nodes = [node for node, _ in reversed(kept)]
+    resolved.flops = [flops for _, flops in reversed(kept)]
+
+
+def _spec(name: str, resolved: Resolved, inputs: Mapping[str, TensorType], outputs: list[str]) -> GraphSpec:
+    consumers: dict[str, list[int]] = {}
+    parameters: dict[str, int] = {}
+    operators = []
+    names: set[str] = set()
+    for index, (node, flops) in enumerate(zip(resolved.nodes, resolved.flops, strict=True)):
+        used, todo, seen = set[int](), uses(node), set[str]()
+        for taken in todo:
+            consumers.setdefault(taken, []).append(index)
+        while todo:
+            taken = todo.pop()
+            if taken in seen:
+                continue
+            seen.add(taken)
+            if taken in resolved.constants:
+                used.add(parameters.setdefault(taken, len(parameters)))
+            elif taken in resolved.derived:
+                todo += uses(resolved.derived[taken])
+        title = unused(node.name or f"{node.op_type}_{index}", names)
+        operators.append(Operator(title, node.op_type, flops, tuple(sorted(used))))
+    sources: list[tuple[str, int | None]] = [(name, None) for name in inputs]
+    sources += [(name, index) for index, node in enumerate(resolved.nodes) for name in node.output]
+    tensors = []
+    for tensor, source in sources:
+        takers = tuple(consumers.get(tensor, ()))
+        if tensor and (takers or tensor in outputs or source is None):
+            element_type, shape = resolved.types[tensor]
+            size = num_bytes_of(element_type, shape)
+            tensors.append(Tensor(tensor, size, source, takers, dtype_name(element_type), shape, tensor in outputs))
+    weights = tuple(Parameter(name, num_bytes_of(*resolved.types[name])) for name in parameters)
+    return GraphSpec(name, tuple(operators), tuple(tensors), weights)

@@ -1,0 +1,378 @@
+"""Every tensor of an ONNX graph with its type and static shape, and what of the graph is constant.
+
+Nodes are visited in order. The shapes of a node's outputs follow from those of its inputs (by `onnx`, or by our rules for
+onnxruntime's own operators and for control flow), and small values that follow from shapes and constants alone are computed
+on the way, since other shapes depend on them: that is how a dimension fixed at an input reaches the whole graph.
+A branch whose condition turns out constant takes the place of its If.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, deque
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from onnx.shape_inference import InferenceError, infer_shapes
+
+from coordinator.models.onnx import contrib
+from coordinator.models.onnx.contrib import TensorType
+from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of
+from coordinator.models.onnx.flops import flops_of
+from coordinator.models.onnx.nodes import bodies, constant_value, in_order, rename_uses, unused, uses
+from hearth.errors import UnsupportedOperator
+
+CONTRIB_DOMAIN = "com.microsoft"
+# The result differs from run to run, so nobody may compute it beforehand, or twice.
+_RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+_MAX_CONSTANTS_BYTES = INLINE_BYTES
+_CONTROL_FLOW = {"If", "Loop", "Scan"}
+
+Types = MutableMapping[str, TensorType]
+Values = MutableMapping[str, TensorProto]
+
+
+@dataclass
+class Resolved:
+    """`nodes` are the operators in an order in which they can run, with their FLOPs.
+
+    `constants` are initialisers and computed values. `derived` computes more from constants alone; by output, it goes
+    to every segment that needs it.
+    """
+
+    types: dict[str, TensorType]
+    nodes: list[NodeProto] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
+    constants: dict[str, TensorProto] = field(default_factory=dict)
+    derived: dict[str, NodeProto] = field(default_factory=dict)
+
+
+def resolve(
+    file: OnnxFile,
+    model: ModelProto,
+    inputs: Mapping[str, TensorType],
+    declared: Mapping[str, TensorType],
+    taken: set[str],
+) -> Resolved:
+    """`inputs` are the graph's, without initialisers; `declared` are shapes that the file gives for inner tensors.
+
+    Raises BadModelFile, UnsupportedOperator.
+    """
+    resolver = _Resolver(file, model, declared)
+    found = Resolved(types=dict(inputs))
+    values: dict[str, TensorProto] = {}
+    for tensor in model.graph.initializer:
+        resolver.add_constant(tensor, found.types, values)
+        found.constants[tensor.name] = tensor
+    todo = deque(_ordered(file, model.graph, found.types))
+    while todo:
+        node = todo.popleft()
+        if (branch := _constant_branch(node, values)) is not None:
+            todo.extendleft(reversed(_inlined(branch, node, taken)))
+            continue
+        flops = resolver.step(node, found.types, values)
+        if node.op_type == "Constant":
+            found.constants[node.output[0]] = resolver.constant(node)
+        elif all(name in values for name in node.output if name):
+            found.constants.update((name, values[name]) for name in node.output if name)
+        elif _is_repeatable(node) and all(name in found.constants or name in found.derived for name in uses(node)):
+            found.derived.update((name, node) for name in node.output if name)
+        else:
+            found.nodes.append(node)
+            found.flops.append(flops)
+    return found
+
+
+def tensor_type(proto: TypeProto, dims: Mapping[str, int]) -> TensorType | None:
+    """None where it is no tensor or its shape is not fixed even with these dimensions."""
+    if not proto.HasField("tensor_type") or not proto.tensor_type.HasField("shape"):
+        return None
+    shape = [
+        each.dim_value if each.HasField("dim_value") else dims.get(each.dim_param, -1)
+        for each in proto.tensor_type.shape.dim
+    ]
+    return None if any(size < 0 for size in shape) else TensorType(proto.tensor_type.elem_type, tuple(shape))
+
+
+def _ordered(file: OnnxFile, graph: GraphProto, known: Mapping[str, Any]) -> list[NodeProto]:
+    """`known` are the tensors that no node of the graph makes."""
+    made: set[str] = set()
+    for node in graph.node:
+        for name in filter(None, node.output):
+            if name in made:
+                raise file.bad(f"two of its nodes make the tensor {name}")
+            made.add(name)
+    for node in graph.node:
+        if missing := [name for name in uses(node) if name not in made and name not in known]:
+            raise file.bad(f"{_title(node)} takes the tensor {missing[0]}, which nothing makes")
+    nodes = in_order(graph.node)
+    if len(nodes) < len(graph.node):
+        left = next(node for node in graph.node if not any(node is each for each in nodes))
+        raise file.bad(f"its nodes need each other in a circle, {_title(left)} among them")
+    return nodes
+
+
+def _is_repeatable(node: NodeProto) -> bool:
+    return not (node.op_type in _RANDOM or any(not _is_repeatable(each) for body in bodies(node) for each in body.node))
+
+
+def _constant_branch(node: NodeProto, values: Mapping[str, TensorProto]) -> GraphProto | None:
+    if node.op_type != "If" or node.input[0] not in values:
+        return None
+    wanted = "then_branch" if numpy_helper.to_array(values[node.input[0]]).all() else "else_branch"
+    return next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
+
+
+def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeProto]:
+    """The nodes of a branch in place of its If: inner names made unique, results under the names of the If's outputs."""
+    constants = [_constant_node(tensor) for tensor in branch.initializer]
+    nodes = [*constants, *(NodeProto.FromString(each.SerializeToString()) for each in branch.node)]
+    names = {name: unused(name, taken) for each in nodes for name in each.output if name}
+    rename_uses(nodes, names)
+    for each in nodes:
+        for index, name in enumerate(each.output):
+            each.output[index] = names.get(name, name)
+    results = zip(branch.output, node.output, strict=False)
+    return nodes + [
+        helper.make_node("Identity", [names.get(inner.name, inner.name)], [outer]) for inner, outer in results if outer
+    ]
+
+
+def _constant_node(tensor: TensorProto) -> NodeProto:
+    return helper.make_node("Constant", [], [tensor.name], value=tensor)
+
+
+def _title(node: NodeProto) -> str:
+    return f"the {node.op_type} node '{node.name or next(iter(node.output), '')}'"
+
+
+class _Resolver:
+    def __init__(self, file: OnnxFile, model: ModelProto, declared: Mapping[str, TensorType]) -> None:
+        self._file, self._declared = file, declared
+        self._opsets = {entry.domain: entry.version for entry in model.opset_import}
+        self._header = ModelProto(ir_version=max(model.ir_version, 8), opset_import=model.opset_import)
+
+    def add_constant(self, tensor: TensorProto, types: Types, values: Values) -> None:
+        types[tensor.name] = TensorType(tensor.data_type, tuple(tensor.dims))
+        if tensor.data_location != TensorProto.EXTERNAL:
+            values[tensor.name] = tensor
+
+    def constant(self, node: NodeProto) -> TensorProto:
+        tensor = constant_value(node)
+        if tensor is None:
+            raise self._unsupported(node, "it holds no tensor, or a sparse one")
+        return tensor
+
+    def step(self, node: NodeProto, types: Types, values: Values) -> float:
+        """Add the types of a node's outputs, and their values where they are known. Returns its FLOPs."""
+        self._check_known(node)
+        if node.op_type == "Constant":
+            self.add_constant(self.constant(node), types, values)
+            return 0.0
+        found, flops = self._infer(node, types, values)
+        types.update(found)
+        for tensor in self._evaluated(node, found, types, values):
+            values[tensor.name] = tensor
+        return flops
+
+    def _check_known(self, node: NodeProto) -> None:
+        if node.domain == CONTRIB_DOMAIN or (node.op_type in _IN_STANDARD_DOMAIN and not node.domain):
+            return
+        if node.domain:
+            raise self._unsupported(node, f"nothing is known of its domain '{node.domain}'")
+        if "" not in self._opsets:
+            raise self._file.bad("it names no version of the standard operators")
+        if not defs.has(node.op_type, self._opsets[""], ""):
+            raise self._unsupported(node, f"it is not in version {self._opsets['']} of the standard operators")
+
+    def _infer(self, node: NodeProto, types: Types, values: Values) -> tuple[dict[str, TensorType], float]:
+        if node.op_type in _CONTROL_FLOW and not node.domain:
+            return self._control_flow(node, types, values)
+        inputs = [types.get(name) for name in node.input]
+        found: dict[str, TensorType] = {}
+        if node.domain or node.op_type in _IN_STANDARD_DOMAIN:
+            outputs = contrib.output_types(node, inputs)
+            found = dict(zip(node.output, outputs, strict=False)) if outputs is not None else {}
+        else:
+            found = self._standard(node, types, values)
+        for name in filter(None, node.output):
+            if name not in found and name in self._declared:
+                found[name] = self._declared[name]
+            if name not in found:
+                raise self._unsupported(node, f"the shape of its output {name} is known only when it has run")
+        found.pop("", None)
+        shapes = [None if each is None else each.shape for each in inputs]
+        try:
+            flops = flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
+        return found, flops
+
+    def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
+        """By onnx's own shape inference, in a graph of this one node. What it leaves open is left out."""
+        model = ModelProto()
+        model.CopyFrom(self._header)
+        model.graph.node.append(node)
+        for name in uses(node):
+            if name in values:
+                added = model.graph.initializer.add()
+                added.CopyFrom(values[name])
+                added.name = name
+            else:
+                model.graph.input.append(helper.make_tensor_value_info(name, *types[name]))
+        try:
+            inferred = infer_shapes(model, check_type=True, strict_mode=True).graph
+        except (InferenceError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise self._file.bad(f"{_title(node)} does not fit its inputs ({reason})") from None
+        outputs: dict[str, TensorType] = {}
+        for info in inferred.value_info:
+            if not info.type.HasField("tensor_type"):
+                raise self._unsupported(node, f"its output {info.name} is no tensor")
+            if (known := tensor_type(info.type, {})) is not None:
+                outputs[info.name] = known
+        return outputs
+
+    def _evaluated(
+        self, node: NodeProto, found: Mapping[str, TensorType], types: Types, values: Values
+    ) -> list[TensorProto]:
+        """The values of a node's outputs, if they follow from known ones and are small."""
+        if (
+            node.domain
+            or node.op_type in _CONTROL_FLOW
+            or node.op_type in _IN_STANDARD_DOMAIN
+            or not _is_repeatable(node)
+        ):
+            return []
+        if sum(num_bytes_of(*each) for each in found.values()) > _MAX_CONSTANTS_BYTES:
+            return []
+        if node.op_type in ("Shape", "Size"):
+            return [self._shape_value(node, types[node.input[0]].shape)]
+        names = uses(node)
+        if not all(name in values for name in names):
+            return []
+        model = ModelProto()
+        model.CopyFrom(self._header)
+        model.graph.name = "constant"
+        model.graph.node.append(node)
+        model.graph.input.extend(_value_info(name, types[name]) for name in names)
+        model.graph.output.extend(_value_info(name, each) for name, each in found.items())
+        feeds = {name: numpy_helper.to_array(values[name]) for name in names}
+        try:
+            results = ReferenceEvaluator(model).run(None, feeds)
+            arrays = [np.asarray(result) for result in results]
+            tensors = [numpy_helper.from_array(array, name) for array, name in zip(arrays, found, strict=True)]
+        except Exception:  # whatever the reference cannot do is left to the device
+            return []
+        same = all(TensorType(each.data_type, tuple(each.dims)) == found[each.name] for each in tensors)
+        return tensors if same else []
+
+    def _shape_value(self, node: NodeProto, shape: tuple[int, ...]) -> TensorProto:
+        attributes = {each.name: each.i for each in node.attribute}
+        if node.op_type == "Size":
+            return numpy_helper.from_array(np.array(int(np.prod(shape, dtype=np.int64)), np.int64), node.output[0])
+        part = shape[attributes.get("start", 0) : attributes.get("end", len(shape))]
+        return numpy_helper.from_array(np.array(part, np.int64), node.output[0])
+
+    # ---- control flow ---------------------------------------------------------------------------------------------
+
+    def _control_flow(self, node: NodeProto, types: Types, values: Values) -> tuple[dict[str, TensorType], float]:
+        rule = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[node.op_type]
+        try:
+            outputs, flops = rule(node, types, values)
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
+        if len(outputs) < len(node.output):
+            raise self._file.bad(f"{_title(node)} has more outputs than its body")
+        return {name: each for name, each in zip(node.output, outputs, strict=False) if name}, flops
+
+    def _if(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+        """Both branches have to give the same shapes; the dearer one counts."""
+        (first, first_flops, _), (second, second_flops, _) = (
+            self._body(body, [], types, values) for body in bodies(node)
+        )
+        if first != second:
+            raise self._unsupported(node, "its branches give different shapes")
+        return first, max(first_flops, second_flops)
+
+    def _loop(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+        """State keeps its shape; what a round gives out is stacked, which needs a known number of rounds."""
+        (body,) = bodies(node)
+        state = [types[name] for name in node.input[2:]]
+        scalars = [TensorType(TensorProto.INT64, ()), TensorType(TensorProto.BOOL, ())]
+        outputs, flops, inner = self._body(body, [*scalars, *state], types, values)
+        if outputs[1 : 1 + len(state)] != state:
+            raise self._unsupported(node, "the shape of its state changes from round to round")
+        most, condition = self._scalar(node.input[0], values), (*node.input, "")[1]
+        runs_all = (not condition or self._scalar(condition, values) == 1) and self._goes_on(body, inner)
+        stacked = outputs[1 + len(state) :]
+        if stacked and (most is None or not runs_all):
+            raise self._unsupported(
+                node, "how often it runs, and so the shape of its outputs, is known only when it has run"
+            )
+        rounds = 1 if most is None else max(most, 0)
+        return [*state, *(TensorType(each.element_type, (rounds, *each.shape)) for each in stacked)], flops * rounds
+
+    def _goes_on(self, body: GraphProto, inner: Values) -> bool:
+        """Whether a loop's body never ends the loop: it gives True, or the condition that it got."""
+        again = body.output[0].name
+        copies = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
+        while again in copies and again not in inner:
+            again = copies[again]
+        return again == body.input[1].name or self._scalar(again, inner) == 1
+
+    def _scan(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+        (body,) = bodies(node)
+        attributes: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        num_scanned = int(attributes["num_scan_inputs"])
+        given = [types[name] for name in node.input]
+        num_state = len(given) - num_scanned
+        if self._opsets[""] < 9:
+            raise self._unsupported(node, "its form before version 9 of the standard operators is not known here")
+        in_axes = attributes.get("scan_input_axes") or [0] * num_scanned
+        slices, lengths = [], []
+        for each, axis in zip(given[num_state:], in_axes, strict=True):
+            axis %= len(each.shape)
+            slices.append(TensorType(each.element_type, each.shape[:axis] + each.shape[axis + 1 :]))
+            lengths.append(each.shape[axis])
+        outputs, flops, _ = self._body(body, [*given[:num_state], *slices], types, values)
+        if outputs[:num_state] != given[:num_state]:
+            raise self._unsupported(node, "the shape of its state changes from round to round")
+        stacked = outputs[num_state:]
+        out_axes = attributes.get("scan_output_axes") or [0] * len(stacked)
+        for index, (each, axis) in enumerate(zip(stacked, out_axes, strict=True)):
+            axis %= len(each.shape) + 1
+            stacked[index] = TensorType(each.element_type, (*each.shape[:axis], lengths[0], *each.shape[axis:]))
+        return [*given[:num_state], *stacked], flops * lengths[0]
+
+    def _body(
+        self, body: GraphProto, inputs: Sequence[TensorType], types: Types, values: Values
+    ) -> tuple[list[TensorType], float, Values]:
+        """The types of a body's outputs, the FLOPs of one run, and the values known in it."""
+        inner_types: Types = ChainMap({}, types)
+        inner_values: Values = ChainMap({}, values)
+        if len(inputs) != len(body.input):
+            raise self._file.bad(f"the body {body.name} takes {len(body.input)} tensors and gets {len(inputs)}")
+        inner_types.update((info.name, each) for info, each in zip(body.input, inputs, strict=True))
+        for tensor in body.initializer:
+            self.add_constant(tensor, inner_types, inner_values)
+        flops = sum(self.step(node, inner_types, inner_values) for node in _ordered(self._file, body, inner_types))
+        return [inner_types[each.name] for each in body.output], flops, inner_values
+
+    def _scalar(self, name: str, values: Values) -> int | None:
+        return int(numpy_helper.to_array(values[name]).reshape(-1)[0]) if name in values else None
+
+    def _unsupported(self, node: NodeProto, reason: str) -> UnsupportedOperator:
+        kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+        return UnsupportedOperator(operator=kind, node=node.name or next(iter(node.output), ""), reason=reason)
+
+
+# onnxruntime's exporters and optimiser write these without a domain.
+_IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
+
+
+def _value_info(name: str, each: TensorType) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, *each)

@@ -1,0 +1,1 @@
+"""What would run where: planners, costs and the simulator. Pure."""

@@ -1,0 +1,1 @@
+"""Placement for the latency of one request (Moirai and baselines)."""

@@ -1,0 +1,97 @@
+"""Is a schedule what it claims to be? Shares nothing with the planners and the simulator but the problem's data. Pure.
+
+Every rule is checked pair by pair from the definition (Moirai, constraints 4a to 8), slowly and plainly.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+
+# Sums of floats in another order differ by this much of the makespan at most.
+_TOLERANCE = 1e-9
+
+
+def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
+    """What is wrong with it, in words; empty for a schedule that can be run and ends when it says."""
+    n, devices = problem.num_operators, range(problem.num_devices)
+    if not len(schedule.assignment) == len(schedule.starts) == len(schedule.ends) == n:
+        return ["it does not place every operator"]
+    if any(device not in devices for device in schedule.assignment):
+        return ["it uses a device that does not exist"]
+    slack = _TOLERANCE * max(1e-30, *schedule.ends)
+    found = []
+    where, starts, ends = schedule.assignment, schedule.starts, schedule.ends
+
+    for i in range(n):
+        if starts[i] < -slack:
+            found.append(f"{problem.operators[i]} starts before the request")
+        if abs(ends[i] - starts[i] - problem.seconds[i][where[i]]) > slack:
+            found.append(f"{problem.operators[i]} does not take the time that it needs on {problem.devices[where[i]]}")
+    if abs(max(ends) - schedule.makespan) > slack:
+        found.append(f"the makespan is {max(ends)}, not {schedule.makespan}")
+
+    # One operator at a time on each device.
+    for device in devices:
+        spans = [(starts[i], ends[i], problem.operators[i]) for i in range(n) if where[i] == device]
+        found += _overlaps(spans, f"on {problem.devices[device]}", slack)
+
+    # Every input is there: made on the same device, or sent there.
+    carried = {}
+    for each in schedule.transfers:
+        if (each.flow, each.device) in carried:
+            found.append(f"flow {each.flow} goes to {problem.devices[each.device]} twice")
+        carried[each.flow, each.device] = each
+    for index, flow in enumerate(problem.flows):
+        for target in flow.targets:
+            pair = f"{problem.operators[flow.source]} -> {problem.operators[target]}"
+            if where[target] == where[flow.source]:
+                ready = ends[flow.source]
+            elif (index, where[target]) in carried:
+                transfer = carried[index, where[target]]
+                ready = transfer.end + problem.latency[transfer.source][transfer.device]
+            else:
+                found.append(f"{pair}: nothing is sent to {problem.devices[where[target]]}")
+                continue
+            if starts[target] < ready - slack:
+                found.append(f"{pair}: starts at {starts[target]}, its input is there at {ready}")
+
+    # Transfers start where and when their tensor is made, and take their time.
+    for each in schedule.transfers:
+        flow = problem.flows[each.flow]
+        name = f"the transfer of {problem.operators[flow.source]} to {problem.devices[each.device]}"
+        if each.source != where[flow.source]:
+            found.append(f"{name} starts on the wrong device")
+        if each.start < ends[flow.source] - slack:
+            found.append(f"{name} starts before there is something to send")
+        if abs(each.end - each.start - flow.seconds[each.source][each.device]) > slack:
+            found.append(f"{name} does not take the time that its channel needs")
+
+    if problem.congestion:
+        for device in devices:
+            # What takes no time is no transfer: edges out of a virtual source.
+            real = [t for t in schedule.transfers if t.end > t.start]
+            sent = [(t.start, t.end, f"flow {t.flow}") for t in real if t.source == device]
+            received = [(t.start, t.end, f"flow {t.flow}") for t in real if t.device == device]
+            found += _overlaps(sent, f"on the way out of {problem.devices[device]}", slack)
+            found += _overlaps(received, f"on the way into {problem.devices[device]}", slack)
+
+    # Memory, from the definition: what each operator on it uses, shared weights once.
+    for device in devices:
+        here = {i for i in range(n) if where[i] == device}
+        used = sum(problem.memory_bytes[i] for i in here)
+        used += sum(group.num_bytes for group in problem.shared if here.intersection(group.operators))
+        if used > problem.budget_bytes[device]:
+            found.append(f"{problem.devices[device]} holds {used} of {problem.budget_bytes[device]} bytes")
+    return found
+
+
+def _overlaps(spans: list[tuple[float, float, str]], where: str, slack: float) -> list[str]:
+    """Pairs that run at one time."""
+    return [
+        f"{a} and {b} overlap {where}"
+        for (start, end, a), (other_start, other_end, b) in combinations(spans, 2)
+        if start < other_end - slack and other_start < end - slack
+    ]

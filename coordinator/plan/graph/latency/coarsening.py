@@ -1,0 +1,141 @@
+"""GCOF, Moirai's graph coarsening with operator fusion (arXiv 2312.04025, Algorithm 1). Pure.
+
+Operators that the backend runs as one are placed as one. The rules are sequences of ONNX operator types that
+onnxruntime fuses; each operator is looked at once with each edge, so the work is O(V + E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
+
+_ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
+
+Rule = tuple[str, ...]
+
+_EPILOGUES: tuple[Rule, ...] = ((), ("BatchNormalization",), ("Add",), ("BatchNormalization", "Add"))
+
+# What onnxruntime's graph optimisations make one kernel of on the CPU: padding, bias and batch normalisation go into the
+# convolution, an addition and an activation into its epilogue, decomposed norms and Gelu into one kernel.
+_CONVOLUTIONS: tuple[Rule, ...] = tuple(
+    ("Conv", *epilogue, *last) for epilogue in _EPILOGUES for last in ((), *((kind,) for kind in _ACTIVATIONS))
+)
+RULES: tuple[Rule, ...] = (
+    *(rule for rule in _CONVOLUTIONS if len(rule) > 1),
+    *(("Pad", *rule) for rule in _CONVOLUTIONS),
+    ("MatMul", "Add"),
+    *(("Gemm", kind) for kind in _ACTIVATIONS),
+    ("Div", "Erf", "Add", "Mul", "Mul"),  # Gelu, written out
+    ("Div", "Erf", "Add", "Mul"),
+    ("Pow", "ReduceMean", "Add", "Sqrt", "Div", "Mul", "Add"),  # LayerNormalization, written out
+    ("Add", "LayerNormalization"),  # SkipLayerNormalization
+    ("Sigmoid", "Mul"),  # Swish: QuickGelu
+)
+
+
+@dataclass(frozen=True)
+class Coarsened:
+    """`groups[g]` are the operators of the original graph in operator g of `spec`, in their order."""
+
+    spec: GraphSpec
+    groups: tuple[tuple[int, ...], ...]
+
+    def spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
+        """A device for each original operator, from one for each group."""
+        found = [0] * sum(map(len, self.groups))
+        for group, device in zip(self.groups, assignment, strict=True):
+            for operator in group:
+                found[operator] = device
+        return tuple(found)
+
+    def seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        """[groups][K], of [n][K]: a kernel takes what was measured of all that is in it."""
+        return tuple(tuple(map(sum, zip(*(of_operators[i] for i in group), strict=True))) for group in self.groups)
+
+    def starts(
+        self, of_groups: Sequence[float], assignment: Sequence[int], of_operators: Sequence[Sequence[float]]
+    ) -> tuple[float, ...]:
+        """When each original operator starts, one right after the other in its group. Empty where the groups' are."""
+        if not of_groups:
+            return ()
+        found = [0.0] * len(assignment)
+        for group, start in zip(self.groups, of_groups, strict=True):
+            for operator in group:
+                found[operator] = start
+                start += of_operators[operator][assignment[operator]]
+        return tuple(found)
+
+
+def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
+    """Fuse what completes a rule along direct or multi-input connections, never past a tensor that others take too."""
+    complete = set(rules)
+    partial = {rule[:length] for rule in rules for length in range(1, len(rule))}
+    taken: set[int] = set()
+    chains: list[list[int]] = []
+    for first in range(spec.num_operators):
+        if first in taken:
+            continue
+        chain, length = [first], 1
+        kinds: tuple[str, ...] = (spec.operators[first].kind,)
+        # Bind while it is part of a rule; what never completed one is let go at the end.
+        while kinds in partial:
+            follower = _only_successor(spec, chain[-1])
+            if follower is None or follower in taken:
+                break
+            kinds += (spec.operators[follower].kind,)
+            if kinds not in partial and kinds not in complete:
+                break
+            if not _suits(spec, chain[-1], follower, kinds):
+                break
+            chain.append(follower)
+            if kinds in complete:
+                length = len(chain)
+        if length > 1:
+            taken.update(chain[:length])
+            chains.append(chain[:length])
+    return _merged(spec, chains)
+
+
+def _suits(spec: GraphSpec, last: int, follower: int, kinds: Rule) -> bool:
+    """Whether operands are what the rule is about: only a weight is a bias, Swish gates its own input."""
+    if kinds == ("MatMul", "Add"):
+        return bool(spec.operators[follower].parameters)
+    if kinds == ("Sigmoid", "Mul"):
+        taken = {tensor.name for tensor in spec.consumed[follower]}
+        return all(tensor.name in taken for tensor in spec.consumed[last])
+    return True
+
+
+def _only_successor(spec: GraphSpec, operator: int) -> int | None:
+    """The one operator that takes what this one makes, if nothing else does, nor the client."""
+    made = spec.produced[operator]
+    if len(made) != 1 or made[0].is_output or len(set(made[0].consumers)) != 1:
+        return None
+    return made[0].consumers[0]
+
+
+def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
+    """Each group stands where its last operator stood: all that it takes is made before, all that takes it comes after."""
+    by_last = {chain[-1]: tuple(chain) for chain in chains}
+    inside = {operator for chain in chains for operator in chain[:-1]}
+    groups = tuple(by_last.get(i, (i,)) for i in range(spec.num_operators) if i not in inside)
+    group_of = {operator: index for index, group in enumerate(groups) for operator in group}
+    operators = tuple(
+        Operator(
+            spec.operators[group[-1]].name,
+            "+".join(spec.operators[i].kind for i in group),
+            sum(spec.operators[i].flops for i in group),
+            tuple(sorted({parameter for i in group for parameter in spec.operators[i].parameters})),
+        )
+        for group in groups
+    )
+    tensors: list[Tensor] = []
+    for tensor in spec.tensors:
+        source = None if tensor.source is None else group_of[tensor.source]
+        consumers = tuple(sorted({group_of[i] for i in tensor.consumers} - {source}))
+        if tensor.source is not None and tensor.source in inside:
+            continue  # it never leaves the kernel
+        tensors.append(tensor._replace(source=source, consumers=consumers))
+    return Coarsened(GraphSpec(spec.name, operators, tuple(tensors), spec.parameters), groups)

@@ -1,0 +1,112 @@
+"""HEFT that books channels: list scheduling where transfers contend (Sinnen and Sousa, IEEE TPDS 2005). Pure.
+
+Where links are slow beside operators, plain HEFT sends more than the channels carry. This one keeps a book of each
+device's sending and receiving side, and takes the first gap that both have.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from coordinator.plan.graph.latency.heft import by_rank
+from coordinator.plan.graph.latency.list_scheduling import (
+    PartialSchedule,
+    first_gap,
+    mean_carried,
+    mean_seconds,
+    upward_ranks,
+)
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, by_start
+
+_Spans = list[tuple[float, float]]  # sorted, none overlaps another
+
+
+class _Trip(NamedTuple):
+    send: Send
+    source: int  # device
+    start: float
+    end: float
+
+
+def contended_heft(
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, ranks: Sequence[float] | None = None
+) -> Schedule:
+    """By falling rank, each operator where it ends first with the transfers that it needs.
+
+    `pins` bind operators to devices; ranks are HEFT's upward ranks if not given. Raises NoPlacement.
+    """
+    pins = pins or {}
+    partial = PartialSchedule(problem, "contended-heft")
+    channels = _Channels(problem)
+    if ranks is None:
+        ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    items: list[tuple[float, float, int, Item]] = []
+    for operator in by_rank(problem, ranks):
+        ways = []
+        for device in partial.candidates(operator, [pins[operator]] if operator in pins else None):
+            trips, ready = channels.bring(operator, device, partial)
+            start = partial.earliest_after(operator, device, ready)
+            ways.append((start + problem.seconds[operator][device], device, start, trips))
+        end, device, start, trips = min(ways, key=lambda way: way[:2])
+        partial.place(operator, device, start)
+        channels.book(trips)
+        items.append((start, end, operator, operator))
+        items += [(trip.start, trip.end, problem.flows[trip.send.flow].source, trip.send) for trip in trips]
+    return best_schedule(problem, partial.assignment, by_start(items))
+
+
+def around(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
+    """Ranks that keep the order of a schedule of some operators; the others come when they are needed for it."""
+    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    latest = [0.0] * problem.num_operators
+    for i in reversed(range(problem.num_operators)):
+        needed = (latest[t] - carried[f] for f in problem.outgoing[i] for t in problem.flows[f].targets)
+        latest[i] = starts[i] if i in starts else min(needed, default=makespan) - seconds[i]
+    return [-time for time in latest]
+
+
+class _Channels:
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
+        self._sending: list[_Spans] = [[] for _ in problem.devices]
+        self._receiving: list[_Spans] = [[] for _ in problem.devices]
+        self._there: dict[Send, float] = {}  # when what was sent has come
+
+    def bring(self, operator: int, device: int, partial: PartialSchedule) -> tuple[list[_Trip], float]:
+        """The transfers that the operator needs on a device, and when all its inputs are there."""
+        problem, trips, ready = self._problem, list[_Trip](), 0.0
+        taken: _Spans = []  # of the device's receiving side, by these transfers
+        for index in sorted(problem.incoming[operator], key=lambda f: partial.ends[problem.flows[f].source]):
+            made = problem.flows[index].source
+            source, send = partial.assignment[made], Send(index, device)
+            if source == device:
+                ready = max(ready, partial.ends[made])
+            elif send in self._there:
+                ready = max(ready, self._there[send])
+            else:
+                seconds = problem.flows[index].seconds[source][device]
+                start = self._first_gap(partial.ends[made], seconds, source, device, taken)
+                trips.append(_Trip(send, source, start, start + seconds))
+                insort(taken, (start, start + seconds))
+                ready = max(ready, start + seconds + problem.latency[source][device])
+        return trips, ready
+
+    def book(self, trips: list[_Trip]) -> None:
+        for trip in trips:
+            self._there[trip.send] = trip.end + self._problem.latency[trip.source][trip.send.device]
+            if self._problem.congestion and trip.end > trip.start:
+                insort(self._sending[trip.source], (trip.start, trip.end))
+                insort(self._receiving[trip.send.device], (trip.start, trip.end))
+
+    def _first_gap(self, ready: float, seconds: float, source: int, device: int, taken: _Spans) -> float:
+        if not self._problem.congestion or seconds == 0:
+            return ready
+        start, before = ready, -1.0
+        while start != before:  # until a time suits all three
+            before = start
+            for spans in (self._sending[source], self._receiving[device], taken):
+                start = first_gap(spans, start, seconds)
+        return start

@@ -1,0 +1,90 @@
+"""GETF, Generalised Earliest Time First (Su, Ren, Vardi, Wierman: arXiv 2004.14639), for devices of different speed. Pure.
+
+Devices form groups of like speed; a linear program without transfer times says in which group an operator is best;
+then the ready operator that can start first runs, on a device of its group.
+"""
+
+from __future__ import annotations
+
+import math
+
+import highspy
+import numpy as np
+
+from coordinator.plan.graph.latency.linear import Rows, Vector
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+
+
+def getf(problem: PlacementProblem) -> Schedule:
+    """Ties go to the longer way to the end. Where its group has no room, an operator goes elsewhere. Raises NoPlacement."""
+    group_of = _assigned_groups(problem)
+    partial = PartialSchedule(problem, "getf")
+    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    while partial.ready:
+        start, _, operator, device = min(
+            (partial.earliest_start(i, k), -ranks[i], i, k)
+            for i in partial.ready
+            for k in partial.candidates(i, group_of[i])
+        )
+        partial.place(operator, device, start)
+    return partial.finished()
+
+
+def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
+    """By operator, the devices of its group: of those at least as fast as where the program puts half of it, the group
+    with the greatest speed in all (section 3 of the paper)."""
+    speeds = _speeds(problem)
+    groups = _groups(speeds)
+    fractions = _fractions(problem)
+    found = []
+    for i in range(problem.num_operators):
+        mass, least = 0.0, 0
+        for index in reversed(range(len(groups))):
+            mass += sum(fractions[i, device] for device in groups[index])
+            if mass >= 0.5:
+                least = index
+                break
+        found.append(max(groups[least:], key=lambda group: sum(speeds[device] for device in group)))
+    return found
+
+
+def _speeds(problem: PlacementProblem) -> list[float]:
+    """The paper's devices have one speed each: here the fastest device's time for everything over the device's."""
+    totals = [sum(row[device] for row in problem.seconds) for device in range(problem.num_devices)]
+    least = min(totals)
+    return [least / total if total > 0 else 1.0 for total in totals]
+
+
+def _groups(speeds: list[float]) -> list[list[int]]:
+    """Slow to fast, each within a factor of log m / log log m; what has less than 1/m of the fastest is left out."""
+    m = len(speeds)
+    factor = max(2.0, math.log2(m) / math.log2(math.log2(m))) if m > 2 else 2.0
+    kept = [device for device in range(m) if speeds[device] * m >= 1]
+    slowest = min(speeds[device] for device in kept)
+    by_group: dict[int, list[int]] = {}
+    for device in kept:
+        by_group.setdefault(int(math.log(speeds[device] / slowest, factor) + 1e-9), []).append(device)
+    return [by_group[index] for index in sorted(by_group)]
+
+
+def _fractions(problem: PlacementProblem) -> Vector:
+    """[n, K]: how much of each operator runs where, in the best fractional schedule with neither transfers nor memory."""
+    n, num_devices = problem.num_operators, problem.num_devices
+    share, end, makespan = 0, n * num_devices, n * num_devices + n
+    rows = Rows(makespan + 1)
+    for i, seconds in enumerate(problem.seconds):
+        mine = {share + i * num_devices + k: seconds[k] for k in range(num_devices)}
+        rows.equal(dict.fromkeys(mine, 1.0), 1.0)
+        taken = {variable: -coefficient for variable, coefficient in mine.items()}
+        rows.at_least({end + i: 1.0, **taken}, 0.0)
+        for before in problem.predecessors[i]:
+            rows.at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
+        rows.at_least({makespan: 1.0, end + i: -1.0}, 0.0)
+    for k in range(num_devices):
+        load = {share + i * num_devices + k: -problem.seconds[i][k] for i in range(n)}
+        rows.at_least({makespan: 1.0, **load}, 0.0)
+    cost = np.zeros(makespan + 1)
+    cost[makespan] = 1.0
+    return rows.minimise(cost, np.full(makespan + 1, highspy.kHighsInf))[: n * num_devices].reshape(n, num_devices)

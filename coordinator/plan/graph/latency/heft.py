@@ -1,0 +1,72 @@
+"""HEFT and Critical Path: list scheduling by the longest way to the end. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+
+if TYPE_CHECKING:
+    from random import Random
+
+
+def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Schedule:
+    """Heterogeneous Earliest Finish Time (Topcuoglu, Hariri, Wu 2002): by falling upward rank, first gap that fits.
+
+    Transfers do not contend in its own estimate; the simulator's price has what the problem says.
+    `pins` bind operators to devices. Raises NoPlacement.
+    """
+    pins = pins or {}
+    partial = PartialSchedule(problem, "heft")
+    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    for operator in by_rank(problem, ranks):
+        start, device = min(
+            (
+                (partial.earliest_start(operator, device, insertion=True), device)
+                for device in partial.candidates(operator, [pins[operator]] if operator in pins else None)
+            ),
+            key=lambda each: each[0] + problem.seconds[operator][each[1]],
+        )
+        partial.place(operator, device, start)
+    return partial.finished()
+
+
+def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> Schedule:
+    """The ready operator with the longest way to the end goes to the device where it can start first.
+
+    As Doppler's baseline (its section on baselines; Kwok and Ahmad's survey): the best of 50 runs, which differ in how
+    ties are broken. Raises NoPlacement.
+    """
+    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    found = []
+    for _ in range(runs):
+        partial = PartialSchedule(problem, "critical-path")
+        while partial.ready:
+            operator = max(partial.ready, key=lambda i: (ranks[i], random.random()))
+            start, _, device = min(
+                (partial.earliest_start(operator, device), random.random(), device)
+                for device in partial.candidates(operator)
+            )
+            partial.place(operator, device, start)
+        found.append(partial)
+    best = min(found, key=lambda each: max(each.ends))
+    return best.finished()
+
+
+def by_rank(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
+    """Falling ranks; operators of no time could stand before what they depend on, so that is looked at too."""
+    order: list[int] = []
+    waiting_for = [len(predecessors) for predecessors in problem.predecessors]
+    ready = {i for i, count in enumerate(waiting_for) if count == 0}
+    while ready:
+        operator = max(ready, key=lambda i: (ranks[i], -i))
+        ready.discard(operator)
+        order.append(operator)
+        for successor in problem.successors[operator]:
+            waiting_for[successor] -= 1
+            if waiting_for[successor] == 0:
+                ready.add(successor)
+    return order

@@ -1,0 +1,128 @@
+"""What list schedulers share: a schedule that grows operator by operator, without contention of transfers. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from hearth.errors import NoPlacement
+
+
+class PartialSchedule:
+    """Operators are placed after all that they depend on. Memory is kept: a device without room is no candidate."""
+
+    def __init__(self, problem: PlacementProblem, strategy: str) -> None:
+        self._problem = problem
+        self._strategy = strategy
+        n = problem.num_operators
+        self.assignment: list[int] = [-1] * n
+        self.starts = [0.0] * n
+        self.ends = [0.0] * n
+        self._busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]  # spans, sorted
+        self._room = list(problem.budget_bytes)
+        self._shared: list[list[int]] = [[] for _ in range(n)]  # by operator, indices of shared weights
+        for index, group in enumerate(problem.shared):
+            for operator in group.operators:
+                self._shared[operator].append(index)
+        self._held: list[set[int]] = [set() for _ in range(problem.num_devices)]
+        self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
+        self._inputs_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
+        self.ready = {i for i in range(n) if self._waiting_for[i] == 0}
+
+    def free_at(self, device: int) -> float:
+        """When all that was placed there is done."""
+        return self._busy[device][-1][1] if self._busy[device] else 0.0
+
+    def candidates(self, operator: int, devices: Iterable[int] | None = None) -> list[int]:
+        """Devices with room for it. Raises NoPlacement when there is none."""
+        wanted = range(self._problem.num_devices) if devices is None else devices
+        found = [device for device in wanted if self._need(operator, device) <= self._room[device]]
+        if not found and devices is not None:
+            return self.candidates(operator)
+        if not found:
+            raise NoPlacement(graph=self._problem.name, strategy=self._strategy)
+        return found
+
+    def inputs_at(self, operator: int, device: int) -> float:
+        """When everything that it takes can be on the device."""
+        known = self._inputs_at.get((operator, device))
+        if known is not None:
+            return known
+        problem, latest = self._problem, 0.0
+        for index in problem.incoming[operator]:
+            flow = problem.flows[index]
+            source = self.assignment[flow.source]
+            carried = flow.seconds[source][device] + problem.latency[source][device] if source != device else 0.0
+            latest = max(latest, self.ends[flow.source] + carried)
+        self._inputs_at[operator, device] = latest
+        return latest
+
+    def earliest_start(self, operator: int, device: int, insertion: bool = False) -> float:
+        """Behind everything on the device; with `insertion`, in the first gap that is long enough."""
+        ready = self.inputs_at(operator, device)
+        if not insertion:
+            return max(ready, self.free_at(device))
+        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
+
+    def earliest_after(self, operator: int, device: int, ready: float) -> float:
+        """In the first gap that is long enough, where its inputs are there at `ready`."""
+        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
+
+    def place(self, operator: int, device: int, start: float) -> None:
+        end = start + self._problem.seconds[operator][device]
+        self._room[device] -= self._need(operator, device)
+        self._held[device].update(self._shared[operator])
+        self.assignment[operator] = device
+        self.starts[operator], self.ends[operator] = start, end
+        if end > start:
+            insort(self._busy[device], (start, end))
+        self.ready.discard(operator)
+        for successor in self._problem.successors[operator]:
+            self._waiting_for[successor] -= 1
+            if self._waiting_for[successor] == 0:
+                self.ready.add(successor)
+
+    def finished(self) -> Schedule:
+        """The assignment as the simulator prices it, everything in the order in which it started here."""
+        order = sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
+        return best_schedule(self._problem, self.assignment, order)
+
+    def _need(self, operator: int, device: int) -> int:
+        held = self._held[device]
+        shared = sum(self._problem.shared[index].num_bytes for index in self._shared[operator] if index not in held)
+        return self._problem.memory_bytes[operator] + shared
+
+
+def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:
+    """The first time from `ready` on at which so many seconds fit between spans, sorted, that do not overlap."""
+    start = ready
+    for index in range(max(0, bisect_left(spans, (ready, ready)) - 1), len(spans)):
+        begin, end = spans[index]
+        if start + seconds <= begin:
+            break
+        start = max(start, end)
+    return start
+
+
+def mean_seconds(problem: PlacementProblem) -> list[float]:
+    """Of each operator over all devices."""
+    return [sum(row) / len(row) for row in problem.seconds]
+
+
+def mean_carried(problem: PlacementProblem) -> list[float]:
+    """Of each flow over all channels between two devices, latency included; 0 where there is one device."""
+    pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices) if a != b]
+    if not pairs:
+        return [0.0] * len(problem.flows)
+    return [sum(flow.seconds[a][b] + problem.latency[a][b] for a, b in pairs) / len(pairs) for flow in problem.flows]
+
+
+def upward_ranks(problem: PlacementProblem, seconds: Sequence[float], carried: Sequence[float]) -> list[float]:
+    """By operator, the longest way from its start to the end of the graph."""
+    ranks = [0.0] * problem.num_operators
+    for i in reversed(range(problem.num_operators)):
+        after = (carried[f] + max(ranks[t] for t in problem.flows[f].targets) for f in problem.outgoing[i])
+        ranks[i] = seconds[i] + max(after, default=0.0)
+    return ranks

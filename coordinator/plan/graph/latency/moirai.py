@@ -1,0 +1,159 @@
+"""Moirai (arXiv 2312.04025): the placement of an operator graph with the shortest latency, as far as time allows.
+
+1. Every baseline, so that the answer is never worse than one of them.
+2. Cut vertices: a shortest path over the segments between them, which is the optimum where memory does not bind
+   (decomposition.py, paths.py). Where segments stay large, near cuts give a bound, and a placement to start from; what
+   they leave out is put around it by list scheduling (contention.py). Blocks that repeat are solved once (patterns.py).
+3. Small graphs as one model (cpsat.py); large ones window by window (windows.py).
+
+All work is done in whole ticks; what is found is priced by the simulator on the true times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.bounds import relaxed_makespan
+from coordinator.plan.graph.latency.contention import around, contended_heft
+from coordinator.plan.graph.latency.cpsat import Effort, in_ticks, solve_model
+from coordinator.plan.graph.latency.decomposition import Joined, Reach, exact_cuts, joined, near_cuts, segments_of
+from coordinator.plan.graph.latency.fitting import fit
+from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.paths import shortest_paths
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Item, Placement, Schedule, best_schedule
+from coordinator.plan.graph.latency.windows import improve
+from hearth.errors import ModelDoesNotFit, NoPlacement
+
+_SEGMENT = 60  # operators; larger segments are cut at near cuts
+_WHOLE = 60  # operators; smaller graphs are solved as one model
+_PATH_SHARE = 0.5  # of the time, where the path is only a bound
+
+
+def solve(
+    problem: PlacementProblem,
+    time_limit_seconds: float,
+    num_workers: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> Placement:
+    """The best placement found within the time limit, with a bound.
+
+    `num_workers` threads search; with one, the same limit on the same machine gives the same answer unless the clock
+    cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit with the bytes that are missing, or
+    NoPlacement when it was not found out in time whether the graph fits.
+    """
+    search = _Search(problem, time_limit_seconds, num_workers, clock)
+    search.run()
+    return search.placement()
+
+
+class _Search:
+    def __init__(
+        self, problem: PlacementProblem, time_limit_seconds: float, num_workers: int, clock: Callable[[], float]
+    ) -> None:
+        self._problem = problem
+        self._ticked, self._ticks_per_unit = in_ticks(problem)
+        self._clock, self._began = clock, clock()
+        self._until = self._began + time_limit_seconds
+        self._num_workers = num_workers
+        self._lower = relaxed_makespan(self._ticked)  # ticks
+        self._missing = 0  # bytes, where the graph fits nowhere
+        self._best: Schedule | None = None  # on the true times
+        self._known: Schedule | None = None  # the best one in ticks
+
+    def run(self) -> None:
+        for baseline in BASELINES.values():
+            try:
+                placed = baseline(self._problem).schedule
+            except NoPlacement:
+                continue
+            self._offer(placed.assignment, placed.order)
+        self._complete(Joined({}, {}, [], 0.0))
+        if self._known is None:  # memory is short: list scheduling ran into it
+            fitted = fit(self._problem, self._left, self._num_workers)
+            if fitted.assignment is None:
+                self._missing = fitted.missing_bytes
+                return
+            self._offer(fitted.assignment, range(self._problem.num_operators))
+        if self._is_done():
+            return
+        reach = Reach(self._ticked)
+        cuts = exact_cuts(self._ticked, reach)
+        segments = segments_of(self._ticked, cuts, reach)
+        if max(len(segment.operators) for segment in segments) > _SEGMENT:
+            cuts = near_cuts(self._ticked, reach, cuts, _SEGMENT)
+            segments = segments_of(self._ticked, cuts, reach)
+            share = _PATH_SHARE
+        else:
+            share = 1.0
+        until = self._clock() + share * self._left
+        for path in shortest_paths(self._ticked, segments, self._clock, until, self._num_workers):
+            self._lower = max(self._lower, path.lower)
+            self._complete(joined(segments, path.schedules))
+        if self._problem.num_operators <= _WHOLE and not self._is_done():
+            self._solve_whole()
+        if self._known is not None and not self._is_done():
+            for better in improve(self._ticked, self._known, self._clock, self._until, self._num_workers):
+                self._offer(better.assignment, better.order)
+                if self._is_done():
+                    break
+
+    def placement(self) -> Placement:
+        if self._best is None or self._known is None:
+            if self._missing == 0:  # neither found nor ruled out in time
+                raise NoPlacement(graph=self._problem.name, strategy="moirai")
+            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing)
+        return Placement(
+            "moirai",
+            self._best,
+            bound=min(self._lower / self._ticks_per_unit, self._best.makespan),
+            proven_optimal=self._is_done(),
+            planning_seconds=self._clock() - self._began,
+        )
+
+    @property
+    def _left(self) -> float:
+        return max(0.0, self._until - self._clock())
+
+    def _is_done(self) -> bool:
+        return self._known is not None and round(self._known.makespan) <= self._lower
+
+    def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:
+        if self._problem.overflow(assignment) > 0:
+            return
+        items = list(order)
+        for problem, name in ((self._problem, "_best"), (self._ticked, "_known")):
+            found, known = best_schedule(problem, assignment, items), getattr(self, name)
+            if known is None or found.makespan < known.makespan:
+                setattr(self, name, found)
+
+    def _complete(self, part: Joined) -> None:
+        """A schedule of some operators, with the others where they end first."""
+        n, problem = self._problem.num_operators, self._ticked
+        if len(part.assignment) == n:
+            self._offer([part.assignment[i] for i in range(n)], part.order)
+            return
+        ranks = around(problem, part.starts, part.makespan)
+        strategies: tuple[Callable[[], Schedule], ...] = (
+            partial(heft, problem, part.assignment),
+            partial(contended_heft, problem, part.assignment),
+            partial(contended_heft, problem, part.assignment, ranks),
+        )
+        for strategy in strategies:
+            try:
+                found = strategy()
+            except NoPlacement:
+                continue
+            self._offer(found.assignment, found.order)
+
+    def _solve_whole(self) -> None:
+        below = None if self._known is None else round(self._known.makespan)
+        answer = solve_model(
+            self._ticked, Effort(self._left, num_workers=self._num_workers), hint=self._known, below=below
+        )
+        if answer.schedule is not None:
+            self._offer(answer.schedule.assignment, answer.schedule.order)
+        self._lower = max(self._lower, answer.bound)

@@ -1,0 +1,234 @@
+"""Where each operator of a graph shall run so that one request is done soonest: the problem, and its readers. Pure.
+
+The model of Moirai (arXiv 2312.04025, III-D): operator i takes p_ik on device k and m_i of its memory; a data flow takes
+p^comm_qk'k'' from device k' to k''. One thing is said more exactly than there: a tensor that several operators on one
+device take travels to that device once. In the paper's own instances every edge is a flow of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hearth.errors import BadGraph
+from hearth.plan.graph_spec import GraphSpec
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+class Flow(NamedTuple):
+    """What an operator makes and others take. It goes once to each other device that has a target.
+
+    `seconds[a][b]` keeps the channel from device a to b busy; the diagonal is 0.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    seconds: Matrix
+
+
+class SharedMemory(NamedTuple):
+    """Weights that several operators use: held once by each device that runs one of them."""
+
+    num_bytes: int
+    operators: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlacementProblem:
+    """n operators in topological order, K devices. Times are in seconds, or in the unit of the file they come from.
+
+    With `congestion`, a device sends one transfer at a time and receives one at a time; without, transfers do not
+    contend. `latency[a][b]` passes after each transfer and keeps nobody busy. Raises ValueError where shapes disagree.
+    """
+
+    name: str
+    operators: tuple[str, ...]
+    devices: tuple[str, ...]
+    seconds: Matrix  # [n][K]
+    memory_bytes: tuple[int, ...]  # [n], of what the operator alone uses
+    budget_bytes: tuple[int, ...]  # [K]
+    flows: tuple[Flow, ...]
+    latency: Matrix  # [K][K], diagonal 0
+    congestion: bool = True
+    shared: tuple[SharedMemory, ...] = ()
+
+    def __post_init__(self) -> None:
+        n, k = len(self.operators), len(self.devices)
+        if n == 0 or k == 0:
+            raise ValueError("a placement needs an operator and a device")
+        if len(self.seconds) != n or any(len(row) != k for row in self.seconds):
+            raise ValueError(f"{n} operators on {k} devices need {n} x {k} times")
+        if len(self.memory_bytes) != n or len(self.budget_bytes) != k:
+            raise ValueError("memory is given for each operator and each device")
+        for matrix in (self.latency, *(flow.seconds for flow in self.flows)):
+            if len(matrix) != k or any(len(row) != k for row in matrix):
+                raise ValueError(f"a channel's times are a {k} x {k} matrix")
+            if any(matrix[a][a] != 0 for a in range(k)):
+                raise ValueError("what stays on its device takes no time")
+        for times in (*self.seconds, *self.latency, *(row for flow in self.flows for row in flow.seconds)):
+            if any(not (math.isfinite(time) and time >= 0) for time in times):
+                raise ValueError("a time is negative or not finite")
+        for flow in self.flows:
+            if not flow.targets or any(not flow.source < target < n for target in flow.targets) or flow.source < 0:
+                raise ValueError(f"a flow from operator {flow.source} to {flow.targets} is not in topological order")
+            if len(set(flow.targets)) != len(flow.targets):
+                raise ValueError(f"a flow from operator {flow.source} has a target twice")
+        for group in self.shared:
+            if any(not 0 <= operator < n for operator in group.operators):
+                raise ValueError("weights are shared by an operator that does not exist")
+
+    @property
+    def num_operators(self) -> int:
+        return len(self.operators)
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def incoming(self) -> tuple[tuple[int, ...], ...]:
+        """By operator, the indices of the flows that it takes."""
+        found: list[list[int]] = [[] for _ in self.operators]
+        for index, flow in enumerate(self.flows):
+            for target in flow.targets:
+                found[target].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def outgoing(self) -> tuple[tuple[int, ...], ...]:
+        """By operator, the indices of the flows that it makes."""
+        found: list[list[int]] = [[] for _ in self.operators]
+        for index, flow in enumerate(self.flows):
+            found[flow.source].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted({self.flows[f].source for f in flows})) for flows in self.incoming)
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted({t for f in flows for t in self.flows[f].targets})) for flows in self.outgoing)
+
+    def memory_of(self, assignment: Sequence[int]) -> tuple[int, ...]:
+        """Bytes that each device holds."""
+        used = [0] * self.num_devices
+        for operator, device in enumerate(assignment):
+            used[device] += self.memory_bytes[operator]
+        for group in self.shared:
+            for device in {assignment[operator] for operator in group.operators}:
+                used[device] += group.num_bytes
+        return tuple(used)
+
+    def overflow(self, assignment: Sequence[int]) -> int:
+        """Bytes by which devices are over their budgets, added up; 0 when the assignment fits."""
+        held = self.memory_of(assignment)
+        return sum(max(0, used - budget) for used, budget in zip(held, self.budget_bytes, strict=True))
+
+
+def problem_of(
+    spec: GraphSpec,
+    seconds: Sequence[Sequence[float]],
+    memory_bytes: Sequence[int],
+    bytes_per_second: Sequence[Sequence[float]],
+    latency_seconds: Sequence[Sequence[float]],
+    congestion: bool = True,
+    devices: Sequence[str] = (),
+) -> PlacementProblem:
+    """A graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
+
+    An operator's memory is that of its weights; take what activations and the runtime need off the budgets first.
+    Inputs are taken to lie where they are used, and outputs to stay where they are made.
+    Diagonals of the link matrices are ignored. Raises ValueError where shapes disagree or a link has no rate.
+    """
+    ranks = range(len(memory_bytes))
+    users: list[list[int]] = [[] for _ in spec.parameters]
+    for index, operator in enumerate(spec.operators):
+        for used in set(operator.parameters):
+            users[used].append(index)
+    own, shared = [0] * spec.num_operators, []
+    for parameter, operators in zip(spec.parameters, users, strict=True):
+        if len(operators) == 1:
+            own[operators[0]] += parameter.num_bytes
+        elif operators:
+            shared.append(SharedMemory(parameter.num_bytes, tuple(operators)))
+    if any(not bytes_per_second[a][b] > 0 for a in ranks for b in ranks if a != b):
+        raise ValueError("a link's rate is not positive")
+    matrices: dict[int, Matrix] = {}
+
+    def times(num_bytes: int) -> Matrix:
+        if num_bytes not in matrices:
+            matrices[num_bytes] = tuple(
+                tuple(0.0 if a == b else num_bytes / bytes_per_second[a][b] for b in ranks) for a in ranks
+            )
+        return matrices[num_bytes]
+
+    return PlacementProblem(
+        name=spec.name,
+        operators=tuple(operator.name for operator in spec.operators),
+        devices=tuple(devices) or tuple(f"device{k}" for k in ranks),
+        seconds=tuple(tuple(map(float, row)) for row in seconds),
+        memory_bytes=tuple(own),
+        budget_bytes=tuple(memory_bytes),
+        flows=tuple(
+            Flow(tensor.source, tuple(sorted(set(tensor.consumers))), times(tensor.num_bytes))
+            for tensor in spec.tensors
+            if tensor.source is not None and tensor.consumers
+        ),
+        latency=tuple(tuple(0.0 if a == b else float(latency_seconds[a][b]) for b in ranks) for a in ranks),
+        congestion=congestion,
+        shared=tuple(shared),
+    )
+
+
+def seconds_by_flops(spec: GraphSpec, flops_per_second: Sequence[float]) -> Matrix:
+    """Operator times where no profile is at hand: [n][K]."""
+    return tuple(tuple(operator.flops / rate for rate in flops_per_second) for operator in spec.operators)
+
+
+def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
+    """A problem as the Moirai authors publish theirs, as JSON; times and memory stay in its units. Raises BadGraph."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
+    try:
+        return _instance(data, congestion)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise BadGraph(path=str(path), reason=f"it is no placement instance: {reason}") from None
+
+
+def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
+    num_devices = len(data["devices"])
+    ranks = range(num_devices)
+    nowhere: Matrix = tuple((0.0,) * num_devices for _ in ranks)
+    flows = []
+    for source, target, _, times, *_ in data["edges"]:
+        if times is not None and len(times) != num_devices**2:
+            raise ValueError(f"the edge {source} -> {target} has {len(times)} times for {num_devices} devices")
+        rows = (
+            nowhere
+            if times is None
+            else tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
+        )
+        flows.append(Flow(int(source), (int(target),), rows))
+    return PlacementProblem(
+        name=str(data["name"]),
+        operators=tuple(str(node["name"]) for node in data["nodes"]),
+        devices=tuple(str(device["name"]) for device in data["devices"]),
+        seconds=tuple(tuple(map(float, node["time"])) for node in data["nodes"]),
+        memory_bytes=tuple(int(node["memory"]) for node in data["nodes"]),
+        budget_bytes=tuple(int(device["mem"]) for device in data["devices"]),
+        flows=tuple(flows),
+        latency=nowhere,
+        congestion=congestion,
+    )

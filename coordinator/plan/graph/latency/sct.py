@@ -1,0 +1,88 @@
+"""m-SCT of Baechi: earliest start first, and a device waits for the favourite child of what it ran last. Pure.
+
+Favourite children come from the linear relaxation of the program for Small Communication Times (Hanen and Munier):
+at most one successor of an operator, and one predecessor, is spared the transfer.
+"""
+
+from __future__ import annotations
+
+import highspy
+import numpy as np
+
+from coordinator.plan.graph.latency.linear import Rows
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds
+from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import Schedule
+
+# An edge whose transfer the relaxation pays less than half of is spared; Baechi's published code has the same default.
+_THRESHOLD = 0.5
+
+
+def m_sct(problem: PlacementProblem) -> Schedule:
+    """Baechi (SoCC 2020), with mean times, since its devices are all alike. Raises NoPlacement."""
+    favourite = favourite_children(problem)
+    partial = PartialSchedule(problem, "m-sct")
+    worst = [max(map(max, flow.seconds)) + max(map(max, problem.latency)) for flow in problem.flows]
+    last: list[int | None] = [None] * problem.num_devices  # operator that the device ran last
+    now = 0.0
+    while partial.ready:
+        later: list[float] = []
+        urgent_at = {
+            i: max((partial.ends[problem.flows[f].source] + worst[f] for f in problem.incoming[i]), default=0.0)
+            for i in partial.ready
+        }
+        chosen: tuple[int, int] | None = None
+        for device in range(problem.num_devices):
+            if partial.free_at(device) > now:
+                later.append(partial.free_at(device))
+                continue
+            starts = {i: partial.inputs_at(i, device) for i in sorted(partial.ready) if device in partial.candidates(i)}
+            child = favourite.get(last[device]) if last[device] is not None else None
+            waits = child in starts and all(
+                starts[child] <= partial.inputs_at(child, other) for other in partial.candidates(child)
+            )
+            # A device that waits for its favourite child only runs what could run anywhere by now.
+            when = {i: urgent_at[i] for i in starts} if waits else dict(starts)
+            if waits and child is not None:
+                when[child] = min(when[child], starts[child])
+            later += [time for time in when.values() if time > now]
+            due = [i for i, time in when.items() if time <= now]
+            if due:
+                chosen = min(due, key=lambda i: (when[i], i)), device
+                break
+        if chosen is None:
+            now = min(later)
+            continue
+        operator, device = chosen
+        partial.place(operator, device, max(now, partial.inputs_at(operator, device)))
+        last[device] = operator
+    return partial.finished()
+
+
+def favourite_children(problem: PlacementProblem) -> dict[int | None, int]:
+    """By operator, the successor that should follow it on its device."""
+    edges = [(f, flow.source, target) for f, flow in enumerate(problem.flows) for target in flow.targets]
+    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    n, m = problem.num_operators, len(edges)
+    rows = Rows(m + n + 1)  # x of each edge (1: the transfer is paid), start of each operator, makespan
+    for index, (flow, i, j) in enumerate(edges):
+        rows.at_least({m + j: 1.0, m + i: -1.0, index: -carried[flow]}, seconds[i])
+    for i in range(n):
+        rows.at_least({m + n: 1.0, m + i: -1.0}, seconds[i])
+        for side in (1, 2):
+            around = [index for index, edge in enumerate(edges) if edge[side] == i]
+            if len(around) > 1:
+                rows.at_least(dict.fromkeys(around, 1.0), len(around) - 1.0)
+    upper = np.full(m + n + 1, highspy.kHighsInf)
+    upper[:m] = 1.0
+    cost = np.zeros(m + n + 1)
+    cost[-1] = 1.0
+    values = rows.minimise(cost, upper)
+    found: dict[int | None, int] = {}
+    taken: set[int] = set()
+    for index in np.argsort(values[:m], kind="stable").tolist():
+        _, i, j = edges[index]
+        if values[index] < _THRESHOLD and i not in found and j not in taken:
+            found[i] = j
+            taken.add(j)
+    return found

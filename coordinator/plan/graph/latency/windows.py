@@ -1,0 +1,203 @@
+"""Large neighbourhood search: a window of a schedule is solved anew while everything else stays where it is.
+
+The window's operators follow each other in the schedule's order. What ran before is fixed in time; what comes after
+keeps its devices and its order, and is seen as how long the rest takes from each of the window's operators on each
+device. That is exact but for transfers that contend across the window's edges, so every answer is simulated before it
+is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from coordinator.plan.graph.latency.cpsat import Context, Effort, solve_model
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
+from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
+
+_EFFORT = 2.0  # deterministic seconds for a window
+_SIZES = (24, 48, 96)  # operators in a window; a larger one when a smaller finds nothing
+
+
+def improve(
+    problem: PlacementProblem, start: Schedule, clock: Callable[[], float], until: float, num_workers: int = 1
+) -> Iterator[Schedule]:
+    """Better and better schedules of a problem in ticks, from one in ticks; ends by the clock, or when none is found."""
+    best = start
+    sizes = [size for size in _SIZES if size < 2 * problem.num_operators]
+    while sizes and clock() < until:
+        better = _sweep(problem, best, sizes[0], clock, until, num_workers)
+        if better.makespan < best.makespan:
+            best = better
+            yield best
+        else:
+            sizes.pop(0)
+
+
+def _sweep(
+    problem: PlacementProblem, best: Schedule, size: int, clock: Callable[[], float], until: float, num_workers: int
+) -> Schedule:
+    """Windows over the whole schedule, each half over the one before."""
+    position = 0
+    while position < problem.num_operators and clock() < until:
+        order = [item for item in best.order if not isinstance(item, Send)]
+        inside = order[position : position + size]
+        found = solve_window(problem, best, inside, Effort(until - clock(), _EFFORT, num_workers))
+        if found is not None and found.makespan < best.makespan:
+            best = found
+        position += max(1, size // 2)
+    return best
+
+
+class _Window(NamedTuple):
+    problem: PlacementProblem
+    operators: tuple[int, ...]  # of the whole problem; pinned ones first, then those inside
+    flows: tuple[int, ...]
+    pins: dict[int, int]
+    context: Context
+
+
+def solve_window(problem: PlacementProblem, known: Schedule, inside: Sequence[int], effort: Effort) -> Schedule | None:
+    """The schedule with the operators inside placed and ordered anew, or None when nothing better was found."""
+    window = _window(problem, known, inside)
+    answer = solve_model(window.problem, effort, window.pins, below=round(known.makespan), context=window.context)
+    if answer.schedule is None:
+        return None
+    where = list(known.assignment)
+    for operator, device in zip(window.operators, answer.schedule.assignment, strict=True):
+        where[operator] = device
+    new: list[Item] = []
+    for item in answer.schedule.order:
+        if isinstance(item, Send):
+            new.append(Send(window.flows[item.flow], item.device))
+        elif window.operators[item] in inside:
+            new.append(window.operators[item])
+    old = known.order
+    first = min(old.index(operator) for operator in inside)
+    members, moved = set(inside), set(new)
+    before = [item for item in old[:first] if item not in moved]
+    after = [item for item in old[first:] if item not in members and item not in moved]
+    return best_schedule(problem, where, [*before, *new, *after])
+
+
+def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -> _Window:
+    members = set(inside)
+    order = known.order
+    position = {item: index for index, item in enumerate(order)}
+    first = min(position[operator] for operator in inside)
+    past = {i for i in range(problem.num_operators) if position[i] < first}
+    outside = [i for i in range(problem.num_operators) if i not in members]
+    rest = _rest(problem, known, order)
+    ranks = range(problem.num_devices)
+    free_at, next_on = [0.0] * problem.num_devices, [0.0] * problem.num_devices
+    for i in outside:
+        k = known.assignment[i]
+        if i in past:
+            free_at[k] = max(free_at[k], known.ends[i])
+        else:
+            next_on[k] = max(next_on[k], rest[i])
+
+    sources = sorted({problem.flows[f].source for i in inside for f in problem.incoming[i]} - members)
+    holders = _holders(problem, known, members, sources)
+    pinned = sources + holders
+    operators = tuple(sorted(pinned) + sorted(inside))
+    local = {operator: index for index, operator in enumerate(operators)}
+    nothing = [0.0] * len(ranks)
+    releases = [
+        list(free_at) if i in members else [known.ends[i]] * len(ranks) if i in sources else nothing for i in operators
+    ]
+    tails = [list(next_on) if i in members else nothing for i in operators]
+    arrived = {Send(t.flow, t.device): t.end + problem.latency[t.source][t.device] for t in known.transfers}
+
+    flows, kept = [], []
+    for number in sorted({f for i in inside for f in (*problem.incoming[i], *problem.outgoing[i])}):
+        flow = problem.flows[number]
+        targets = tuple(local[target] for target in flow.targets if target in members)
+        times = [list(row) for row in flow.seconds]
+        if flow.source not in members:
+            # Where somebody outside took it before, it is there already.
+            here = known.assignment[flow.source]
+            for k in {known.assignment[t] for t in flow.targets if t in past} - {here}:
+                times[here][k] = 0.0
+                for target in targets:
+                    releases[target][k] = max(releases[target][k], arrived[Send(number, k)])
+        else:
+            for target in (t for t in flow.targets if t not in members):
+                there = known.assignment[target]
+                for k in ranks:
+                    way = flow.seconds[k][there] + problem.latency[k][there] if k != there else 0.0
+                    tail = tails[local[flow.source]]
+                    tail[k] = max(tail[k], way + rest[target])
+        if targets:
+            flows.append(Flow(local[flow.source], targets, tuple(map(tuple, times))))
+            kept.append(number)
+    part = PlacementProblem(
+        name=problem.name,
+        operators=tuple(problem.operators[i] for i in operators),
+        devices=problem.devices,
+        seconds=tuple(problem.seconds[i] if i in members else (0.0,) * len(ranks) for i in operators),
+        memory_bytes=tuple(problem.memory_bytes[i] if i in members else 0 for i in operators),
+        budget_bytes=_room(problem, known, outside),
+        flows=tuple(flows),
+        latency=problem.latency,
+        congestion=problem.congestion,
+        shared=tuple(
+            SharedMemory(group.num_bytes, tuple(local[i] for i in group.operators if i in local))
+            for group in problem.shared
+            if members.intersection(group.operators)
+        ),
+    )
+    pins = {local[i]: known.assignment[i] for i in pinned}
+    return _Window(part, operators, tuple(kept), pins, Context(tuple(map(tuple, releases)), tuple(map(tuple, tails))))
+
+
+def _rest(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> dict[int, float]:
+    """By operator, from its start to the end of everything that waits for it, in the schedule's order."""
+    where = known.assignment
+    rest: dict[int, float] = {}
+    sent: dict[Send, float] = {}
+    next_on: dict[tuple[str, int], float] = {}  # by resource, of what has it next
+    for item in reversed(order):
+        if isinstance(item, Send):
+            flow = problem.flows[item.flow]
+            source, device = where[flow.source], item.device
+            after = problem.latency[source][device] + max(rest[t] for t in flow.targets if where[t] == device)
+            sides = (
+                (("send", source), ("receive", device)) if problem.congestion and flow.seconds[source][device] else ()
+            )
+            after = max(after, *(next_on.get(side, 0.0) for side in sides), 0.0)
+            sent[item] = flow.seconds[source][device] + after
+            next_on.update(dict.fromkeys(sides, sent[item]))
+            continue
+        device = where[item]
+        after = next_on.get(("compute", device), 0.0)
+        for index in problem.outgoing[item]:
+            for target in problem.flows[index].targets:
+                there = where[target]
+                after = max(after, rest[target] if there == device else sent[Send(index, there)])
+        rest[item] = problem.seconds[item][device] + after
+        next_on["compute", device] = rest[item]
+    return rest
+
+
+def _holders(problem: PlacementProblem, known: Schedule, members: set[int], taken: Sequence[int]) -> list[int]:
+    """Operators outside that already hold weights which some inside share: one for each device."""
+    found: dict[tuple[int, int], int] = {}
+    for index, group in enumerate(problem.shared):
+        if members.intersection(group.operators):
+            for i in group.operators:
+                if i not in members:
+                    found.setdefault((index, known.assignment[i]), i)
+    return sorted(set(found.values()) - set(taken))
+
+
+def _room(problem: PlacementProblem, known: Schedule, outside: Sequence[int]) -> tuple[int, ...]:
+    """What the operators outside leave of each device's memory; weights shared with the inside are not taken off."""
+    room = list(problem.budget_bytes)
+    for i in outside:
+        room[known.assignment[i]] -= problem.memory_bytes[i]
+    for group in problem.shared:
+        if set(group.operators) <= set(outside):
+            for device in {known.assignment[i] for i in group.operators}:
+                room[device] -= group.num_bytes
+    return tuple(room)

@@ -1,0 +1,63 @@
+"""Every byte that a device will hold under a cut graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.price import in_flight, peak_bytes, transfers_of
+from hearth.plan.graph import Segment
+from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.transformer import MemoryUse
+
+CHUNK_BYTES = 8 << 20  # the largest piece of a segment that lies beside it while it is loaded
+
+
+def memory_use(
+    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int]
+) -> tuple[MemoryUse, ...]:
+    """By rank; `members[r]` is the index in the cluster of rank r's device.
+
+    Weights count once for each segment that uses them, for each is a session of its own, and as much as they took on
+    the device when it was profiled. Activations are what running took then, as much of it as the largest segment has
+    tensors alive at once; and what comes and goes for each request in flight, twice where it leaves, for encryption
+    copies it. What loading took beside counts for the largest segment. On devices out of a file weights alone count, as
+    in the papers.
+    """
+    whole = max(peak_bytes(spec, range(spec.num_operators)), 1)
+    graph_bytes = spec.parameter_bytes(range(spec.num_operators))
+    sizes = {tensor.name: tensor.num_bytes for tensor in spec.tensors}
+    requests = in_flight(segments)
+    transfers = transfers_of(spec, segments)
+    found = []
+    for rank, member in enumerate(members):
+        own = [segment for segment in segments if segment.rank == rank]
+        per_segment = [spec.parameter_bytes(segment.operators) for segment in own]
+        weights = sum(per_segment)
+        if not cluster.measured:
+            found.append(MemoryUse(weights=weights, embeddings=0, activations=0, workspace=0))
+            continue
+        device = cluster.devices[member]
+        share = min(max((peak_bytes(spec, segment.operators) for segment in own), default=0) / whole, 1.0)
+        factor = max(device.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
+        loading = device.loading_bytes * max(per_segment, default=0) // max(graph_bytes, 1)
+        passing = sum(sizes[name] for segment in own for name in (*segment.inputs, *segment.outputs))
+        passing += sum(each.num_bytes for each in transfers if each.source == rank)
+        found.append(
+            MemoryUse(
+                weights=int(weights * factor),
+                embeddings=0,
+                activations=int(device.run_bytes * share) + requests * passing,
+                workspace=device.process_bytes + loading + CHUNK_BYTES,
+            )
+        )
+    return tuple(found)
+
+
+def reserved_bytes(spec: GraphSpec, cluster: GraphCluster) -> tuple[int, ...]:
+    """By device, a first guess at what is no room for weights, before it is known what runs there."""
+    if not cluster.measured:
+        return (0,) * len(cluster.devices)
+    return tuple(
+        device.process_bytes + device.loading_bytes + device.run_bytes + CHUNK_BYTES for device in cluster.devices
+    )

@@ -1,0 +1,285 @@
+"""What a cut graph takes: its segments and their transfers as tasks of the one simulator. Pure.
+
+On live devices the graph's inputs come over the network as well, from the coordinator, and its outputs go there: they keep a
+device's link and its cores as busy as any tensor. The coordinator's own link is not measured; it is taken to be no slower than
+the best that the device has to another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.wire import num_converted, wire_bytes
+from coordinator.plan.simulator import Task, Timeline, simulate
+from hearth.plan.graph import Segment
+from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.transformer import Values
+
+# How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
+_HANDED_OVER = 2
+# A profile measures the wire over a socket to the device itself, where bytes pass in large pieces. Over a link they come in
+# small ones that each wake a thread: at 60 Mbit/s the threads of the sockets were measured to take 3 to 4.6 times the CPU.
+_SMALL_PIECES = 4.0
+# What a request takes of every rank beside its tensors, in messages' worth of CPU: asked by the coordinator, through the
+# daemon to the worker, opened, answered. Measured: 2.6 ms of a core where a message takes 0.07.
+_REQUEST_MESSAGES = 36
+
+
+class Price(NamedTuple):
+    """Of one request alone, and per request of a full pipeline. `busy_seconds` by rank.
+
+    `bottleneck` says what is busiest: `compute:1`, `send:0` or `receive:2`, by rank.
+    """
+
+    latency_seconds: float
+    bottleneck_seconds: float
+    bottleneck: str
+    busy_seconds: tuple[float, ...]
+
+
+class Transfer(NamedTuple):
+    """A tensor goes once to each rank that has a segment that takes it. `segment` is the one that makes it.
+
+    `num_bytes` as it travels; `num_converted` of its values change their format on the way, there and back.
+    """
+
+    tensor: str
+    segment: int
+    source: int
+    target: int
+    num_bytes: int
+    num_converted: int = 0
+
+
+def segment_seconds(cluster: GraphCluster, device: int, segment: Segment) -> float:
+    return sum(cluster.seconds[operator][device] for operator in segment.operators)
+
+
+def transfers_of(spec: GraphSpec, segments: Sequence[Segment], values: Values = "exact") -> list[Transfer]:
+    """Between ranks, in the order of the segments that make them."""
+    tensors = {tensor.name: tensor for tensor in spec.tensors}
+    takers: dict[str, set[int]] = {}
+    for segment in segments:
+        for name in segment.inputs:
+            takers.setdefault(name, set()).add(segment.rank)
+    return [
+        Transfer(
+            name,
+            index,
+            segment.rank,
+            rank,
+            wire_bytes(tensors[name], values),
+            num_converted(tensors[name], values),
+        )
+        for index, segment in enumerate(segments)
+        for name in segment.outputs
+        for rank in sorted(takers.get(name, set()) - {segment.rank})
+    ]
+
+
+def tasks_of(
+    spec: GraphSpec,
+    segments: Sequence[Segment],
+    cluster: GraphCluster,
+    members: Sequence[int],
+    congestion: bool = True,
+    num_requests: int = 1,
+    values: Values = "exact",
+) -> list[Task]:
+    """Requests that all come at once; `members[r]` is the index in the cluster of rank r's device.
+
+    On devices out of a file inputs of the graph lie where they are used. Without `congestion`, transfers keep nobody busy.
+    `values` is the format in which tensors travel.
+    """
+    transfers = transfers_of(spec, segments, values)
+    fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
+    inputs = {tensor.name for tensor in spec.inputs}
+    of_segment: list[list[Transfer]] = [[] for _ in segments]
+    for transfer in transfers:
+        of_segment[transfer.segment].append(transfer)
+    tasks: list[Task] = []
+    for request in range(num_requests):
+        mark = f"{request}:" if num_requests > 1 else ""
+        at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
+        for rank, num_bytes in fed.items():
+            at.update({(name, rank): len(tasks) for name in inputs})
+            sides: tuple[str, ...] = (f"receive:{rank}",) if congestion else ()
+            delay = _home_delay(cluster, members[rank], num_bytes)
+            seconds = num_bytes / _home_rate(cluster, members[rank])
+            tasks.append(Task(f"{mark}inputs of rank {rank}", sides, seconds, (), delay, num_bytes))
+        makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
+        outputs = {tensor.name for tensor in spec.outputs}
+        for index, segment in enumerate(segments):
+            after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
+            seconds = segment_seconds(cluster, members[segment.rank], segment)
+            made = len(tasks)
+            tasks.append(Task(f"{mark}segment {index}", (f"compute:{segment.rank}",), seconds, after))
+            at.update({(name, segment.rank): made for name in segment.outputs})
+            if outputs.intersection(segment.outputs):
+                makers.setdefault(segment.rank, []).append(made)
+            for transfer in of_segment[index]:
+                source, target = members[transfer.source], members[transfer.target]
+                sides = (f"send:{transfer.source}", f"receive:{transfer.target}") if congestion else ()
+                at[transfer.tensor, transfer.target] = len(tasks)
+                tasks.append(
+                    Task(
+                        f"{mark}{transfer.tensor}",
+                        sides,
+                        transfer.num_bytes / cluster.bytes_per_second[source][target],
+                        (made,),
+                        cluster.latency_seconds[source][target]
+                        + _wire_seconds(cluster, transfer, source, target, values),
+                        transfer.num_bytes,
+                    )
+                )
+        for rank, num_bytes in given.items():
+            sides = (f"send:{rank}",) if congestion else ()
+            delay = _home_delay(cluster, members[rank], num_bytes)
+            seconds = num_bytes / _home_rate(cluster, members[rank])
+            tasks.append(Task(f"{mark}outputs of rank {rank}", sides, seconds, tuple(makers[rank]), delay, num_bytes))
+    return tasks
+
+
+def price(
+    spec: GraphSpec,
+    segments: Sequence[Segment],
+    cluster: GraphCluster,
+    members: Sequence[int],
+    congestion: bool = True,
+    values: Values = "exact",
+) -> Price:
+    """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
+    tasks = tasks_of(spec, segments, cluster, members, congestion, values=values)
+    timeline = simulate(tasks)
+    busy = dict(timeline.busy)
+    transfers = transfers_of(spec, segments, values)
+    if not congestion:  # then a link's ends are not shared, but each channel still is
+        for transfer in transfers:
+            channel = f"send:{transfer.source} to receive:{transfer.target}"
+            rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
+            busy[channel] = busy.get(channel, 0.0) + transfer.num_bytes / rate
+    for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
+        for rank in (transfer.source, transfer.target):
+            busy[f"compute:{rank}"] += _end_seconds(cluster, members[rank], transfer, values, _pieces(cluster))
+    for each in (_fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)):
+        for rank, num_bytes in each.items():
+            busy[f"compute:{rank}"] += home_seconds(cluster, members[rank], num_bytes)
+    for rank, member in enumerate(members) if cluster.measured else ():
+        busy[f"compute:{rank}"] += _REQUEST_MESSAGES * cluster.devices[member].wire.seconds_per_message
+    bottleneck = max(busy, key=lambda resource: busy[resource])
+    return Price(
+        latency_seconds=timeline.makespan,
+        bottleneck_seconds=busy[bottleneck],
+        bottleneck=bottleneck,
+        busy_seconds=tuple(busy.get(f"compute:{rank}", 0.0) for rank in range(len(members))),
+    )
+
+
+def timeline_of(
+    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int], num_requests: int
+) -> tuple[list[Task], Timeline]:
+    tasks = tasks_of(spec, segments, cluster, members, num_requests=num_requests)
+    return tasks, simulate(tasks)
+
+
+def num_stages(segments: Sequence[Segment]) -> int:
+    """Segments on the longest chain of them: so many requests keep all devices of a pipeline at work."""
+    made_by = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
+    depth: list[int] = []
+    for segment in segments:
+        depth.append(1 + max((depth[made_by[name]] for name in segment.inputs if name in made_by), default=0))
+    return max(depth)
+
+
+def in_flight(segments: Sequence[Segment]) -> int:
+    """Requests at once that fill a pipeline: while one is computed in each stage, another travels to each, and a third waits
+    there, so that a stage that is late at times holds up nobody."""
+    return min(3 * num_stages(segments), 256)
+
+
+def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
+    """The most bytes of activations that are alive at once while these operators run in order."""
+    own = set(operators)
+    last_use: dict[int, int] = {}
+    peak = alive = 0
+    ends: dict[int, list[int]] = {}
+    for index, tensor in enumerate(spec.tensors):
+        uses = [consumer for consumer in tensor.consumers if consumer in own]
+        if tensor.source in own or uses:
+            # What leaves the segment stays until it ends.
+            leaves = tensor.source in own and (tensor.is_output or len(uses) < len(tensor.consumers))
+            last_use[index] = max(own) if leaves or not uses else max(uses)
+            ends.setdefault(last_use[index], []).append(tensor.num_bytes)
+            if tensor.source not in own:
+                alive += tensor.num_bytes
+    peak = alive
+    for operator in sorted(own):
+        alive += sum(tensor.num_bytes for tensor in spec.produced[operator])
+        peak = max(peak, alive)
+        alive -= sum(ends.get(operator, ()))
+    return peak
+
+
+def _wire_seconds(cluster: GraphCluster, transfer: Transfer, source: int, target: int, values: Values) -> float:
+    return sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
+
+
+def _pieces(cluster: GraphCluster) -> float:
+    return _SMALL_PIECES if cluster.measured else 1.0
+
+
+def _end_seconds(cluster: GraphCluster, device: int, transfer: Transfer, values: Values, pieces: float = 1.0) -> float:
+    """Compute time that one end of a transfer takes from its device.
+
+    A request alone waits for less of it: what small `pieces` cost is done while the rest of them travels.
+    """
+    cost = cluster.devices[device].wire
+    converting = cost.convert_seconds_per_value.get(values, 0.0) / 2 if transfer.num_converted else 0.0
+    return (
+        transfer.num_bytes * cost.encrypted_seconds_per_byte * pieces
+        + cost.seconds_per_message
+        + transfer.num_converted * converting
+    )
+
+
+# ---- the coordinator's end --------------------------------------------------------------------------------------------
+
+
+def _fed_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
+    """By rank, the bytes of the graph's inputs that it gets; none on devices out of a file, as in the papers."""
+    taken: dict[int, set[str]] = {}
+    for segment in segments if cluster.measured else ():
+        taken.setdefault(segment.rank, set()).update(segment.inputs)
+    found = {rank: sum(each.num_bytes for each in spec.inputs if each.name in names) for rank, names in taken.items()}
+    return {rank: num_bytes for rank, num_bytes in found.items() if num_bytes}
+
+
+def _given_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
+    """By rank, the bytes of the graph's outputs that it makes."""
+    num_bytes = {tensor.name: tensor.num_bytes for tensor in spec.outputs}
+    found: dict[int, int] = {}
+    for segment in segments if cluster.measured else ():
+        if own := [num_bytes[name] for name in segment.outputs if name in num_bytes]:
+            found[segment.rank] = found.get(segment.rank, 0) + sum(own)
+    return found
+
+
+def _home_rate(cluster: GraphCluster, member: int) -> float:
+    """Bytes per second between a device and the coordinator; infinite for a device without links."""
+    rates = [*cluster.bytes_per_second[member], *(row[member] for row in cluster.bytes_per_second)]
+    return max((rate for rate in rates if not math.isinf(rate)), default=math.inf)
+
+
+def home_seconds(cluster: GraphCluster, member: int, num_bytes: int, pieces: float = _SMALL_PIECES) -> float:
+    """Compute time that a device takes to get values from the coordinator, or to hand them over to it."""
+    cost = cluster.devices[member].wire
+    per_byte = pieces * cost.encrypted_seconds_per_byte + _HANDED_OVER * cost.plain_seconds_per_byte
+    return num_bytes * per_byte + (1 + _HANDED_OVER) * cost.seconds_per_message
+
+
+def _home_delay(cluster: GraphCluster, member: int, num_bytes: int) -> float:
+    latencies = [seconds for other, seconds in enumerate(cluster.latency_seconds[member]) if other != member]
+    return min(latencies, default=0.0) + home_seconds(cluster, member, num_bytes, pieces=1.0)

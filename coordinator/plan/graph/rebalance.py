@@ -1,0 +1,65 @@
+"""Moves the cuts of a pipeline on live devices until none of them can be moved for the better. Pure.
+
+A planner of pipelines weighs compute and links. What a transfer takes of the cores at its ends hangs on both neighbours of
+a cut, which its search cannot see; the simulator prices it. The middle stages of a pipeline, which receive and send, have
+too much work then, and hand some on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.models.onnx.cutting import cut
+from coordinator.plan.graph.price import price
+from coordinator.plan.graph.request import Answer, GraphRequest
+from coordinator.plan.graph.throughput.points import fine_chain
+
+_FURTHEST = 24  # operators that a cut is moved by at once
+_MOST_SWEEPS = 4
+_GAIN = 0.998  # of the bottleneck: less is not worth a move
+
+
+def balanced(request: GraphRequest, answer: Answer, room_bytes: Sequence[int]) -> Answer:
+    """The answer of a pipeline planner with the bottleneck that the simulator gives it, or a better one beside it. Its bound
+    holds: cores that transfers take only add to it."""
+    order = fine_chain(request.spec).points
+    devices = [answer.assignment[operator] for operator in order]
+    ends = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
+    stages = [devices[0], *(devices[end] for end in ends)]
+    if len(set(stages)) < len(stages):  # not a pipeline of this chain
+        return answer
+
+    def assigned(ends: Sequence[int]) -> tuple[int, ...]:
+        found = [0] * len(order)
+        for device, first, last in zip(stages, [0, *ends], [*ends, len(order)], strict=True):
+            for operator in order[first:last]:
+                found[operator] = device
+        return tuple(found)
+
+    def seconds(ends: Sequence[int]) -> float:
+        assignment = assigned(ends)
+        for device in stages:
+            own = [operator for operator, each in enumerate(assignment) if each == device]
+            if request.spec.parameter_bytes(own) > room_bytes[device]:
+                return float("inf")
+        ranks = {device: rank for rank, device in enumerate(dict.fromkeys(assignment))}
+        segments = cut(request.spec, [ranks[device] for device in assignment])
+        return price(
+            request.spec, segments, request.cluster, list(ranks), request.congestion, request.wire.values
+        ).bottleneck_seconds
+
+    best = seconds(ends)
+    for _ in range(_MOST_SWEEPS):
+        before = best
+        for which in range(len(ends)):
+            first = (ends[which - 1] if which else 0) + 1
+            last = (ends[which + 1] if which + 1 < len(ends) else len(order)) - 1
+            here = ends[which]
+            for there in range(max(first, here - _FURTHEST), min(last, here + _FURTHEST) + 1):
+                moved = [*ends[:which], there, *ends[which + 1 :]]
+                if there != here and (found := seconds(moved)) < best * _GAIN:
+                    best, ends = found, moved
+        if best == before:
+            break
+    bound = min(answer.bound, best)
+    return answer._replace(assignment=assigned(ends), objective_value=best, bound=bound, proven_optimal=bound >= best)

@@ -1,0 +1,1 @@
+"""Partitioning and placement for pipeline throughput."""

@@ -1,0 +1,115 @@
+"""What the throughput planner is compared with (Parthasarathy and Krishnamachari, IV): random and greedy joint choice. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.plan.graph.throughput.partitions import Partitioning, fewest_stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from hearth.errors import ModelDoesNotFit
+
+if TYPE_CHECKING:
+    from random import Random
+
+_ATTEMPTS = 200  # with devices of unequal memory a random order can come to a dead end
+
+
+def random_stages(problem: PipelineProblem, chance: Random) -> Stages:
+    """A random device, a random partition that it can hold and that leaves the rest possible; and so on.
+
+    Raises ModelDoesNotFit.
+    """
+    needed = fewest_stages(problem, max(problem.memory_bytes))
+    for _ in range(_ATTEMPTS):
+        devices = list(range(problem.num_devices))
+        chance.shuffle(devices)
+        stages: list[Stage] = []
+        first = 0
+        while first < problem.num_blocks and devices:
+            device = devices.pop()
+            ends = _ends(problem, needed, first, device, len(devices))
+            if not ends:
+                break
+            stages.append(Stage(first, chance.choice(ends), device))
+            first = stages[-1].last + 1
+        if first == problem.num_blocks:
+            return tuple(stages)
+    return largest_first(problem)
+
+
+def joint_stages(problem: PipelineProblem) -> Stages:
+    """From each device: always the partition that it can hold with the smallest transfer after it, then the device with the
+    fastest link from there. The start with the lowest bottleneck wins. Raises ModelDoesNotFit."""
+    needed = fewest_stages(problem, max(problem.memory_bytes))
+    found = [stages for start in range(problem.num_devices) if (stages := _greedy(problem, needed, start))]
+    return min(found, key=problem.bottleneck_seconds) if found else largest_first(problem)
+
+
+def joint_stages_from(problem: PipelineProblem, start: int) -> Stages | None:
+    """The same from one device alone; None where it comes to a dead end."""
+    return _greedy(problem, fewest_stages(problem, max(problem.memory_bytes)), start)
+
+
+def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
+    """These partitions, along the path from each device that always takes the fastest link to an unused one. The start
+    with the lowest bottleneck wins. `devices` can each hold any partition, and are as many or more.
+
+    The paper's words (IV) let joint choose its partitions greedily; its authors' notebook gives it those of Algorithm 1.
+    """
+    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
+    found = []
+    for start in devices:
+        path, unused = [start], set(devices) - {start}
+        while len(path) < len(firsts):
+            path.append(_nearest(problem, path[-1], unused))
+            unused.remove(path[-1])
+        found.append(tuple(map(Stage, firsts, partitioning.last, path)))
+    return min(found, key=problem.bottleneck_seconds)
+
+
+def largest_first(problem: PipelineProblem) -> Stages:
+    """As much on each device as it can hold, largest first. Raises ModelDoesNotFit."""
+    stages: list[Stage] = []
+    first = 0
+    for device in sorted(range(problem.num_devices), key=lambda each: (-problem.memory_bytes[each], each)):
+        last = problem.last_block(first, problem.memory_bytes[device])
+        if last < first:
+            break
+        stages.append(Stage(first, last, device))
+        first = last + 1
+        if first == problem.num_blocks:
+            return tuple(stages)
+    raise ModelDoesNotFit(model=problem.name, missing_bytes=problem.missing_bytes(problem.memory_bytes))
+
+
+def _greedy(problem: PipelineProblem, needed: list[float], device: int) -> Stages | None:
+    unused = set(range(problem.num_devices)) - {device}
+    stages: list[Stage] = []
+    first = 0
+    while True:
+        ends = _ends(problem, needed, first, device, len(unused))
+        if not ends:
+            return None
+        last = min(ends, key=lambda each: (_transfer(problem, each), -each))
+        stages.append(Stage(first, last, device))
+        first = last + 1
+        if first == problem.num_blocks:
+            return tuple(stages)
+        device = _nearest(problem, device, unused)
+        unused.remove(device)
+
+
+def _nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
+    rates = problem.rate[device]
+    return max(unused, key=lambda each: (rates[each], -each))
+
+
+def _ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:
+    """Where a partition on this device may end, so that as many devices as are left may hold the rest."""
+    last = problem.last_block(first, problem.memory_bytes[device])
+    return [each for each in range(first, last + 1) if needed[each + 1] <= num_left]
+
+
+def _transfer(problem: PipelineProblem, last: int) -> float:
+    return problem.boundary_bytes[last] if last < problem.num_blocks - 1 else 0.0

@@ -1,0 +1,34 @@
+"""Links between devices, as graphs of those that are fast enough. Pure. A graph is one bit mask of receivers per sender."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from coordinator.plan.graph.throughput.k_path import Graph
+from coordinator.plan.graph.throughput.problem import PipelineProblem
+
+
+class Links:
+    """The communication graph of some devices. `thresholds` are the rates in it, fastest first."""
+
+    def __init__(self, problem: PipelineProblem, devices: Sequence[int]) -> None:
+        self.devices = sum(1 << device for device in devices)
+        self._rates = problem.link_rates
+        chosen = problem.link_rates[np.ix_(devices, devices)]
+        self.thresholds: list[float] = sorted(set(chosen[chosen > 0].tolist()), reverse=True)
+        self._graphs: dict[int, Graph] = {}
+
+    def from_threshold(self, index: int) -> Graph:
+        """Links at least as fast as the threshold of this index; -1: no link at all."""
+        if index not in self._graphs:
+            fast = self._rates >= self.thresholds[index] if index >= 0 else np.zeros_like(self._rates, dtype=bool)
+            rows = np.packbits(fast, axis=1, bitorder="little")
+            self._graphs[index] = [int.from_bytes(row.tobytes(), "little") & self.devices for row in rows]
+        return self._graphs[index]
+
+    def slowest_within(self, num_bytes: float, seconds: float) -> int:
+        """The index of the slowest threshold at which so many bytes take no longer; -1 where none is fast enough."""
+        return bisect_right(self.thresholds, seconds, key=lambda rate: num_bytes / rate) - 1

@@ -1,0 +1,123 @@
+"""The published throughput planner (Parthasarathy and Krishnamachari, III-B): partitions first, then k-paths for them. Pure.
+
+Partitions are those whose transfers sum up to least (Algorithm 1). Transfers are put into classes; from the highest class
+to the lowest, and from the longest run of one class to the shortest, each run gets the path of still unused devices whose
+slowest link is fastest, between the ends that earlier runs have fixed (Algorithms 2 and 3). Compute is not looked at, and
+every device counts as large as the smallest. Where that is too small the smallest devices are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, k_path, vertices
+from coordinator.plan.graph.throughput.links import Links
+from coordinator.plan.graph.throughput.partitions import Partitioning, Scale, classes_of, least_transfers
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from hearth.errors import ModelDoesNotFit
+
+if TYPE_CHECKING:
+    from random import Random
+
+# The most that the paper tries, and what it finds best.
+NUM_CLASSES = 20
+
+
+def published_stages(
+    problem: PipelineProblem,
+    chance: Random,
+    num_classes: int = NUM_CLASSES,
+    scale: Scale = "width",
+    failure_probability: float = FAILURE_PROBABILITY,
+) -> Stages:
+    """Algorithms 1 to 3. Fewer classes where that many find no placement. Raises ModelDoesNotFit."""
+    partitioning, devices = equal_partitions(problem)
+    links = Links(problem, devices)
+    for classes in range(num_classes, 0, -1):
+        of_cut = classes_of(problem, partitioning.transfers, classes, scale)
+        nodes = match_paths(links, of_cut, chance, failure_probability)
+        if nodes is not None:
+            return as_stages(partitioning, nodes)
+    # Every probability of a miss came true: any order of the devices is a placement.
+    return as_stages(partitioning, devices[: len(partitioning.last)])
+
+
+def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int, ...]]:
+    """The partitions of Algorithm 1, and the devices that may take them: all, if the smallest is large enough, else as many
+    of the largest as it takes. Raises ModelDoesNotFit."""
+    ranked = sorted(range(problem.num_devices), key=lambda device: (-problem.memory_bytes[device], device))
+    missing = []
+    for count in range(len(ranked), 0, -1):
+        budget = problem.memory_bytes[ranked[count - 1]]
+        found = least_transfers(problem, budget, count)
+        if found is not None:
+            return found, tuple(sorted(ranked[:count]))
+        missing.append(problem.missing_bytes([budget] * count))
+    raise ModelDoesNotFit(model=problem.name, missing_bytes=min(missing))
+
+
+def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:
+    """Theorem 1: the largest transfer over the fastest link. No placement of these partitions is below it; one of other
+    partitions may be. 0 for one partition."""
+    return max(partitioning.transfers) / problem.best_rate if partitioning.transfers else 0.0
+
+
+def as_stages(partitioning: Partitioning, nodes: Sequence[int]) -> Stages:
+    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
+    return tuple(map(Stage, firsts, partitioning.last, nodes))
+
+
+# ---- Algorithms 2 and 3 ------------------------------------------------------------------------------------------------
+
+
+def match_paths(
+    links: Links, classes: Sequence[int], chance: Random, failure_probability: float
+) -> tuple[int, ...] | None:
+    """Algorithm 3 for the classes of the transfers, in order: the device of each partition, or None."""
+    nodes: list[int | None] = [None] * (len(classes) + 1)
+    unused = links.devices
+    if not classes:
+        return (next(vertices(unused)),)
+    for first, last in runs_of(classes):
+        start, end = nodes[first], nodes[last + 1]
+        path = _best_path(links, unused, last - first + 2, start, end, chance, failure_probability)
+        if path is None:
+            return None
+        nodes[first : last + 2] = path
+        for node in path:
+            unused &= ~(1 << node)
+    return tuple(node for node in nodes if node is not None)
+
+
+def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last transfer of each longest run of one class: highest class first, in it the longest run first."""
+    runs: list[tuple[int, int]] = []
+    for index, each in enumerate(classes):
+        if index and classes[index - 1] == each:
+            runs[-1] = (runs[-1][0], index)
+        else:
+            runs.append((index, index))
+    return sorted(runs, key=lambda run: (-classes[run[0]], run[0] - run[1], run[0]))
+
+
+def _best_path(
+    links: Links,
+    unused: int,
+    k: int,
+    start: int | None,
+    end: int | None,
+    chance: Random,
+    failure_probability: float,
+) -> tuple[int, ...] | None:
+    """Algorithm 2: binary search for the highest threshold whose links hold a path of k vertices."""
+    low, high = 0, len(links.thresholds)
+    best = None
+    while low < high:
+        middle = (low + high) // 2
+        path = k_path(links.from_threshold(middle), unused, k, start, end, chance, failure_probability)
+        if path is None:
+            low = middle + 1
+        else:
+            best, high = path, middle
+    return best

@@ -1,0 +1,346 @@
+"""Is there a pipeline no part of which takes longer than beta? Decided exactly where the work stays within a limit. Pure.
+
+At a given beta every stage and every link is either good enough or not, so a pipeline is a way from position 0 to position
+N of the chain (a position is a cut, or an end) that visits no device twice. Ways that may visit devices again are found by
+dynamic programming over positions, with the possible devices as a bit mask. Where the way that comes out has a device
+twice, that device becomes critical: from then on states remember whether it was used. This goes on until a way has no
+device twice, or there is none at all (decremental state-space relaxation, Righini and Salani 2008). Devices that nothing
+tells apart at this beta (twins) are used in order, so that their states count them instead of naming them.
+
+A stage that begins later on the same device reaches as far or farther. So a state need not be passed on to every position
+where its stage may end: it is enough to know until where it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.plan.graph.throughput.k_path import Graph, neighbours, vertices
+from coordinator.plan.graph.throughput.links import Links
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+
+_QUICK_STEPS = 300  # of the depth-first search
+_MAX_STATES = 30_000  # of one dynamic programme, all positions together
+_BEAM = 100  # states kept at each position when all would be too many
+_FEW_CRITICAL = 8  # with up to so many, there are few states
+
+_Parts = list[tuple[int, int]]  # (position, mask of devices), masks disjoint
+_Ranking = Callable[[int], float]  # of a mask of used devices; the lower the better
+
+
+class TooMuchWork(Exception):
+    """The question stays open."""
+
+
+class Decision:
+    """One problem at one beta."""
+
+    def __init__(self, reaches: Reaches, beta: float) -> None:
+        problem = reaches.problem
+        self._n = problem.num_blocks
+        self._all = reaches.links.devices
+        self._links = reaches.links
+        levels = [reaches.links.slowest_within(size, beta) for size in problem.boundary_bytes]
+        self._levels = sorted(set(levels) - {-1})
+        # By position, who can send to whom across the cut there; positions that no link is fast enough for are none.
+        self._graphs = {cut + 1: self._links.from_threshold(level) for cut, level in enumerate(levels) if level >= 0}
+        self._positions = [0, *self._graphs]
+        self._limits = {position: reaches.limits(position, beta) for position in self._positions}
+        self._share = reaches.share(beta)
+        # By position, the devices from which there is a way on when their stage ends there.
+        self._back, self._startable = self._ways_to_the_end()
+
+    @property
+    def has_walk(self) -> bool:
+        """Whether there is a way when devices may be used again. If not, there is no pipeline either."""
+        return self._startable != 0
+
+    def pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
+        """A pipeline, or None: there is none. Devices found critical are added to the set, for the next question.
+
+        Raises TooMuchWork.
+        """
+        if not self.has_walk:
+            return None
+        twins = self._twins()
+        # Before much is spent on proving that there is none, one is looked for.
+        searched = tried = False
+        while True:
+            tracked = sum(1 << each for each in critical)
+            tracked = sum(twin for twin in twins if twin & tracked)
+            if not tried and sum(twin & tracked != 0 for twin in twins) > _FEW_CRITICAL:
+                tried = True
+                for ranking in (int.bit_count, self._share_of):
+                    if (found := self._walk(self._all, twins, stop, ranking)) is not None:
+                        return found
+            walk = self._walk(tracked, twins, stop)
+            if walk is None:
+                return None
+            devices = [stage.device for stage in walk]
+            twice = {device for device in devices if devices.count(device) > 1}
+            if not twice:
+                return walk
+            critical |= twice
+            if not searched and (found := self._search(_QUICK_STEPS)) is not None:
+                return found
+            searched = True
+
+    # ---- without memory of what was used -----------------------------------------------------------------------------
+
+    def _ways_to_the_end(self) -> tuple[dict[int, int], int]:
+        back, startable = {self._n: self._all}, 0
+        nearest: _Parts = [(self._n, self._all)]  # where the next end with a way on is, nearest last
+        for position in reversed(self._positions):
+            startable = 0
+            for limit, mask in self._limits[position]:
+                startable |= mask & sum(devices for end, devices in nearest if end <= limit)
+            if position:
+                graph = self._graphs[position]
+                ways = sum(1 << each for each in vertices(self._all) if graph[each] & startable) if startable else 0
+                back[position] = ways
+                if ways:
+                    nearest = [(end, devices & ~ways) for end, devices in nearest if devices & ~ways]
+                    nearest.append((position, ways))
+        return back, startable
+
+    # ---- depth first, for a quick yes ----------------------------------------------------------------------------------
+
+    def _search(self, steps: int) -> Stages | None:
+        path: list[tuple[int, int]] = []  # (end, device)
+        used = 0
+        todo = [self._choices(0, None, 0)]
+        while todo and steps:
+            step = next(todo[-1], None)
+            if step is None:
+                todo.pop()
+                if path:
+                    used ^= 1 << path.pop()[1]
+                continue
+            steps -= 1
+            path.append(step)
+            if step[0] == self._n:
+                return _as_stages(path)
+            used |= 1 << step[1]
+            todo.append(self._choices(*step, used))
+        return None
+
+    def _choices(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
+        """Long stages first; of the devices for one, those with the fewest ways on from there."""
+        ahead = (self._all if device is None else self._graphs[position][device]) & ~used
+        for end in (self._n, *reversed(self._graphs)):
+            if end <= position:
+                return
+            fits = sum(mask for limit, mask in self._limits[position] if limit >= end)
+            possible = ahead & fits & self._back[end]
+            if not possible:
+                continue
+            if end == self._n:
+                yield end, next(vertices(possible))
+                continue
+            graph = self._graphs[end]
+            ranked = [((graph[each] & ~used).bit_count(), each) for each in vertices(possible)]
+            for _, each in sorted(pair for pair in ranked if pair[0]):
+                yield end, each
+
+    # ---- exactly -------------------------------------------------------------------------------------------------------
+
+    def _walk(
+        self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
+    ) -> Stages | None:
+        """A way that visits no tracked device twice; others it may. None: there is none. Raises TooMuchWork.
+
+        With a ranking of used devices only the first states are kept at each position (a beam): then None says nothing.
+        """
+        groups = [twin for twin in twins if twin & tracked]
+        # By tracked devices used: until where the stage on each device may end. What is over is left out.
+        active: dict[int, _Parts] = {}
+        reach: dict[int, dict[int, int]] = {}  # [position][tracked devices used]: devices whose stage may end there
+        num_states = 0
+        for position in self._positions:
+            states = self._states_at(position, active, ranking) if position else {0: 0}
+            reach[position] = states
+            num_states += len(states)
+            if (ranking is None and num_states > _MAX_STATES) or stop():
+                raise TooMuchWork
+            for used, devices in states.items():
+                ahead = (neighbours(self._graphs[position], devices) if position else self._all) & ~used
+                free = ahead & ~tracked
+                chosen = [bit for bit in _first_unused(groups, used) if bit & ahead]
+                for limit, mask in self._limits[position]:
+                    if free & mask:
+                        _put(active, used, limit, free & mask)
+                    for bit in chosen:
+                        if bit & mask:
+                            _put(active, used | bit, limit, bit)
+        done = ((used, mask) for used, parts in active.items() for until, mask in parts if until >= self._n)
+        last = next(done, None)
+        return self._walk_back(reach, tracked, *last) if last else None
+
+    def _states_at(self, position: int, active: dict[int, _Parts], ranking: _Ranking | None) -> dict[int, int]:
+        found = []
+        for used, parts in list(active.items()):
+            if parts[0][0] < position:
+                parts = active[used] = [part for part in parts if part[0] >= position]
+                if not parts:
+                    del active[used]
+                    continue
+            devices = sum(mask for _, mask in parts) & self._back[position]
+            if devices:
+                found.append((used, devices))
+        found.sort(key=lambda state: (ranking or int.bit_count)(state[0]))
+        return _undominated(found if ranking is None else found[:_BEAM])
+
+    def _share_of(self, used: int) -> float:
+        """About how much of the whole the used devices could have taken."""
+        return sum(self._share[each] for each in vertices(used))
+
+    def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
+        path: list[tuple[int, int]] = []
+        position, seen = self._n, 0
+        while position:
+            # A device that the way has not yet is better: fewer ways with repetitions come out.
+            device = next(vertices(devices & ~seen or devices))
+            path.append((position, device))
+            seen |= 1 << device
+            used &= ~(1 << device & tracked)
+            position, devices = self._came_from(reach, position, device, used, seen)
+        return _as_stages(path[::-1])
+
+    def _came_from(
+        self, reach: dict[int, dict[int, int]], end: int, device: int, used: int, seen: int
+    ) -> tuple[int, int]:
+        """The position at which the stage of this device began, and the devices that may have come before."""
+        found = []
+        for position, states in reach.items():
+            if position >= end:
+                break
+            if used in states and any(mask >> device & 1 and limit >= end for limit, mask in self._limits[position]):
+                if position == 0:
+                    return 0, 0
+                graph = self._graphs[position]
+                before = sum(1 << each for each in vertices(states[used]) if graph[each] >> device & 1)
+                if before & ~seen:
+                    return position, before
+                if before:
+                    found.append((position, before))
+        return found[0]
+
+    def _twins(self) -> list[int]:
+        """Devices as masks of those that are the same in every link and every stage at this beta."""
+        keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
+        for level in self._levels:
+            out = self._links.from_threshold(level)
+            for device, key in zip(vertices(self._all), _alike(out, self._all), strict=True):
+                keys[device].append(key)
+        for position, parts in self._limits.items():
+            for limit, mask in parts if len(parts) > 1 or parts[0][1] != self._all else ():
+                for device in vertices(mask):
+                    keys[device].append((position, limit))
+        groups: dict[tuple[object, ...], int] = {}
+        for device in vertices(self._all):
+            key = tuple(keys[device])
+            groups[key] = groups.get(key, 0) | 1 << device
+        return list(groups.values())
+
+
+class Reaches:
+    """How far stages go, and over which links, of one problem at any beta."""
+
+    def __init__(self, problem: PipelineProblem) -> None:
+        self.problem = problem
+        self.links = Links(problem, range(problem.num_devices))
+        n, budgets = problem.num_blocks, np.array(problem.memory_bytes)
+        # [N, K]: the position at the end of the longest stage from each, by memory alone.
+        self._by_memory: NDArray[np.int64] = np.array(
+            [first + np.searchsorted(problem.stage_bytes[first, first:], budgets, side="right") for first in range(n)]
+        )
+        self._computes = bool(problem.seconds.any())
+        self._parts: dict[tuple[int, bytes], _Parts] = {}
+
+    def limits(self, first: int, beta: float) -> _Parts:
+        """The last position where a stage from here may end, and the devices of which that is true; farthest first."""
+        limits: NDArray[np.int64] = self._by_memory[first]
+        if self._computes:
+            elapsed = self.problem.elapsed
+            limits = np.minimum(limits, first + ((elapsed[first + 1 :] - elapsed[first]) <= beta).sum(axis=0))
+        key = (first, limits.tobytes())
+        if key not in self._parts:
+            self._parts[key] = [
+                (limit, sum(1 << device for device in np.flatnonzero(limits == limit).tolist()))
+                for limit in sorted(set(limits.tolist()), reverse=True)
+                if limit > first
+            ] or [(first, 0)]
+        return self._parts[key]
+
+    def share(self, beta: float) -> list[float]:
+        """[K]: about how much of the whole each device could take, by memory and by time."""
+        whole = max(int(self.problem.stage_bytes[0, -1]), 1)
+        by_memory = [budget / whole for budget in self.problem.memory_bytes]
+        if not self._computes:
+            return by_memory
+        times = self.problem.elapsed[-1].tolist()
+        return [min(share, beta / max(time, 1e-30)) for share, time in zip(by_memory, times, strict=True)]
+
+
+def _as_stages(path: Sequence[tuple[int, int]]) -> Stages:
+    firsts = [0, *(end for end, _ in path[:-1])]
+    return tuple(Stage(first, end - 1, device) for first, (end, device) in zip(firsts, path, strict=True))
+
+
+def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
+    """These devices' stages may end as late as `limit` now; smallest limits stay first."""
+    parts = active.get(used)
+    if parts is None:
+        active[used] = [(limit, mask)]
+        return
+    kept: _Parts = []
+    for until, devices in parts:
+        if until >= limit:
+            mask &= ~devices
+        elif devices & mask:
+            devices &= ~mask
+        if devices:
+            kept.append((until, devices))
+    if mask:
+        kept.append((limit, mask))
+        kept.sort()
+    active[used] = kept
+
+
+def _first_unused(groups: Sequence[int], used: int) -> list[int]:
+    """The lowest bit of each group that is not used yet."""
+    left = [group & ~used for group in groups]
+    return [mask & -mask for mask in left if mask]
+
+
+def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Without devices that are reached with fewer used devices as well, as far as those come first."""
+    kept: dict[int, int] = {}
+    for used, devices in states:
+        for fewer, reached in kept.items():
+            if fewer & ~used == 0:
+                devices &= ~reached
+                if not devices:
+                    break
+        if devices:
+            kept[used] = devices
+    return kept
+
+
+def _alike(out: Graph, devices: int) -> list[object]:
+    """A key per device: equal for two that swap without changing the graph, be they linked with each other or not."""
+    into = [0] * len(out)
+    for sender in vertices(devices):
+        for receiver in vertices(out[sender]):
+            into[receiver] |= 1 << sender
+    closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in vertices(devices)}
+    count: dict[tuple[int, int], int] = {}
+    for key in closed.values():
+        count[key] = count.get(key, 0) + 1
+    return [
+        (True, *closed[each]) if count[closed[each]] > 1 else (False, out[each], into[each])
+        for each in vertices(devices)
+    ]

@@ -1,0 +1,136 @@
+"""What the user lets Hearth take of a device, beside what its agent offers. Pure: profiles in, lower budgets out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hearth.errors import BadSetting
+from hearth.plan.graph import GraphPlan
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan
+from hearth.platform.units import format_bytes, parse_bytes
+
+_LEAST_BYTES = 1 << 20  # below, a unit was forgotten
+
+
+class Named(Protocol):
+    """A device, as the fleet or a profile has it."""
+
+    @property
+    def device_id(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+class MemoryLimit(BaseModel):
+    """At most so much memory of one device: bytes, or a share of what its agent offers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    device: str = Field(min_length=1)  # name or id
+    num_bytes: int | None = Field(default=None, ge=_LEAST_BYTES)
+    percent: float | None = Field(default=None, gt=0, le=100)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> MemoryLimit:
+        if (self.num_bytes is None) == (self.percent is None):
+            raise ValueError("either bytes or a share")
+        return self
+
+    def of(self, offered_bytes: int) -> int:
+        if self.num_bytes is not None:
+            return min(self.num_bytes, offered_bytes)
+        return int(offered_bytes * (self.percent or 0.0) / 100)
+
+    def __str__(self) -> str:
+        return format_bytes(self.num_bytes) if self.num_bytes is not None else f"{self.percent:g} %"
+
+
+def parse_limit(text: str) -> MemoryLimit:
+    """`kitchen=1.5GiB` or `kitchen=50%`. Raises BadSetting."""
+    device, separator, amount = (part.strip() for part in text.rpartition("="))
+    if not separator or not device:
+        raise BadSetting(setting="--limit", reason=f"'{text}' is not of the form NAME=1.5GiB or NAME=50%")
+    try:
+        if amount.endswith("%"):
+            percent = float(amount.removesuffix("%"))
+            if not 0 < percent <= 100:
+                raise ValueError(f"'{amount}' is not a share between 0 % and 100 %")
+            return MemoryLimit(device=device, percent=percent)
+        num_bytes = parse_bytes(amount)
+        if num_bytes < _LEAST_BYTES:
+            raise ValueError(f"'{amount}' is below 1 MiB; name the unit, as in 800M or 2GiB")
+        return MemoryLimit(device=device, num_bytes=num_bytes)
+    except ValueError as error:
+        raise BadSetting(setting=f"--limit {device}", reason=str(error)) from None
+
+
+def memory_caps(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> dict[str, int]:
+    """Most that each limited device may hold, by id.
+
+    While a plan is deployed, a device offers less by what its worker holds; a share is of both. It is also no more
+    than it was for that plan, since an agent with a limit of its own offers the same whatever is held.
+    """
+    held = {device.device_id: device for device in deployed.devices} if deployed else {}
+    caps: dict[str, int] = {}
+    for device in cluster.devices:
+        for limit in limits:
+            if limit.device not in (device.name, device.device_id):
+                continue
+            cap = limit.of(device.budget_bytes)
+            if limit.num_bytes is not None:
+                cap = limit.num_bytes
+            elif device.device_id in held:
+                planned = held[device.device_id]
+                cap = min(limit.of(device.budget_bytes + planned.memory.total), planned.budget_bytes)
+            caps[device.device_id] = min(cap, caps.get(device.device_id, cap))
+    return caps
+
+
+def capped(cluster: ClusterProfile, caps: Mapping[str, int]) -> ClusterProfile:
+    """The same cluster with no budget above its cap."""
+    devices = tuple(
+        device.model_copy(
+            update={"budget_bytes": min(device.budget_bytes, caps.get(device.device_id, device.budget_bytes))}
+        )
+        for device in cluster.devices
+    )
+    return cluster.model_copy(update={"devices": devices})
+
+
+def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit]) -> ClusterProfile:
+    """The cluster as the user lets it be used."""
+    return capped(cluster, memory_caps(cluster, limits))
+
+
+def breach(
+    plan: Plan | GraphPlan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
+) -> str | None:
+    """How a plan made elsewhere goes against the user's wishes, or None. `offered_bytes` is by device id."""
+    for device in plan.devices:
+        both = (device.name, device.device_id)
+        if set(both) & set(exclude):
+            return f"{device.name} is excluded"
+        for limit in limits:
+            offered = offered_bytes.get(device.device_id, device.budget_bytes)
+            if limit.device in both and device.memory.total > limit.of(offered):
+                return f"{device.name} would hold {format_bytes(device.memory.total)}, above its limit of {limit}"
+    return None
+
+
+def unknown_names(names: Iterable[str], devices: Iterable[Named]) -> list[str]:
+    """Those of the names (or ids) that no device has."""
+    known = {name for device in devices for name in (device.name, device.device_id)}
+    return [name for name in dict.fromkeys(names) if name not in known]
+
+
+def require_known(setting: str, names: Iterable[str], devices: Iterable[Named]) -> None:
+    """Raise BadSetting for a name that no device has, with the names that there are."""
+    devices = list(devices)
+    if unknown := unknown_names(names, devices):
+        there = ", ".join(sorted({device.name for device in devices})) or "none"
+        raise BadSetting(setting=setting, reason=f"no device here is called {', '.join(unknown)}; there are: {there}")

@@ -1,0 +1,89 @@
+"""A step of a pipeline of layers as a graph of tasks. Pure.
+
+S rows of a step, which pass the stages in chunks; H hidden. Stage r runs on the cluster's device r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.plan.simulator import Task
+from coordinator.plan.transformer.cost.decode import head_bytes
+from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
+from hearth.plan.geometry import Span, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import BlockProfile, ClusterProfile
+from hearth.plan.transformer import TransformerPlan, WireFormat
+
+
+def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
+    """The rows of each chunk; all of them in one where `chunk_rows` is 0."""
+    size = chunk_rows or seq_len
+    return tuple(Span(start, min(start + size, seq_len)) for start in range(0, seq_len, size))
+
+
+def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
+    """One layer, all its heads and columns, on these rows of a sequence; a decoder's attend to the rows before them."""
+    share = rows.size / blocks.seq_len
+    heads, columns = spec.num_heads, spec.ffn_size
+    gemms = blocks.qkv(heads) + blocks.out(heads) + blocks.up(columns) + blocks.down(columns)
+    core = blocks.core(heads) * (rows.stop**2 - rows.start**2) / blocks.seq_len**2
+    return gemms * share * blocks.tile_factor(rows.size) + core + 2 * blocks.connective(rows.size)
+
+
+def pipeline_tasks(
+    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+) -> list[Task]:
+    """One step: every stage runs the chunks in order, and hands each to the next when it is done with it.
+
+    A chunk begins no sooner than what is in flight allows. A decoder's last row goes back to the first stage, which has
+    the output head.
+    """
+    return _Graph(spec, body, cluster, wire).build(chunks_of(seq_len, body.chunk_rows))
+
+
+class _Graph:
+    def __init__(self, spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat) -> None:
+        self._spec, self._body, self._cluster, self._wire = spec, body, cluster, wire
+        self._blocks = [device.blocks for device in cluster.devices]
+        self._tasks: list[Task] = []
+
+    def build(self, chunks: Sequence[Span]) -> list[Task]:
+        spec, depth, last = self._spec, self._body.max_steps_in_flight, len(self._blocks) - 1
+        ended: list[int] = []  # the last stage's task of each chunk
+        for number, rows in enumerate(chunks):
+            after = () if number < depth else (ended[number - depth],)
+            task = self._compute(f"chunk {number} embedding", 0, self._blocks[0].embedding(rows.size), after)
+            for rank, stage in enumerate(spans(self._body.layers)):
+                seconds = stage.size * layer_seconds(spec, self._blocks[rank], rows)
+                task = self._compute(f"chunk {number} layers {stage.start} to {stage.stop - 1}", rank, seconds, (task,))
+                if rank < last:
+                    task = self._hop(f"chunk {number} stage_rows", rank, rank + 1, rows.size, task)
+            ended.append(task)
+        if spec.causal:
+            if last:
+                task = self._hop("head_rows", last, 0, 1, task)
+            head = self._blocks[0].decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
+            self._compute("head", 0, head, (task,))
+        return self._tasks
+
+    def _compute(self, name: str, rank: int, seconds: float, after: tuple[int, ...]) -> int:
+        self._tasks.append(Task(name, (f"compute:{rank}",), seconds, after))
+        return len(self._tasks) - 1
+
+    def _hop(self, name: str, source: int, target: int, num_rows: int, after: int) -> int:
+        """Both ends' work beside the transfer."""
+        devices = self._cluster.devices
+        link = self._cluster.link(devices[source].device_id, devices[target].device_id)
+        format_ = self._body.values_on(source, target, self._wire.values)
+        values = num_rows * self._spec.hidden_size
+        num_bytes = values * BYTES_PER_VALUE[format_]
+        costs = [wire_seconds(self._blocks[rank].wire, values, format_) for rank in (source, target)]
+        sent = self._compute(f"{name} leave", source, costs[0], (after,))
+        sides = (f"send:{source}", f"receive:{target}")
+        moved = Task(
+            f"{name} {source}->{target}", sides, num_bytes / link.bytes_per_second, (sent,), link.round_trip_seconds / 2,
+            num_bytes,
+        )  # fmt: skip
+        self._tasks.append(moved)
+        return self._compute(f"{name} arrive", target, costs[1], (len(self._tasks) - 1,))

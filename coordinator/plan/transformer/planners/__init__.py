@@ -1,0 +1,1 @@
+"""Searches for the shares of each device."""

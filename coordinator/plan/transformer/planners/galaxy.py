@@ -1,0 +1,136 @@
+"""Galaxy's Algorithm 1, "Heterogeneity and Memory Aware Workload Planning", as published, with full memory accounting.
+
+Line numbers in comments are the paper's. Beyond the paper: shares become whole grains (largest remainder), every byte
+that a device will hold counts (`coordinator.plan.transformer.cost.memory`), and the vocabulary is split by the same balancing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator.plan.transformer.request import PlanRequest, missing_bytes, over_budget, price
+from coordinator.plan.transformer.shares import Budget, Work, body_of
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.plan.profile import BlockProfile
+from hearth.plan.transformer import Plan, Strategy, TransformerPlan
+
+
+def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+    """V_d: the inverse of the time for a whole MHA and a whole MLP block on device d."""
+    return 1.0 / max(Work(request).layer(blocks), 1e-9)
+
+
+def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+    """V_d for rows: decoding has none to split."""
+    return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
+
+
+def balanced_partition(workload: float, capacities: Sequence[float]) -> list[float]:
+    """BalancedPartition (lines 3-9): in proportion to capacity, whatever the memory."""
+    return [capacity / sum(capacities) * workload for capacity in capacities]
+
+
+def memory_aware_balancing(
+    shares: Sequence[float],
+    capacities: Sequence[float],
+    room: Callable[[int], float],
+    devices: Sequence[int],
+) -> list[float]:
+    """MemoryAwareBalancing (lines 14-27): shift each device's overflow to those with room, in proportion to capacity.
+
+    `room(d)` is the largest share that device d's memory admits, of this kind, beside all else it holds. A handled
+    device leaves the list. Overflow that nobody can take stays where it is: the caller finds it over budget.
+    """
+    shares = list(shares)
+    over = [d for d in devices if shares[d] > room(d)]
+    free = [d for d in devices if shares[d] < room(d)]
+    if not over or not free:  # without free devices the paper's line 23 would divide by zero
+        return shares
+    for device in over:
+        waiting = shares[device] - max(room(device), 0.0)  # clamped: a device can give no more than it has
+        shares[device] -= waiting
+        for other in free:
+            shares[other] += capacities[other] / sum(capacities[f] for f in free) * waiting
+    return memory_aware_balancing(shares, capacities, room, [d for d in devices if d not in over])
+
+
+class GalaxyPlanner:
+    """Plans `hmp` (and `megatron-tp`, which shards alike) over all devices of the cluster."""
+
+    name = "galaxy"
+
+    def __init__(self, strategy: Strategy = "hmp") -> None:
+        self._strategy = strategy
+
+    def plan(self, request: PlanRequest) -> Plan:
+        return price(request, request.cluster, self.shares(request), self.name)
+
+    def shares(self, request: PlanRequest) -> TransformerPlan:
+        """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
+        spec, cluster = request.spec, request.cluster
+        budget = Budget(request, self._strategy)
+        ranks = range(len(cluster.devices))
+        capacities = [capacity(request, device.blocks) for device in cluster.devices]
+        # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
+        a = balanced_partition(spec.num_kv_heads, capacities)
+        b = balanced_partition(num_grains(spec.ffn_size, COLUMN_GRAIN), capacities)
+        v = balanced_partition(num_grains(spec.vocab_size, VOCABULARY_GRAIN), capacities)
+        # Lines 30-32: each call starts from the list of all devices; the finer grain first.
+        b = memory_aware_balancing(b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks)
+        v = memory_aware_balancing(
+            v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks
+        )
+        a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
+        # S: equal; the connective is bound by memory access, not by speed.
+        body = body_of(
+            request,
+            self._strategy,
+            largest_remainder(a, spec.num_kv_heads),
+            largest_remainder(b, num_grains(spec.ffn_size, COLUMN_GRAIN)),
+            largest_remainder(v, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
+        )
+        body = _repair(request, body)
+        if missing := missing_bytes(request, cluster, body):  # lines 33-34
+            raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
+        return body
+
+
+def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
+    """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
+    spec, ranks = request.spec, range(len(request.cluster.devices))
+    kinds = (
+        ("columns", COLUMN_GRAIN, spec.ffn_size),
+        ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size),
+        ("heads", spec.group_size, spec.num_heads),
+    )
+
+    progress = True
+    while progress:
+        progress = False
+        excess = [over_budget(request, request.cluster, body, rank) for rank in ranks]
+        if max(excess) <= 0:
+            return body
+        source = excess.index(max(excess))
+        for target in sorted(ranks, key=lambda rank: excess[rank]):
+            for field, grain, total in kinds:
+                moved = _move_grain(getattr(body, field), source, target, grain, total)
+                if target == source or moved is None:
+                    continue
+                candidate = body.model_copy(update={field: moved})
+                if over_budget(request, request.cluster, candidate, target) <= 0:
+                    body, progress = candidate, True
+                    break
+            if progress:
+                break
+    return body
+
+
+def _move_grain(shares: tuple[int, ...], source: int, target: int, grain: int, total: int) -> tuple[int, ...] | None:
+    """One grain from `source` to `target`; the shorter last grain stays with whoever is last."""
+    grains = [-(-share // grain) for share in shares]
+    if grains[source] == 0:
+        return None
+    grains[source] -= 1
+    grains[target] += 1
+    return grains_to_items(grains, total, grain)

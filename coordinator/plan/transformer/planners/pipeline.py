@@ -1,0 +1,261 @@
+"""A pipeline of layers: which devices, in which order, how many whole layers on each, and in what chunks a prompt passes.
+
+For one order of devices and one size of chunks, the time of the expected request is close to
+
+    sum_r n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) + constant     over n_r >= 1 that sum to the model's layers,
+
+n_r within device r's memory. w_r is what one layer of device r adds to a prompt that passes stage after stage, and to all
+tokens of the answer; p_r is what it takes for one chunk, e_r what the device does beside it, m what the slowest link takes:
+with more chunks than one, the slowest of all is waited for again and again. Under a given bound on that maximum the sum is
+least when layers go to the least w_r first, so that the bounds that matter are tried, and the split is the best there is.
+The few best of all orders and chunks are then priced by the simulator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations, permutations
+from math import comb
+from typing import NamedTuple
+
+from coordinator.plan.transformer.cost.decode import token_head_seconds, token_layer_seconds
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.pipeline_graph import chunks_of, layer_seconds
+from coordinator.plan.transformer.cost.predict import seconds_of
+from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
+from coordinator.plan.transformer.planners.galaxy import capacity
+from coordinator.plan.transformer.request import PlanRequest, price
+from coordinator.plan.transformer.ring import best_ring
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.geometry import ROW_GRAIN, num_grains
+from hearth.plan.transformer import Plan, TransformerPlan
+
+_CHUNKS = (1, 2, 4, 8)  # of a step
+_LEAST_CHUNK_ROWS = 16  # fewer, and a stage reads its weights too often
+_MAX_ALL_ORDERS = 4  # devices; of more, orders along a good ring
+_MAX_ALL_SUBSETS = 24
+_PRICED = 3  # of the best estimates
+
+
+class Split(NamedTuple):
+    """Layers of each stage, and the objective without its constant."""
+
+    layers: tuple[int, ...]
+    seconds: float
+
+
+def best_split(
+    num_layers: int,
+    most: Sequence[int],
+    weights: Sequence[float],
+    chunk_weights: Sequence[float],
+    chunk_extras: Sequence[float],
+    repeats: float = 0.0,
+    least_bound: float = 0.0,
+) -> Split | None:
+    """Minimise sum n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) over 1 <= n_r <= most_r that sum to `num_layers`.
+
+    `weights` are w, `chunk_weights` p, `chunk_extras` e and `least_bound` m. None: memory does not allow any.
+    """
+    ranks = range(len(most))
+    most = [min(count, num_layers - len(most) + 1) for count in most]
+    if min(most) < 1 or sum(most) < num_layers:
+        return None
+    cheapest = sorted(ranks, key=lambda rank: weights[rank])
+
+    def filled(room: Sequence[int]) -> Split | None:
+        layers, left = [1 for _ in ranks], num_layers - len(ranks)
+        if min(room) < 1 or sum(room) < num_layers:
+            return None
+        for rank in cheapest:
+            more = min(room[rank] - 1, left)
+            layers[rank] += more
+            left -= more
+        slowest = max(layers[rank] * chunk_weights[rank] + chunk_extras[rank] for rank in ranks)
+        linear = sum(layers[rank] * weights[rank] for rank in ranks)
+        return Split(tuple(layers), linear + repeats * max(slowest, least_bound))
+
+    best = filled(most)
+    if repeats <= 0 or best is None:
+        return best
+    linear = sum(count * weight for count, weight in zip(best.layers, weights, strict=True))  # no bound makes it less
+    by_rank = [[n * chunk_weights[rank] + chunk_extras[rank] for n in range(1, most[rank] + 1)] for rank in ranks]
+    for bound in sorted({seconds for each in by_rank for seconds in each}):
+        if linear + repeats * max(bound, least_bound) >= best.seconds:
+            break  # from here on the maximum alone costs too much
+        found = filled([bisect_left(each, bound * (1 + 1e-12) + 1e-15) for each in by_rank])
+        if found is not None and found.seconds < best.seconds:
+            best = found
+    return best
+
+
+class PipelinePlanner:
+    """`plan` uses all devices of the request, as far as the model has layers for them."""
+
+    name = "pipeline"
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """Raises ModelDoesNotFit."""
+        return self.on_some(request, min(len(request.cluster.devices), request.spec.num_layers))
+
+    def on_some(self, request: PlanRequest, num_devices: int) -> Plan:
+        """On so many of the request's devices, those that suit it best. Raises ModelDoesNotFit."""
+        search = _Search(request)
+        found: list[_Estimate] = []
+        missing: list[int] = []
+        for subset in search.subsets(num_devices):
+            for order in search.orders(subset):
+                for chunk_rows in search.chunk_sizes(num_devices):
+                    estimate = search.estimate(order, chunk_rows)
+                    if isinstance(estimate, int):
+                        missing.append(estimate)
+                    else:
+                        found.append(estimate)
+        if not found:
+            raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
+        plans = [search.priced(estimate, self.name) for estimate in sorted(found)[:_PRICED]]
+        return min(plans, key=seconds_of)
+
+
+class _Estimate(NamedTuple):
+    """`order` are devices by their index in the cluster; sorts by time, and equal ones the same way on every run."""
+
+    seconds: float
+    order: tuple[int, ...]
+    layers: tuple[int, ...]
+    chunk_rows: int
+
+
+class _Search:
+    """What the objective consists of, by device and link; devices by their index in the request's cluster."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request, self._spec = request, request.spec
+        self._devices = request.cluster.devices
+        self._blocks = [device.blocks for device in self._devices]
+        index = {device.device_id: number for number, device in enumerate(self._devices)}
+        self._links = {(index[link.source], index[link.target]): link for link in request.cluster.links}
+        promise = request.promise
+        self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
+        self._tokens = promise.new_tokens if promise else 0
+        self._token_layer = [token_layer_seconds(self._spec, each, request.num_cached_tokens) for each in self._blocks]
+        # Every order and every chunk size asks for these again.
+        self._chunk_layer = lru_cache(None)(self._chunk_layer_seconds)
+        self._hop = lru_cache(None)(self._hop_seconds)
+        self._bytes = lru_cache(None)(self._stage_bytes)
+
+    # ---- what there is to choose from -----------------------------------------------------------------------------
+
+    def subsets(self, count: int) -> Iterator[tuple[int, ...]]:
+        """All, or of very many those of the fastest and of the largest devices."""
+        everyone = range(len(self._devices))
+        if comb(len(everyone), count) <= _MAX_ALL_SUBSETS:
+            yield from combinations(everyone, count)
+            return
+        speeds = [capacity(self._request, blocks) for blocks in self._blocks]
+        budgets = [device.budget_bytes for device in self._devices]
+        chosen = {
+            tuple(sorted(sorted(everyone, key=lambda device: -worth[device])[:count])) for worth in (speeds, budgets)
+        }
+        yield from sorted(chosen)
+
+    def orders(self, subset: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The first leads, and the last hands back to it: every order, or of many devices every start on a good ring."""
+        if len(subset) <= _MAX_ALL_ORDERS:
+            yield from permutations(subset)
+            return
+        index = {device.device_id: number for number, device in enumerate(self._devices)}
+        ring = best_ring(self._request.cluster.subset(tuple(self._devices[device].device_id for device in subset)))
+        along = tuple(index[device.device_id] for device in ring.devices)
+        for start in range(len(along)):
+            yield along[start:] + along[:start]
+
+    def chunk_sizes(self, num_devices: int) -> list[int]:
+        """An encoder's rows see each other, and pass as a whole."""
+        if self._request.generation is None or num_devices == 1:
+            return [0]
+        seq_len = self._request.seq_len
+        sizes = [num_grains(num_grains(seq_len, count), ROW_GRAIN) * ROW_GRAIN for count in _CHUNKS[1:]]
+        return [0, *dict.fromkeys(size for size in sizes if _LEAST_CHUNK_ROWS <= size < seq_len)]
+
+    # ---- what it takes ----------------------------------------------------------------------------------------------
+
+    def estimate(self, order: tuple[int, ...], chunk_rows: int) -> _Estimate | int:
+        """The best split, or how many bytes are missing."""
+        spec, H = self._spec, self._spec.hidden_size
+        num_chunks = len(chunks_of(self._request.seq_len, chunk_rows))
+        rows = chunk_rows or self._request.seq_len
+        ways = list(zip(order, (*order[1:], order[0]), strict=True)) if len(order) > 1 else []
+        hops = [self._hop(*way, rows * H) for way in ways[:-1]]
+        per_chunk = [self._chunk_layer(device, chunk_rows) for device in order]
+        weights = [
+            self._steps * seconds + self._tokens * self._token_layer[device]
+            for device, seconds in zip(order, per_chunk, strict=True)
+        ]
+        embedding = self._blocks[order[0]].embedding(rows)
+        extras = [embedding if rank == 0 else 0.0 for rank in range(len(order))]
+        for rank, hop in enumerate(hops):
+            extras[rank] += hop.sender
+            extras[rank + 1] += hop.receiver
+        most, missing = self._most_layers(order, chunk_rows)
+        if missing:
+            return missing
+        split = best_split(
+            spec.num_layers, most, weights, per_chunk, extras,
+            repeats=self._steps * (num_chunks - 1), least_bound=max((hop.moving for hop in hops), default=0.0),
+        )  # fmt: skip
+        assert split is not None
+        once = embedding + sum(hop.total for hop in hops)
+        for_token = token_head_seconds(spec, self._blocks[order[0]]) + sum(self._hop(*way, H).total for way in ways)
+        seconds = split.seconds + self._steps * once + self._tokens * for_token
+        return _Estimate(seconds, order, split.layers, chunk_rows)
+
+    def priced(self, estimate: _Estimate, planner: str) -> Plan:
+        cluster = self._request.cluster.subset(tuple(self._devices[device].device_id for device in estimate.order))
+        body = TransformerPlan.pipeline(self._spec, estimate.layers, estimate.chunk_rows)
+        return price(self._request, cluster, body, planner)
+
+    def _most_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
+        """How many layers each device has room for; and the bytes that all of them lack for the model, or 0."""
+        per_layer, first, other = self._bytes(len(order), chunk_rows)
+        left = [
+            self._devices[device].budget_bytes - (other if rank else first) - per_layer
+            for rank, device in enumerate(order)
+        ]  # beside one layer
+        most = [1 + space // per_layer if space >= 0 else 0 for space in left]
+        lacking = self._spec.num_layers - sum(max(count, 1) for count in most)
+        return most, sum(max(-space, 0) for space in left) + max(lacking, 0) * per_layer
+
+    def _stage_bytes(self, num_devices: int, chunk_rows: int) -> tuple[int, int, int]:
+        """Of one layer, and of the first stage and of any other without one."""
+        one, two = (
+            TransformerPlan.pipeline(self._spec, (count,) * num_devices, chunk_rows) for count in (1, 2)
+        )  # of how many layers, does not matter here
+
+        def total(body: TransformerPlan, rank: int) -> int:
+            return memory_use(self._spec, body, rank, self._request.seq_len, self._request.promise).total
+
+        per_layer = total(two, 0) - total(one, 0)
+        return per_layer, total(one, 0) - per_layer, total(one, num_devices - 1) - per_layer
+
+    def _chunk_layer_seconds(self, device: int, chunk_rows: int) -> float:
+        """One layer for one chunk: of all chunks the mean, as later ones have more before them."""
+        chunks = chunks_of(self._request.seq_len, chunk_rows)
+        return sum(layer_seconds(self._spec, self._blocks[device], rows) for rows in chunks) / len(chunks)
+
+    def _hop_seconds(self, source: int, target: int, values: int) -> _Hop:
+        link, format_ = self._links[source, target], self._request.wire.values
+        sender, receiver = (wire_seconds(self._blocks[end].wire, values, format_) for end in (source, target))
+        moving = values * BYTES_PER_VALUE[format_] / link.bytes_per_second
+        return _Hop(sender, moving, receiver, sender + moving + link.round_trip_seconds / 2 + receiver)
+
+
+class _Hop(NamedTuple):
+    """Seconds of the sender's and the receiver's compute, of the link, and until the values are there."""
+
+    sender: float
+    moving: float
+    receiver: float
+    total: float

@@ -1,0 +1,1 @@
+"""Refinements of a plan: plan in, better plan out."""

@@ -1,0 +1,146 @@
+"""What every planner takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from coordinator.plan.transformer.cost.decode import decode_seconds
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.predict import predict
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Alternative, Generation, Plan, PlannedDevice, Strategy, TransformerPlan, WireFormat
+
+DEFAULT_SEQUENCES = 4
+DEFAULT_NEW_TOKENS = 128
+# Room in a step for this many sequences at least: short ones may be many, and each takes only a row.
+_MIN_SEQUENCES_IN_STEP = 16
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a decoder's sequences are promised, and the request that its plans are weighed by."""
+
+    context: int  # tokens of one sequence: prompt and answer
+    sequences: int = DEFAULT_SEQUENCES  # so many of such a context have room at once
+    prompt_tokens: int | None = None  # expected; None: as many as one step takes
+    new_tokens: int = DEFAULT_NEW_TOKENS
+
+    def promise(self, seq_len: int) -> Generation:
+        return Generation(
+            kv_tokens=self.context * self.sequences,
+            max_sequences=max(self.sequences, _MIN_SEQUENCES_IN_STEP),
+            prefill_rows=seq_len,
+            context=self.context,
+            prompt_tokens=min(self.prompt_tokens or seq_len, self.context),
+            new_tokens=min(self.new_tokens, self.context),
+        )
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, the devices it may use (in ring order), and what the user fixed.
+
+    `spare_accuracy`: the wire format was chosen for the user, and is to be kept to the links where it saves time.
+    `generation` is for decoders; without it, theirs is a plan for prefill alone.
+    """
+
+    spec: ModelSpec
+    cluster: ClusterProfile
+    seq_len: int
+    wire: WireFormat = field(default_factory=WireFormat)
+    strategy: Strategy | Literal["auto"] = "auto"
+    spare_accuracy: bool = False
+    generation: GenerationRequest | None = None
+
+    @property
+    def promise(self) -> Generation | None:
+        return self.generation.promise(self.seq_len) if self.generation else None
+
+    @property
+    def num_cached_tokens(self) -> float:
+        """In the KV cache while the expected request decodes, on average."""
+        promise = self.promise
+        return promise.prompt_tokens + promise.new_tokens / 2 if promise else 0.0
+
+    @property
+    def attention_by_rows(self) -> bool:
+        """Whether attention may be split by rows: a rank caches keys and values of its own heads only, so that a later
+        chunk of a prompt could not see those of the other heads."""
+        return self.may_replicate and (self.generation is None or self.generation.context <= self.seq_len)
+
+    @property
+    def may_replicate(self) -> bool:
+        """Whether a rank may hold more of a matrix than it decodes with: int4 is packed and used whole, and int8's kernel
+        takes no matrix of which only some inputs are used (converting it for every token is slower than it all)."""
+        return self.generation is None or self.spec.weights not in ("int8", "int4")
+
+    @property
+    def why_not_by_rows(self) -> str:
+        if not self.may_replicate:
+            return f"needs whole matrices everywhere, and {self.spec.weights} does not decode with a part of one"
+        context = self.generation.context if self.generation else 0
+        return f"needs a context ({context} tokens) that is prefilled in one step (of {self.seq_len} rows)"
+
+
+class Planner(Protocol):
+    """Finds a plan. Raises ModelDoesNotFit that says how many bytes are missing."""
+
+    name: str
+
+    def plan(self, request: PlanRequest) -> Plan: ...
+
+
+def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
+    """The same request for some of the devices."""
+    return replace(request, cluster=request.cluster.subset(device_ids))
+
+
+def price(
+    request: PlanRequest,
+    cluster: ClusterProfile,
+    body: TransformerPlan,
+    planner: str,
+    alternatives: Sequence[Alternative] = (),
+) -> Plan:
+    """A finished plan: memory of every rank, and the simulator's prediction."""
+    predicted, busy = predict(request.spec, body, cluster, request.seq_len, request.wire)
+    generation = request.promise
+    if generation is not None:
+        seconds = decode_seconds(request.spec, body, cluster, request.wire, request.num_cached_tokens)
+        rows = min(generation.prefill_rows, body.chunk_rows or generation.prefill_rows)
+        generation = generation.model_copy(update={"decode_seconds": seconds, "prefill_rows": rows})
+    devices = tuple(
+        PlannedDevice(
+            device_id=device.device_id,
+            name=device.name,
+            memory=memory_use(request.spec, body, rank, request.seq_len, generation),
+            budget_bytes=device.budget_bytes,
+            compute_seconds=busy[rank],
+        )
+        for rank, device in enumerate(cluster.devices)
+    )
+    return Plan(
+        model=request.spec,
+        planner=planner,
+        seq_len=request.seq_len,
+        devices=devices,
+        body=body,
+        wire=request.wire,
+        predicted=predicted,
+        generation=generation,
+        alternatives=tuple(alternatives),
+    )
+
+
+def over_budget(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan, rank: int) -> int:
+    """By how many bytes a device is over its budget; below 0: what it has left."""
+    held = memory_use(request.spec, body, rank, request.seq_len, request.promise)
+    return held.total - cluster.devices[rank].budget_bytes
+
+
+def missing_bytes(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan) -> int:
+    """How many bytes all devices together lack for this plan; 0 when it fits."""
+    return sum(max(over_budget(request, cluster, body, rank), 0) for rank in range(len(cluster.devices)))

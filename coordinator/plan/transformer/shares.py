@@ -1,0 +1,117 @@
+"""What planners count in: whole grains of heads, columns and vocabulary, and the bytes and seconds they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from coordinator.models.checkpoint.sharding import chunk_weights
+from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.memory import (
+    COMPUTE_BYTES,
+    attention_values,
+    kv_bytes,
+    logit_values,
+    memory_use,
+    mlp_values,
+)
+from coordinator.plan.transformer.request import PlanRequest
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
+from hearth.plan.profile import BlockProfile
+from hearth.plan.transformer import Strategy, TransformerPlan
+
+
+def body_of(
+    request: PlanRequest,
+    strategy: Strategy,
+    groups: Sequence[int],
+    columns: Sequence[int],
+    vocabulary: Sequence[int],
+    row_weights: Sequence[float] | None = None,
+) -> TransformerPlan:
+    """A plan of shares in grains: KV groups, MLP column grains, vocabulary grains. Without row weights, equal rows."""
+    spec = request.spec
+    return TransformerPlan(
+        strategy=strategy,
+        heads=tuple(share * spec.group_size for share in groups),
+        columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
+        row_weights=tuple(row_weights or (1.0,) * len(groups)),
+        vocabulary=grains_to_items(vocabulary, spec.vocab_size, VOCABULARY_GRAIN),
+    )
+
+
+class Work:
+    """What a layer's shares take: of one step, or of a decoder's expected request, its prompt and then token by token."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._spec = spec = request.spec
+        promise = request.promise
+        self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
+        self._tokens = promise.new_tokens if promise else 0
+        self._bytes_per_head = attention_bytes(spec, spec.group_size, request.num_cached_tokens) / spec.group_size
+        self._bytes_per_column = mlp_bytes(spec, 1)
+
+    def attention(self, blocks: BlockProfile, heads: int) -> float:
+        """L(MHA, a, d)."""
+        return self._seconds(blocks, blocks.attention(heads), heads * self._bytes_per_head)
+
+    def mlp(self, blocks: BlockProfile, columns: int) -> float:
+        """L(MLP, b, d)."""
+        return self._seconds(blocks, blocks.mlp(columns), columns * self._bytes_per_column)
+
+    def layer(self, blocks: BlockProfile) -> float:
+        """A whole layer on one device."""
+        return self.attention(blocks, self._spec.num_heads) + self.mlp(blocks, self._spec.ffn_size)
+
+    def _seconds(self, blocks: BlockProfile, step_seconds: float, num_bytes: float) -> float:
+        if not self._tokens:
+            return step_seconds * self._steps
+        return step_seconds * self._steps + self._tokens * num_bytes * blocks.decode_seconds_per_byte
+
+
+class Budget:
+    """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
+
+    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
+        spec, seq_len, promise = request.spec, request.seq_len, request.promise
+        num_ranks = len(request.cluster.devices)
+        empty = TransformerPlan(
+            strategy=strategy,
+            heads=(0,) * num_ranks,
+            columns=(0,) * num_ranks,
+            row_weights=(1.0,) * num_ranks,
+            vocabulary=(0,) * num_ranks,
+        )
+        self._left = [
+            device.budget_bytes - memory_use(spec, empty, rank, seq_len, promise).total
+            for rank, device in enumerate(request.cluster.devices)
+        ]
+        group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
+        head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
+        head_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
+        # What attention takes without a head is in `empty` already.
+        head_activations = attention_values(spec, group, seq_len, promise) - attention_values(spec, 0, seq_len, promise)
+        self.head_grain = head_bytes + head_activations * COMPUTE_BYTES
+        if promise is not None:
+            self.head_grain += kv_bytes(spec, group, promise)
+        column_activations = mlp_values(spec, columns, seq_len, promise)
+        column_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
+        self.column_grain = column_bytes + column_activations * COMPUTE_BYTES
+        vocabulary_bytes = chunk_weights(spec, "vocabulary") * spec.word_bytes
+        if spec.has_separate_head:
+            vocabulary_bytes += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
+        logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), promise)
+        self.vocabulary_grain = vocabulary_bytes + logits * COMPUTE_BYTES
+
+    def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
+        used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain
+        return max(self._left[device] - used, 0.0)
+
+    def total(self, device: int) -> int:
+        """Bytes of a device for shares of all kinds."""
+        return max(self._left[device], 0)
+
+    def missing(self, groups: int, columns: int, vocabulary: int) -> int:
+        """How many bytes all devices together lack for the whole model; at least one, since grains may not fit either."""
+        wanted = groups * self.head_grain + columns * self.column_grain + vocabulary * self.vocabulary_grain
+        return max(wanted - sum(self.total(device) for device in range(len(self._left))), 1)

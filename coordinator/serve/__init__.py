@@ -1,0 +1,1 @@
+"""Keep a model deployed and answer requests."""

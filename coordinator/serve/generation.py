@@ -1,0 +1,327 @@
+"""Answers that come token by token: requests become sequences on what is deployed, and outlive it when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from coordinator.serve.goal import Model
+from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer, read_generation_defaults
+from hearth.errors import (
+    BadPlan,
+    BadRequest,
+    ContextTooLong,
+    DeadlineExceeded,
+    DeviceLost,
+    HearthError,
+    LeaseLost,
+    QueueFull,
+    StepFailed,
+    WorkerDied,
+)
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Plan
+from hearth.platform.asyncio_tools import within
+from hearth.wire.messages import (
+    FinishReason,
+    Generate,
+    GenerationEnded,
+    Sampling,
+    TextEnded,
+    TextGenerated,
+    TokensGenerated,
+)
+from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # rank 0's agent counts them together with our heartbeats to it
+_MAX_FAILURES = 3  # of the plans that a request runs on; after one more it is told
+_MAX_STOP_CHARACTERS = 1000  # of a stop text: each is looked for at every token
+_LATE_SECONDS = 10.0  # by which an agent's patience exceeds the request's own, which knows better what to say
+_WARM_UP_TOKENS = 8
+_WARM_UP_SECONDS = 120.0
+# The plan has failed, not the request: it goes on with the next plan.
+_GO_ON = (WorkerDied, DeviceLost, StepFailed, LeaseLost, DeadlineExceeded)
+
+
+class Deployed(Protocol):
+    """What runs sequences (see `coordinator.deploy.transformer`)."""
+
+    plan: Plan
+
+    def generate(
+        self,
+        token_ids: np.ndarray[Any, Any],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        first_index: int,
+        timeout_seconds: float,
+    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]: ...
+
+
+class Host(Protocol):
+    """Who deploys (see `coordinator.serve.transformer`)."""
+
+    async def deployed(self, timeout_seconds: float) -> Deployed:
+        """What is served, once something is. Raises NotServing."""
+
+    def serves(self, deployment: Deployed) -> bool:
+        """Whether it is still this one."""
+
+    def failed_on(self, deployment: Deployed, error: HearthError) -> None:
+        """A request got this error from it."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """What is read once from a decoder's directory."""
+
+    spec: ModelSpec
+    tokenizer: TextTokenizer | None  # without one, token ids still work
+    defaults: GenerationDefaults
+
+    @classmethod
+    def of(cls, model: Model) -> TextModel:
+        """Raises BadCheckpoint."""
+        tokenizer: object = model.tokenizer
+        return cls(
+            model.spec,
+            tokenizer if isinstance(tokenizer, TextTokenizer) else None,
+            read_generation_defaults(model.directory),
+        )
+
+    def prompt_ids(self, request: Generate, token_ids: np.ndarray[Any, Any] | None) -> list[int]:
+        """The request's prompt. Raises BadRequest."""
+        if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
+            raise BadRequest(reason="it needs a prompt, messages or token ids, and only one of them")
+        if self.tokenizer is None and (token_ids is None or request.stop):
+            raise BadRequest(reason="the model has no tokenizer.json; send token ids, and no stop texts")
+        if any(not 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in request.stop):
+            raise BadRequest(reason=f"a stop text has 1 to {_MAX_STOP_CHARACTERS} characters")
+        if token_ids is not None:
+            if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
+                raise BadRequest(reason="token ids must be a list of 32-bit integers")
+            ids: list[int] = token_ids.tolist()
+        else:
+            assert self.tokenizer is not None
+            ids = self.tokenizer.encode(request.prompt) if request.prompt else []
+            if request.messages:
+                ids = self.tokenizer.encode_chat(request.messages)
+        if not ids:
+            raise BadRequest(reason="the prompt is empty")
+        if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
+            raise BadRequest(reason=f"token ids must lie between 0 and {self.spec.vocab_size - 1}")
+        return ids
+
+
+def context_tokens(plan: Plan) -> int:
+    """How many tokens one request may have, prompt and answer together."""
+    if plan.generation is None:
+        raise BadPlan(reason="it is not for a model that generates")
+    promised = plan.generation.kv_tokens
+    return min(plan.model.max_positions, promised, plan.generation.context or promised)
+
+
+async def warm_up(deployment: Deployed) -> None:
+    """Two tokens: proves that all workers reach each other in prefill and decoding, and loads the kernels."""
+    import numpy as np
+
+    context = context_tokens(deployment.plan)
+    prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
+    max_tokens = max(min(2, context - len(prompt)), 1)
+    async with aclosing(deployment.generate(prompt, Sampling(), max_tokens, (), 0, _WARM_UP_SECONDS)) as answers:
+        async for _ in answers:
+            pass
+
+
+class Generations:
+    """All requests that generate, at most `limit` at once. They run side by side: rank 0 batches them.
+
+    `stepping` is held while any runs, so that neither a better plan nor a measurement comes in between.
+    """
+
+    def __init__(self, host: Host, stepping: asyncio.Lock, limit: int) -> None:
+        self.num_running = 0
+        self._host = host
+        self._hold = _SharedHold(stepping)
+        self._limit = min(limit, _MAX_AT_ONCE)
+
+    async def run(
+        self, model: TextModel, request: Generate, token_ids: np.ndarray[Any, Any] | None
+    ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
+        """The answer, as it comes. When a plan fails, the next one goes on with the tokens so far.
+
+        Without `max_tokens` the answer has at most what generation_config.json says, else 512 tokens, and no more than the
+        context has room for. Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
+        """
+        if self.num_running >= self._limit:
+            raise QueueFull(limit=self._limit)
+        self.num_running += 1
+        try:
+            began = asyncio.get_running_loop().time()
+            try:
+                reading = asyncio.to_thread(model.prompt_ids, request, token_ids)
+                prompt = await within(request.timeout_seconds, reading)
+            except asyncio.TimeoutError:
+                raise _too_late(request) from None
+            answer = _Answer(model, request, prompt, began)
+            async with aclosing(self._parts(answer, began + request.timeout_seconds)) as parts:
+                async for part in parts:
+                    yield part
+            yield answer.ended()
+        finally:
+            self.num_running -= 1
+
+    async def _parts(self, answer: _Answer, deadline: float) -> AsyncGenerator[TextGenerated, None]:
+        """Up to the end of the answer, on one plan after the other if need be."""
+        loop = asyncio.get_running_loop()
+        num_failures = 0
+        answer.left(answer.model.spec.max_positions)  # a prompt that can never fit is told before a wait
+        while answer.reason is None:
+            deployment = await self._host.deployed(deadline - loop.time())
+            async with self._hold:
+                if not self._host.serves(deployment):
+                    continue  # another plan came while this waited
+                max_tokens = answer.left(context_tokens(deployment.plan))
+                if max_tokens == 0:  # only the word that it had ended was lost
+                    answer.reason = "stop" if answer.stopped else "length"
+                    return
+                async with aclosing(answer.on(deployment, max_tokens, deadline)) as events:
+                    while answer.reason is None:
+                        try:
+                            event = await within(max(deadline - loop.time(), 0.001), anext(events))
+                        except asyncio.TimeoutError:
+                            raise _too_late(answer.request) from None
+                        except HearthError as error:
+                            self._host.failed_on(deployment, error)
+                            num_failures += 1
+                            if num_failures > _MAX_FAILURES or not isinstance(error, _GO_ON):
+                                raise
+                            break
+                        if isinstance(event, TokensGenerated):
+                            yield answer.take(event.token_ids)
+                        else:
+                            answer.finish(event)
+
+
+class _Answer:
+    """One request, and what was generated for it. Times are the loop's."""
+
+    def __init__(self, model: TextModel, request: Generate, prompt: list[int], began: float) -> None:
+        self.model = model
+        self.request = request
+        self.reason: FinishReason | None = None  # once it has ended
+        self._prompt = prompt
+        self._tokens: list[int] = []
+        self._text: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
+        self._stops = StopTexts(request.stop)
+        self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
+        self._clock = asyncio.get_running_loop().time
+        self._began = began
+        self._num_plans = 0
+        self._sent = self._first = self._last = began
+        self._event: GenerationEnded | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the newest token is one that ends texts."""
+        return bool(self._tokens) and self._tokens[-1] in self.model.defaults.stop_ids
+
+    def left(self, context: int) -> int:
+        """How many tokens may still come. Raises ContextTooLong."""
+        wanted, room = self.request.max_tokens, context - len(self._prompt)
+        if room < (wanted or 1):
+            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=wanted or 1, context_tokens=context)
+        if self.stopped:
+            return 0
+        return max((wanted or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
+
+    def on(
+        self, deployment: Deployed, max_tokens: int, deadline: float
+    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+        """What is still to come, from this deployment."""
+        import numpy as np
+
+        self._num_plans += 1
+        if self._num_plans == 1:
+            self._sent = self._clock()
+        return deployment.generate(
+            np.asarray([*self._prompt, *self._tokens], np.int32),
+            self._sampling,
+            max_tokens,
+            self.model.defaults.stop_ids,
+            first_index=len(self._tokens),
+            timeout_seconds=deadline - self._clock() + _LATE_SECONDS,
+        )
+
+    def take(self, token_ids: Sequence[int]) -> TextGenerated:
+        """The next tokens, up to one that completes a stop text: with it the answer has ended."""
+        self._last = self._clock()
+        if not self._tokens:
+            self._first = self._last
+        text = ""
+        for count, token_id in enumerate(token_ids, start=1):
+            self._tokens.append(token_id)
+            if self._text is not None and not self.stopped:
+                text += self._stops.push(self._text.push(token_id))
+                if self._stops.found:
+                    self.reason = "stop"
+                    return TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
+        return TextGenerated(token_ids=tuple(token_ids), text=text)
+
+    def finish(self, event: GenerationEnded) -> None:
+        """The plan says that it has ended."""
+        self._event = event
+        self.reason = event.reason
+
+    def ended(self) -> TextEnded:
+        """The end, with the text that was held back."""
+        assert self.reason is not None
+        text = ""
+        if self._text is not None:
+            text = self._stops.push(self._text.flush()) + self._stops.flush()
+        queued, first, others = self._sent - self._began, self._first - self._sent, self._last - self._first
+        if self._event is not None and self._num_plans == 1:  # where it ran knows better how long it waited there
+            queued += self._event.queued_seconds
+            first, others = self._event.prefill_seconds, self._event.decode_seconds
+        return TextEnded(
+            text=text,
+            reason="stop" if self._stops.found else self.reason,
+            num_prompt_tokens=len(self._prompt),
+            num_tokens=len(self._tokens),
+            queued_seconds=queued,
+            first_token_seconds=max(first, 0.0),
+            decode_seconds=others,
+        )
+
+
+class _SharedHold(AbstractAsyncContextManager["_SharedHold"]):
+    """A lock that any number may hold together; its other users wait until all have let go."""
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._entering = asyncio.Lock()  # only the first takes the lock, and the others wait for it to have it
+        self._num_holders = 0
+
+    async def __aenter__(self) -> _SharedHold:
+        async with self._entering:
+            if self._num_holders == 0:
+                await self._lock.acquire()
+            self._num_holders += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._lock.release()
+
+
+def _too_late(request: Generate) -> DeadlineExceeded:
+    return DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)

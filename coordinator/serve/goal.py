@@ -1,0 +1,124 @@
+"""What a goal comes to: its model read once, the devices that it may use, and what a planner is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sentence import read_pooling
+from coordinator.models.graph_file import Graph
+from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.limits import Named, capped, memory_caps
+from coordinator.plan.transformer.make import GenerationRequest, PlanRequest
+from coordinator.plan.transformer.request import DEFAULT_SEQUENCES
+from coordinator.serve.drift import with_held_memory
+from coordinator.serve.prompts import TextTokenizer
+from coordinator.serve.sentences import SentenceTokenizer
+from coordinator.serve.state import GraphGoal, ServingGoal
+from hearth.errors import BadSetting
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan, Values
+
+DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
+DEFAULT_CONTEXT = 2048  # as much; what more is promised is held in memory on every device
+
+_D = TypeVar("_D", bound=Named)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is read once from the model's directory. Of a decoder, a longer text than a step comes in chunks."""
+
+    directory: Path
+    spec: ModelSpec
+    seq_len: int  # a step holds at most this many rows, and a text for an encoder at most this many tokens
+    tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; without one, token ids still work
+    generation: GenerationRequest | None = None  # for decoders
+
+
+def open_model(goal: ServingGoal) -> Model:
+    """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+    directory = Path(goal.model_dir)
+    spec = read_spec(directory).model_copy(update={"weights": goal.weights})
+    generation = _generation(goal, spec)
+    longest = generation.context if generation else spec.max_positions
+    seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, longest)
+    if not spec.causal:
+        read_pooling(directory)
+    return Model(directory, spec, seq_len, _tokenizer(directory, spec), generation)
+
+
+def _tokenizer(directory: Path, spec: ModelSpec) -> SentenceTokenizer | TextTokenizer | None:
+    if not (directory / "tokenizer.json").exists():
+        return None
+    return TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
+
+
+def _generation(goal: ServingGoal, spec: ModelSpec) -> GenerationRequest | None:
+    if not spec.causal:
+        for option, value in (("--context", goal.context), ("--sequences", goal.sequences)):
+            if value is not None:
+                raise BadSetting(setting=option, reason=f"{spec.name} generates no text")
+        return None
+    context = goal.context or min(spec.max_positions, DEFAULT_CONTEXT)
+    if context > spec.max_positions:
+        raise BadSetting(setting="--context", reason=f"{spec.name} takes at most {spec.max_positions} tokens")
+    return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
+
+
+def allowed(goal: ServingGoal | GraphGoal, devices: Iterable[_D]) -> list[_D]:
+    """The devices that the user does not exclude."""
+    excluded = set(goal.exclude)
+    return [device for device in devices if not {device.name, device.device_id} & excluded]
+
+
+def suits(plan: Plan, model: Model) -> bool:
+    """Whether a plan from before is for this model, and promises what is asked for now."""
+    promise = model.generation.promise(model.seq_len) if model.generation is not None else None
+    promised = plan.generation.model_copy(update={"decode_seconds": 0.0}) if plan.generation is not None else None
+    return plan.model == model.spec and plan.seq_len == model.seq_len and promised == promise
+
+
+def plan_request(
+    goal: ServingGoal,
+    model: Model,
+    cluster: ClusterProfile,
+    values: Values | None = None,
+    deployed: Plan | None = None,
+) -> PlanRequest:
+    """What to ask a planner, under the user's limits. `deployed` is taken down before the new plan comes.
+
+    `values` is the format that an accuracy budget chose.
+    """
+    caps = memory_caps(cluster, goal.limits, deployed)
+    if deployed is not None:
+        cluster = with_held_memory(cluster, deployed)
+    wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
+    return PlanRequest(
+        model.spec,
+        capped(cluster, caps),
+        model.seq_len,
+        wire,
+        goal.strategy,
+        spare_accuracy=values is not None,
+        generation=model.generation,
+    )
+
+
+def graph_request(goal: GraphGoal, graph: Graph, cluster: GraphCluster) -> GraphRequest:
+    """What to ask a planner."""
+    return GraphRequest(
+        spec=graph.spec,
+        cluster=cluster,
+        objective=goal.objective,
+        strategy=goal.strategy,
+        congestion=goal.congestion,
+        time_limit_seconds=goal.time_limit_seconds,
+        wire=goal.wire,
+        model_hash=graph.fingerprint,
+    )

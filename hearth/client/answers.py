@@ -1,0 +1,229 @@
+"""Asking a decoder, on the client's side: what a request is made of, and answers that come token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from hearth.errors import BadMessage, BadRequest, HearthError
+from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CLOSE_SECONDS = 10.0
+
+_M = TypeVar("_M", bound=BaseModel)
+
+Chat = Sequence[ChatMessage | Mapping[str, str]]  # {"role": "user", "content": "..."}
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Token(NamedTuple):
+    """`text` is what this token adds: nothing while a character, or a possible stop text, is not complete.
+
+    Text that was held back until the end comes last, without a token.
+    """
+
+    text: str
+    token_id: int | None
+    seconds: float  # since the request was sent
+
+
+class Usage(NamedTuple):
+    """What an answer took. `num_tokens` are those that were generated."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: Literal["stop", "length"]
+    first_token_seconds: float  # as seen here, the queue included
+    queued_seconds: float
+    decode_seconds: float  # for all tokens after the first
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first; 0 when there is none."""
+        return (self.num_tokens - 1) / self.decode_seconds if self.num_tokens > 1 and self.decode_seconds > 0 else 0.0
+
+
+class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncIterator[Token]):
+    """An answer as it comes. The request is sent with the first token that is asked for; closing it ends it.
+
+    `token_ids` are those that came so far; `usage` is there at the end.
+    """
+
+    def __init__(self, parts: AsyncGenerator[Token | Usage, None]) -> None:
+        self.token_ids: list[int] = []
+        self.usage: Usage | None = None
+        self._parts = parts
+        self._texts: list[str] = []
+        self._next: asyncio.Future[Token | Usage] | None = None
+
+    async def __anext__(self) -> Token:
+        self._next = asyncio.ensure_future(anext(self._parts))
+        part = await self._next
+        if isinstance(part, Usage):
+            self.usage = part
+            await self._parts.aclose()
+            raise StopAsyncIteration
+        self._texts.append(part.text)
+        if part.token_id is not None:
+            self.token_ids.append(part.token_id)
+        return part
+
+    async def text(self) -> str:
+        """The whole text, once it has ended."""
+        async for _ in self:
+            pass
+        return "".join(self._texts)
+
+    async def aclose(self) -> None:
+        """End it, in the home too. Nothing happens when it has ended."""
+        if self._next is not None and not self._next.done():
+            self._next.cancel()
+            await asyncio.wait({self._next})
+        await self._parts.aclose()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class Generation(AbstractContextManager["Generation"], Iterator[Token]):
+    """As `AsyncGeneration`, for programs without an event loop. Closing it, Ctrl-C in it and dropping it end the answer."""
+
+    def __init__(self, answer: AsyncGeneration, run: Run, loop: asyncio.AbstractEventLoop) -> None:
+        """`run` awaits something in `loop`, which runs in another thread."""
+        self._answer = answer
+        self._run = run
+        self._loop = loop
+        self._turn = threading.Lock()
+        self._ended = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._answer.token_ids
+
+    @property
+    def usage(self) -> Usage | None:
+        return self._answer.usage
+
+    def __next__(self) -> Token:
+        with self._turn:
+            try:
+                token: Token | None = self._run(self._take())
+            except HearthError:
+                self._ended = True
+                raise
+            except BaseException:  # Ctrl-C
+                self.close()
+                raise
+        if token is None:
+            self._ended = True
+            raise StopIteration
+        return token
+
+    def text(self) -> str:
+        """The whole text, once it has ended."""
+        text: str = self._run(self._answer.text())
+        return text
+
+    def close(self) -> None:
+        """End it, in the home too. Nothing happens when it has ended."""
+        if (closing := self._close()) is not None:
+            with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+                closing.result(_CLOSE_SECONDS)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> concurrent.futures.Future[None] | None:
+        if self._ended:
+            return None
+        self._ended = True
+        closing = self._answer.aclose()
+        try:
+            return asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:  # the home was closed, and with it the loop
+            closing.close()
+            return None
+
+    async def _take(self) -> Token | None:
+        try:
+            return await anext(self._answer)
+        except StopAsyncIteration:
+            return None
+
+
+# ---- requests and their parts ----------------------------------------------------------------------------------------
+
+
+def parts_of(message: Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
+    """What a message of a stream comes to. The text of several tokens stands with the last of them."""
+    if isinstance(message, TextGenerated):
+        *others, last = message.token_ids or (None,)
+        return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
+    if not isinstance(message, TextEnded):
+        raise BadMessage(reason=f"the coordinator answered with {type(message).__name__}")
+    usage = Usage(
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_tokens=message.num_tokens,
+        finish_reason=message.reason,
+        first_token_seconds=first_token_seconds,
+        queued_seconds=message.queued_seconds,
+        decode_seconds=message.decode_seconds,
+    )
+    return [*([Token(message.text, None, seconds)] if message.text else []), usage]
+
+
+def chat_message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:
+    if isinstance(message, ChatMessage):
+        return message
+    if not isinstance(message, Mapping):
+        raise BadRequest(reason="a message of a chat has a role and a content")
+    return valid(ChatMessage, **message)
+
+
+def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[Any]:
+    import numpy as np
+
+    from hearth.wire.framing import pack_array
+
+    try:
+        given = np.asarray(token_ids)
+        ids = given.astype(np.int32)
+        fits = bool((given == ids).all())
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise BadRequest(reason="token_ids must be a list of 32-bit integers")
+    return pack_array(ids)
+
+
+def valid(model: type[_M], **fields: Any) -> _M:
+    """Raises BadRequest that names the field and what it may be."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, *_ = (*first["loc"], "a field")
+        schema = model.model_json_schema()["properties"].get(name, {})
+        number = next((kind for kind in schema.get("anyOf", [schema]) if kind.get("type") in _NUMBERS), None)
+        if number is None:
+            raise BadRequest(reason=f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        limits = " and ".join(f"{word} {number[key]}" for key, word in _LIMITS.items() if key in number)
+        raise BadRequest(
+            reason=f"{name} must be {_NUMBERS[number['type']]} {limits}, not {str(first['input'])[:40]}"
+        ) from None
+
+
+_NUMBERS = {"number": "a number", "integer": "a whole number"}
+_LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}

@@ -1,0 +1,55 @@
+"""Asking a graph of operators, on the client's side: named arrays in, named arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from hearth.errors import BadMessage, BadRequest
+from hearth.protocol import MAX_PAYLOAD_FRAMES
+from hearth.wire.messages import DeviceTrace, Inferred, Message
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+else:
+    Arrays = Mapping
+
+
+class InferenceResult(NamedTuple):
+    """`latency_seconds` leaves out the time in the queue."""
+
+    outputs: dict[str, np.ndarray[Any, Any]]
+    latency_seconds: float
+    traces: tuple[DeviceTrace, ...]
+
+
+def array_frames(inputs: Arrays) -> list[Any]:
+    """Two frames for each. Raises BadRequest for what is no array that travels, FrameTooLarge."""
+    import numpy as np
+
+    from hearth.wire.framing import pack_array
+
+    if 2 * len(inputs) > MAX_PAYLOAD_FRAMES:
+        raise BadRequest(reason=f"{len(inputs)} inputs; one request takes at most {MAX_PAYLOAD_FRAMES // 2}")
+    frames: list[Any] = []
+    for name, value in inputs.items():
+        try:
+            frames += pack_array(np.asarray(value))
+        except ValueError as error:
+            raise BadRequest(reason=f"the input '{name}' cannot be sent: {error}") from None
+    return frames
+
+
+def inference_of(message: Message, payload: Sequence[Any]) -> InferenceResult:
+    """The coordinator's answer. Raises BadMessage."""
+    from hearth.wire.framing import unpack_array
+
+    if not isinstance(message, Inferred):
+        raise BadMessage(reason=f"the coordinator answered with {type(message).__name__}")
+    if len(payload) != 2 * len(message.names):
+        raise BadMessage(reason=f"{len(message.names)} outputs came in {len(payload)} frames")
+    pairs = zip(payload[::2], payload[1::2], strict=True)
+    outputs = {name: unpack_array(pair) for name, pair in zip(message.names, pairs, strict=True)}
+    return InferenceResult(outputs, message.latency_seconds, message.traces)

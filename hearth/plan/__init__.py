@@ -1,0 +1,1 @@
+"""Plans, profiles and geometry shared by the coordinator and the agents. Pure."""

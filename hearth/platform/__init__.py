@@ -1,0 +1,1 @@
+"""The host's surroundings: keys, mDNS, interfaces, systemd, units, asyncio helpers."""

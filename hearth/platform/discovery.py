@@ -1,0 +1,195 @@
+"""mDNS: advertise a service of this home, and find those of others. zeroconf is imported late.
+
+A record shows a random id, the protocol version and a fingerprint of the home's public key for that role; nothing
+else, not even the host's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hearth.errors import BadSetting
+from hearth.protocol import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from zeroconf import Zeroconf
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+log = logging.getLogger(__name__)
+
+AGENT_SERVICE = "_hearth._tcp.local."
+COORDINATOR_SERVICE = "_hearth-coord._tcp.local."
+AGENT_PORT = 47800
+
+_RESOLVE_MS = 3000  # a record that has no address by then is asked for again at its next announcement
+_MAX_FIELD = 64
+
+
+class Found(NamedTuple):
+    """One advertised service. `hosts` are its addresses, IPv4 first."""
+
+    id: str
+    hosts: tuple[str, ...]
+    port: int
+    protocol: int
+    fingerprint: str
+
+
+class Advertiser:
+    """Advertises one service until `stop`, which says goodbye."""
+
+    def __init__(
+        self, service: str, port: int, fingerprint: str, random_id: str, interfaces: Sequence[str] | None
+    ) -> None:
+        """`interfaces` are the local addresses on which to speak, and which are advertised (None: all)."""
+        self._service = service
+        self._port = port
+        self._fields = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": fingerprint}
+        self._interfaces = list(interfaces) if interfaces else None
+        self._zeroconf: AsyncZeroconf | None = None
+
+    async def start(self) -> None:
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        from hearth.platform.interfaces import all_addresses
+
+        random_id = self._fields["id"]
+        addresses = self._interfaces or all_addresses()
+        info = AsyncServiceInfo(
+            self._service,
+            f"{random_id}.{self._service}",
+            port=self._port,
+            properties=self._fields,
+            server=f"{random_id}.local.",
+            parsed_addresses=addresses,
+        )
+        self._zeroconf = _open(self._interfaces)
+        await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
+
+    async def stop(self) -> None:
+        if self._zeroconf is not None:
+            await self._zeroconf.async_unregister_all_services()
+            await self._zeroconf.async_close()
+            self._zeroconf = None
+
+
+class Browser:
+    """Looks for services and calls `on_found` for each one, and again when its address changes."""
+
+    def __init__(
+        self, service: str, on_found: Callable[[Found], None], interfaces: Sequence[str] | None = None
+    ) -> None:
+        self.found: dict[str, Found] = {}
+        self._service = service
+        self._on_found = on_found
+        self._interfaces = list(interfaces) if interfaces else None
+        self._zeroconf: AsyncZeroconf | None = None
+        self._browser: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        from zeroconf.asyncio import AsyncServiceBrowser
+
+        self._zeroconf = _open(self._interfaces)
+        self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._service, handlers=[self._changed])
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._browser is not None:
+            await self._browser.async_cancel()
+        if self._zeroconf is not None:
+            await self._zeroconf.async_close()
+
+    def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
+        from zeroconf import ServiceStateChange
+
+        if state_change is ServiceStateChange.Removed:
+            self.found.pop(name.partition(".")[0], None)
+            return
+        task = asyncio.create_task(self._resolve(zeroconf, name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        info = AsyncServiceInfo(self._service, name)
+        if not await info.async_request(zeroconf, _RESOLVE_MS):
+            return
+        found = _read(info)
+        if found is not None and self.found.get(found.id) != found:
+            self.found[found.id] = found
+            self._on_found(found)
+
+
+async def find_coordinator(
+    fingerprint: str, timeout_seconds: float, interfaces: Sequence[str] | None = None
+) -> Found | None:
+    """The first coordinator of this home that answers, or None when the time is up."""
+    answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+
+    def on_found(found: Found) -> None:
+        if found.fingerprint == fingerprint and not answer.done():
+            answer.set_result(found)
+
+    browser = Browser(COORDINATOR_SERVICE, on_found, interfaces)
+    await browser.start()
+    try:
+        return await asyncio.wait_for(answer, timeout_seconds)
+    except asyncio.TimeoutError:
+        return None
+    finally:
+        await browser.stop()
+
+
+def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple[str, int], ...]:
+    """Addresses for networks without multicast: "host", "host:port", "[v6]:port", separated by commas.
+
+    Raises BadSetting that names the part that cannot be read.
+    """
+    peers = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        host, port = part, str(default_port)
+        if part.startswith("["):
+            host, _, rest = part[1:].partition("]")
+            port = rest.removeprefix(":") or port
+        elif part.count(":") == 1:
+            host, port = part.split(":")
+        if not host or not port.isdigit() or not 1 <= int(port) <= 65535 or any(c.isspace() for c in host):
+            raise BadSetting(setting="address", reason=f"'{part}' is not of the form host or host:port")
+        peers.append((host, int(port)))
+    if not peers:
+        raise BadSetting(setting="address", reason="it is empty")
+    return tuple(peers)
+
+
+def _open(interfaces: list[str] | None) -> AsyncZeroconf:
+    from zeroconf import InterfaceChoice, IPVersion
+    from zeroconf.asyncio import AsyncZeroconf
+
+    if interfaces and all(":" not in address for address in interfaces):
+        return AsyncZeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
+    return AsyncZeroconf(interfaces=interfaces or InterfaceChoice.All)
+
+
+def _read(info: AsyncServiceInfo) -> Found | None:
+    """A record as we understand it; None for one that is none of ours. Anybody can send anything here."""
+    fields = {
+        key.decode(errors="replace"): (value or b"")[:_MAX_FIELD].decode(errors="replace")
+        for key, value in (info.properties or {}).items()
+    }
+    if not info.port or not fields.get("v", "").isdigit() or not fields.get("id") or "fp" not in fields:
+        return None
+    addresses = sorted(
+        set(info.parsed_addresses()),
+        key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text),
+    )
+    if not addresses:
+        return None
+    return Found(fields["id"], tuple(addresses), info.port, int(fields["v"]), fields["fp"])

@@ -1,0 +1,305 @@
+"""Keys and who may do what: the home key, what is derived from it, credentials in files, CURVE sockets, ZAP.
+
+The home key is 32 random bytes. From it come one CURVE pair each for agents, coordinators and admins, so that whoever
+has it can prove to belong to the home. Apps have pairs of their own (`coordinator.serve.apps` keeps the public halves).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import zmq
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.auth.base import Authenticator
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+
+Role = Literal["agent", "coordinator", "admin"]
+
+_CHECKSUM_BYTES = 4
+_HEARTBEAT_MS = 2000  # notices a peer that vanished without a word
+_HEARTBEAT_TIMEOUT_MS = 6000
+
+
+class KeyPair(NamedTuple):
+    """A CURVE pair, both halves in Z85."""
+
+    public: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public})"
+
+
+def new_keypair() -> KeyPair:
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def derive_keypair(home_key: bytes, role: Role) -> KeyPair:
+    """The home's CURVE pair for a role: BLAKE2b of the role's name under the home key."""
+    secret = z85.encode(hashlib.blake2b(f"hearth {role} 1".encode(), digest_size=32, key=home_key).digest())
+    return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
+
+
+def fingerprint(public_key: str) -> str:
+    """A short name for a public key, safe to show and to advertise."""
+    return hashlib.sha256(public_key.encode()).hexdigest()[:16]
+
+
+# ---- credentials ----------------------------------------------------------------------------------------------------
+
+
+class _Credential(BaseModel):
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+
+
+class HomeKey(_Credential):
+    """Everything: agents and coordinators need it. Whoever has it owns the home until `hearth key rotate`."""
+
+    kind: Literal["home"] = "home"
+    key: str = Field(repr=False)  # 32 bytes, hexadecimal
+
+    def key_bytes(self) -> bytes:
+        return bytes.fromhex(self.key)
+
+
+class AdminKey(_Credential):
+    """A person's key: looks at devices and status, asks for inference, manages apps."""
+
+    kind: Literal["admin"] = "admin"
+    secret: str = Field(repr=False, min_length=40, max_length=40)
+    agent_public: str = Field(min_length=40, max_length=40)
+    coordinator_public: str = Field(min_length=40, max_length=40)
+
+
+class AppKey(_Credential):
+    """An app's key: inference and readiness only, revocable."""
+
+    kind: Literal["app"] = "app"
+    name: str
+    secret: str = Field(repr=False, min_length=40, max_length=40)
+    coordinator_public: str = Field(min_length=40, max_length=40)
+
+
+Credential: TypeAlias = HomeKey | AdminKey | AppKey
+_CREDENTIAL: TypeAdapter[Credential] = TypeAdapter(Credential)
+
+
+def new_home_key() -> HomeKey:
+    return HomeKey(key=secrets.token_hex(32))
+
+
+def admin_key(home: HomeKey) -> AdminKey:
+    key = home.key_bytes()
+    return AdminKey(
+        secret=derive_keypair(key, "admin").secret,
+        agent_public=derive_keypair(key, "agent").public,
+        coordinator_public=derive_keypair(key, "coordinator").public,
+    )
+
+
+def format_credential(credential: Credential) -> str:
+    """One line: `hearth-<kind>-1:<base64 of the fields and a checksum>`."""
+    body = credential.model_dump_json(exclude={"kind"}).encode()
+    checksum = hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+    return f"hearth-{credential.kind}-1:{base64.urlsafe_b64encode(body + checksum).decode()}"
+
+
+def parse_credential(text: str, source: str) -> Credential:
+    """Read one line. Raises BadKey that says what is wrong; never repeats the key."""
+    prefix, _, encoded = text.strip().partition(":")
+    kind = prefix.removeprefix("hearth-").removesuffix("-1")
+    if kind not in ("home", "admin", "app") or prefix != f"hearth-{kind}-1":
+        raise BadKey(source=source, reason="it does not begin with hearth-home-1:, hearth-admin-1: or hearth-app-1:")
+    try:
+        data = base64.b64decode(encoded, altchars=b"-_", validate=True)
+        body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+        if hashlib.sha256(body).digest()[:_CHECKSUM_BYTES] != checksum:
+            raise BadKey(source=source, reason="its checksum is wrong: a character was mistyped or is missing")
+        types: dict[str, type[Credential]] = {"home": HomeKey, "admin": AdminKey, "app": AppKey}
+        credential = types[kind].model_validate_json(body)
+        if isinstance(credential, HomeKey) and len(credential.key_bytes()) != 32:
+            raise BadKey(source=source, reason="a home key has 32 bytes")
+        _check_keys(credential)
+        return credential
+    except (binascii.Error, ValidationError, ValueError):
+        raise BadKey(source=source, reason="it is damaged or was cut short") from None
+
+
+def _check_keys(credential: Credential) -> None:
+    for name in ("secret", "agent_public", "coordinator_public"):
+        if (key := getattr(credential, name, None)) is not None and len(z85.decode(key.encode())) != 32:
+            raise ValueError(name)
+
+
+def default_key_path(environ: Mapping[str, str]) -> Path:
+    """$HEARTH_KEY, else systemd's credential, else ~/.config/hearth/key."""
+    if path := environ.get("HEARTH_KEY"):
+        return Path(path)
+    if directory := environ.get("CREDENTIALS_DIRECTORY"):
+        credential = Path(directory) / "home.key"
+        if credential.exists():
+            return credential
+    config = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", ".")) / ".config")
+    return Path(config) / "hearth" / "key"
+
+
+def load_credential(path: Path) -> Credential:
+    """Raises KeyMissing or BadKey."""
+    try:
+        return parse_credential(path.read_text(), str(path))
+    except FileNotFoundError:
+        raise KeyMissing(path=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadKey(source=str(path), reason=f"the file cannot be read ({error})") from None
+
+
+def save_credential(path: Path, credential: Credential, force: bool = False) -> None:
+    """Write for the owner's eyes only, all or nothing. Raises KeyExists unless `force`."""
+    if path.exists() and not force:
+        raise KeyExists(path=str(path))
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(format_credential(credential) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def resolve_credential(key: str | Path | Credential | None) -> Credential:
+    """A credential, its one-line text, its file, or (None) the default file."""
+    if isinstance(key, HomeKey | AdminKey | AppKey):
+        return key
+    if isinstance(key, str) and key.startswith("hearth-"):
+        return parse_credential(key, "the given text")
+    return load_credential(Path(key) if key is not None else default_key_path(os.environ))
+
+
+# ---- what a credential opens ----------------------------------------------------------------------------------------
+
+
+class Access(NamedTuple):
+    """Our own pair, and the public key that the server must prove to have."""
+
+    own: KeyPair
+    server_public: str
+
+
+def _own(credential: Credential) -> KeyPair:
+    if isinstance(credential, HomeKey):
+        return derive_keypair(credential.key_bytes(), "coordinator")
+    return KeyPair(zmq.curve_public(credential.secret.encode()).decode(), credential.secret)
+
+
+def coordinator_access(credential: Credential) -> Access:
+    """What a client needs to talk to this home's coordinator."""
+    if isinstance(credential, HomeKey):
+        return Access(_own(credential), derive_keypair(credential.key_bytes(), "coordinator").public)
+    return Access(_own(credential), credential.coordinator_public)
+
+
+def agent_access(credential: Credential) -> Access:
+    """What talking to agents needs: as coordinator with the home key, as admin with an admin's. Else NotAuthorised."""
+    if isinstance(credential, HomeKey):
+        return Access(_own(credential), derive_keypair(credential.key_bytes(), "agent").public)
+    if isinstance(credential, AdminKey):
+        return Access(_own(credential), credential.agent_public)
+    raise NotAuthorised(role="app", action="talk to agents")
+
+
+# ---- sockets --------------------------------------------------------------------------------------------------------
+
+
+def _harden(socket: zmq.Socket[Any]) -> None:
+    socket.linger = 0
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> None:
+    """Make a socket a CURVE server that admits only what the gatekeeper of `domain` admits.
+
+    ZAP_ENFORCE_DOMAIN: without it, a server with no gatekeeper running lets any key in.
+    """
+    _harden(socket)
+    socket.curve_server = True
+    socket.curve_secretkey = keypair.secret.encode()
+    socket.curve_publickey = keypair.public.encode()
+    socket.zap_domain = domain.encode()
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_client(socket: zmq.Socket[Any], own: KeyPair, server_public: str) -> None:
+    """Make a socket a CURVE client that talks only to the holder of `server_public`'s secret."""
+    _harden(socket)
+    socket.curve_serverkey = server_public.encode()
+    socket.curve_secretkey = own.secret.encode()
+    socket.curve_publickey = own.public.encode()
+
+
+def plain_socket(socket: zmq.Socket[Any]) -> None:
+    """A data-plane socket whose encryption the user turned off by name: the size caps still hold."""
+    _harden(socket)
+
+
+def user_id(frame: zmq.Frame) -> str:
+    """The authenticated public key (Z85) of the peer that sent a frame."""
+    return str(frame.get("User-Id"))
+
+
+Admit = Callable[[str], "bool | Awaitable[bool]"]
+
+
+class _Callback:
+    """pyzmq's credentials provider."""
+
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
+
+    def callback(self, domain: str, key: bytes) -> bool | Awaitable[bool]:
+        return self._admit(key.decode())
+
+
+class Gatekeeper:
+    """The one ZAP handler of a context. Each domain has its own rule; a domain without one admits nobody."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+        # pyzmq falls back to stored certificates when no rule is set at all; a rule for no domain closes that.
+        self._authenticator.configure_curve_callback("-", _Callback(lambda key: False))
+
+    def admit(self, domain: str, rule: Admit) -> None:
+        """`rule(public_key)` decides at every handshake; it may be a coroutine function."""
+        self._authenticator.configure_curve_callback(domain, _Callback(rule))
+
+    def start(self) -> None:
+        self._authenticator.start()
+
+    def stop(self) -> None:
+        self._authenticator.stop()
+
+
+def asyncio_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
+    """For the daemon and the coordinator; start it inside the running loop."""
+    return Gatekeeper(AsyncioAuthenticator(context))
+
+
+def thread_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
+    """For the worker: the handler runs in a thread of its own."""
+    return Gatekeeper(ThreadAuthenticator(context))

@@ -1,0 +1,1 @@
+"""Bytes on sockets: messages, tensor frames, activation codec, request/reply."""

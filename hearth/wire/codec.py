@@ -1,0 +1,298 @@
+"""Activation codec: value format, byte shuffle, lz4. numpy only.
+
+Measured (ALGORITHMS.md section 1): lz4 on raw float activations gains nothing, after a byte shuffle 6 % (fp32) to 15 %
+(bf16). So `auto` samples ratio and speed per link and tensor kind, and compresses exactly where that shortens the
+transfer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hearth.errors import BadMessage
+from hearth.plan.transformer import WireFormat
+from hearth.transport.base import Buffer
+from hearth.wire.messages import WireStats
+
+Array = np.ndarray[Any, Any]
+
+SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
+SAMPLE_EVERY = 64  # tiles of one kind, after the first
+_COMPUTE_COUNTS = 3.0  # measured: at 1, lz4 made four devices at 270 Mbit/s a quarter slower in fp16
+_LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output: one more step of a match length
+
+
+class ValueFormat(IntEnum):
+    """How values stand on the wire; the numbers are part of the protocol."""
+
+    EXACT = 0
+    BF16 = 1
+    FP16 = 2
+    INT8 = 3
+
+
+_FORMATS = {
+    "exact": ValueFormat.EXACT,
+    "bf16": ValueFormat.BF16,
+    "fp16": ValueFormat.FP16,
+    "int8": ValueFormat.INT8,
+}
+
+
+class Casts(Protocol):
+    """Conversions between float32 and the 16-bit formats. The worker brings torch's, several times as fast."""
+
+    def fits_fp16(self, array: Array) -> bool:
+        """Whether every value is finite and within fp16's range."""
+
+    def to_fp16(self, array: Array) -> Array:
+        """Rounded to nearest; what is too large becomes infinite."""
+
+    def from_fp16(self, array: Array) -> Array: ...
+
+    def to_bf16(self, array: Array) -> Array:
+        """The upper halves as uint16, rounded to nearest even; NaN stays NaN."""
+
+    def from_bf16(self, array: Array) -> Array: ...
+
+
+_FP16_MAX = 65504.0
+
+
+class _NumpyCasts:
+    def fits_fp16(self, array: Array) -> bool:
+        return bool(np.abs(array).max(initial=0.0) <= _FP16_MAX)  # False for a NaN, too
+
+    def to_fp16(self, array: Array) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return array.astype("<f2")
+
+    def from_fp16(self, array: Array) -> Array:
+        return array.astype(np.float32)
+
+    def to_bf16(self, array: Array) -> Array:
+        bits = array.view(np.uint32)
+        with np.errstate(over="ignore"):
+            rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+        nan = np.isnan(array)
+        if nan.any():
+            rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x40  # rounding could carry a NaN into infinity
+        return rounded
+
+    def from_bf16(self, array: Array) -> Array:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+
+
+NUMPY_CASTS: Casts = _NumpyCasts()
+
+
+class Encoded(NamedTuple):
+    """`buffers` in the order of `wire_sizes`; with `compressed`, each is shuffled and in lz4."""
+
+    values: ValueFormat
+    compressed: bool
+    buffers: list[Buffer]
+
+
+def lz4_pays(
+    raw_bytes: int,
+    compressed_bytes: int,
+    compress_seconds: float,
+    decompress_seconds: float,
+    link_bytes_per_second: float,
+) -> bool:
+    """Whether compressing, sending less and decompressing is worth it.
+
+    A transfer hides behind compute, where it does not, the link is what is short; compressing always takes compute. So a
+    second of it must save several on the link.
+    """
+    saved_seconds = (raw_bytes - compressed_bytes) / link_bytes_per_second
+    return saved_seconds > _COMPUTE_COUNTS * (compress_seconds + decompress_seconds)
+
+
+class Codec:
+    """The sending side of one link. `encode` belongs to one thread at a time; `clock` returns seconds."""
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        link_bytes_per_second: float,
+        clock: Callable[[], float],
+        casts: Casts = NUMPY_CASTS,
+    ) -> None:
+        if wire.lz4 != "off":
+            import lz4.block  # noqa: F401  # now: the first sample must not time the import
+        self._wire = wire
+        self._values = _FORMATS[wire.values]
+        self._lz4 = wire.lz4
+        self._link_bytes_per_second = link_bytes_per_second
+        self._clock = clock
+        self._casts = casts
+        # Format and kind: tiles seen, whether lz4 pays.
+        self._decisions: dict[tuple[ValueFormat, str], tuple[int, bool]] = {}
+        self._num_tiles = self._raw_bytes = self._sent_bytes = self._lz4_tiles = 0
+
+    @property
+    def stats(self) -> WireStats:
+        return WireStats(
+            num_tiles=self._num_tiles,
+            raw_bytes=self._raw_bytes,
+            sent_bytes=self._sent_bytes,
+            lz4_tiles=self._lz4_tiles,
+        )
+
+    @property
+    def is_lossy(self) -> bool:
+        return self._values is not ValueFormat.EXACT
+
+    def use(self, values: str | None) -> None:
+        """Send the tiles that follow in this format; None: in the plan's."""
+        self._values = _FORMATS[values or self._wire.values]
+
+    def encode(self, kind: str, array: Array, verbatim: bool = False) -> Encoded:
+        """Encode an array. `kind` names tensors that compress alike; zero-copy where nothing is converted.
+
+        `verbatim`: neither converted nor compressed.
+        """
+        array = np.ascontiguousarray(array)
+        values, planes = _to_wire(array, ValueFormat.EXACT if verbatim else self._values, self._casts)
+        compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
+        buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
+        if compress:
+            smaller = [_compress(plane) for plane in planes]
+            if sum(map(len, smaller)) < sum(len(buffer) for buffer in buffers):
+                buffers = list(smaller)
+            else:
+                compress = False
+        self._num_tiles += 1
+        self._raw_bytes += array.nbytes
+        self._sent_bytes += sum(len(buffer) for buffer in buffers)
+        self._lz4_tiles += compress
+        return Encoded(values, compress, buffers)
+
+    def _wants_lz4(self, kind: tuple[ValueFormat, str], planes: Sequence[Array]) -> bool:
+        if self._lz4 != "auto":
+            return self._lz4 == "on"
+        seen, pays = self._decisions.get(kind, (0, False))
+        if seen % SAMPLE_EVERY == 0:
+            pays = self._sample(planes[0])
+        self._decisions[kind] = (seen + 1, pays)
+        return pays
+
+    def _sample(self, plane: Array) -> bool:
+        sample = plane.reshape(-1)[: SAMPLE_BYTES // plane.itemsize]
+        start = self._clock()
+        compressed = _compress(sample)
+        between = self._clock()
+        _decompress(compressed, sample.dtype, sample.size)
+        end = self._clock()
+        return lz4_pays(sample.nbytes, len(compressed), between - start, end - between, self._link_bytes_per_second)
+
+
+def decode(
+    values: ValueFormat,
+    compressed: bool,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    buffers: Sequence[Buffer],
+    casts: Casts = NUMPY_CASTS,
+) -> Array:
+    """The array again, in its first dtype and shape; read-only where nothing was converted. Raises BadMessage.
+
+    The caller has checked that `shape` names no more memory than a frame may. lz4 can make no more than that, nor more
+    than the bytes at hand can hold: a short buffer under a large shape allocates nothing.
+    """
+    layout = wire_layout(values, dtype, shape)
+    if len(buffers) != len(layout):
+        raise BadMessage(reason=f"{len(buffers)} buffers for a tile of {len(layout)}")
+    planes = []
+    for buffer, (plane_dtype, plane_shape) in zip(buffers, layout, strict=True):
+        size = math.prod(plane_shape)
+        if compressed:
+            plane = _decompress(buffer, plane_dtype, size)
+        elif len(buffer) != size * plane_dtype.itemsize:
+            raise BadMessage(reason=f"{len(buffer)} bytes for {size} values of {plane_dtype}")
+        else:
+            plane = np.frombuffer(memoryview(buffer).toreadonly(), plane_dtype) if size else np.empty(0, plane_dtype)
+        planes.append(plane.reshape(plane_shape))
+    return _from_wire(values, planes, dtype, casts)
+
+
+def wire_layout(
+    values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    """Dtype and shape of each buffer of a tile."""
+    if values is ValueFormat.EXACT:
+        return [(dtype, shape)]
+    if values is ValueFormat.BF16:
+        return [(np.dtype("<u2"), shape)]
+    if values is ValueFormat.FP16:
+        return [(np.dtype("<f2"), shape)]
+    return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
+
+
+# ---- value formats --------------------------------------------------------------------------------------------------
+
+
+def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueFormat, list[Array]]:
+    """Convert, or fall back to exact where the format cannot hold the values."""
+    if values is ValueFormat.EXACT or array.dtype != np.float32 or array.ndim == 0:
+        return ValueFormat.EXACT, [array]
+    if values is ValueFormat.BF16:
+        return values, [casts.to_bf16(array)]
+    if values is ValueFormat.FP16:
+        half = casts.to_fp16(array)
+        # Rounding overflows to infinity: then a finite value exceeded the format, unless it was infinite before.
+        if casts.fits_fp16(array) or np.array_equal(np.isinf(half), np.isinf(array)):
+            return values, [half]
+        return ValueFormat.EXACT, [array]
+    largest = np.abs(array).max(axis=-1, initial=0.0)
+    if not np.isfinite(largest).all():
+        return ValueFormat.EXACT, [array]
+    # A subnormal row would overflow in the division; its values are zero to every reader anyway.
+    scale = np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny).astype("<f4")
+    quantised = np.rint(array / scale[..., None])
+    return values, [np.clip(quantised, -127, 127).astype(np.int8), scale]
+
+
+def _from_wire(values: ValueFormat, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+    if values is ValueFormat.EXACT:
+        return planes[0]
+    if values is ValueFormat.BF16:
+        return casts.from_bf16(planes[0]).astype(dtype, copy=False)
+    if values is ValueFormat.FP16:
+        return casts.from_fp16(planes[0]).astype(dtype, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale may be anything; it harms only its values
+        return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
+
+
+# ---- shuffle and lz4 ------------------------------------------------------------------------------------------------
+
+
+def _compress(plane: Array) -> bytes:
+    import lz4.block  # late: a client reads plain arrays only, and need not install it
+
+    shuffled = np.ascontiguousarray(plane.reshape(-1).view(np.uint8).reshape(-1, plane.itemsize).T)
+    compressed: bytes = lz4.block.compress(shuffled, store_size=False)
+    return compressed
+
+
+def _decompress(buffer: Buffer, dtype: np.dtype[Any], size: int) -> Array:
+    import lz4.block
+
+    num_bytes = size * dtype.itemsize
+    if num_bytes > len(buffer) * _LZ4_MAX_RATIO:
+        raise BadMessage(reason=f"{len(buffer)} compressed bytes cannot hold a tile of {num_bytes}")
+    try:
+        raw = lz4.block.decompress(buffer, uncompressed_size=num_bytes) if num_bytes else b""
+    except (lz4.block.LZ4BlockError, ValueError, OverflowError, MemoryError):
+        raise BadMessage(reason="a compressed tile is damaged") from None
+    if len(raw) != num_bytes:
+        raise BadMessage(reason=f"a compressed tile holds {len(raw)} bytes instead of {num_bytes}")
+    shuffled = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, size)
+    return np.ascontiguousarray(shuffled.T).reshape(-1).view(dtype)

@@ -1,0 +1,232 @@
+"""Tensors as frames: a small fixed header, then raw little-endian buffers that are never copied here.
+
+A tile message of the data plane is `[plan token + header, buffer...]`; a small tile of one buffer is one frame, since every
+frame is encrypted and handed over on its own. Everything that a header names is checked
+against a cap before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hearth.errors import BadMessage, FrameTooLarge
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+from hearth.transport.base import Buffer
+from hearth.wire import codec
+from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec, ValueFormat
+
+TOKEN_BYTES = 16
+MAX_DIMS = 8  # operators of vision models split axes into windows and heads
+_VERSION = 3
+_COMPRESSED = 0x80
+# version, dtype, encoding, dims, phase; epoch, step, layer, tile, source, chunk; shape
+_HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
+_HEAD_BYTES = TOKEN_BYTES + _HEADER.size
+_ONE_FRAME_BYTES = 32 << 10  # above, copying the buffer costs more than a frame
+_ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
+
+_DTYPES = tuple(
+    np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1", "i1", "?", "<f8", "<i2", "<u2", "<u4", "<u8")
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message; `TENSOR` may be any
+
+
+class Phase(IntEnum):
+    """Where in a layer a tile belongs; the numbers are part of the protocol."""
+
+    EMBED = 0
+    GATHER_ATTENTION = 1
+    REDUCE_ATTENTION = 2
+    GATHER_MLP = 3
+    REDUCE_MLP = 4
+    GATHER_KEYS = 5
+    GATHER_VALUES = 6
+    REDUCE_GATHER_ATTENTION = 7  # second half of an AllReduce
+    REDUCE_GATHER_MLP = 8
+    EXCHANGE_QKV = 9  # all-to-all: Q, K and V of some rows, to the owner of their heads
+    EXCHANGE_HEADS = 10  # all-to-all: head outputs, to the owner of their rows
+    ORDER = 11  # rank 0 to all: what a step of a generation does (a message, as bytes)
+    SUM_ATTENTION = 12  # decoding: partial sums, to every peer in one hop
+    SUM_MLP = 13
+    HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
+    CANDIDATES = 15  # for the next token, to rank 0
+    STAGE_ROWS = 16  # pipeline: hidden rows, to the next stage
+    STEP_DONE = 17  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
+    TENSOR = 18  # graphs: `layer` numbers the tensors that leave their rank
+
+
+# No format may change these: they are no activations.
+_VERBATIM = frozenset({Phase.ORDER, Phase.CANDIDATES, Phase.STEP_DONE})
+
+
+class TileKey(NamedTuple):
+    """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it.
+
+    A large tile travels in chunks of its rows, so that a ring's next hop starts before the whole tile is there.
+    """
+
+    epoch: int
+    step: int
+    layer: int
+    phase: Phase
+    tile: int
+    source: int
+    chunk: int = 0
+
+
+def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
+    """The frames of one tile, encoded for one link. The array must not change until they are sent.
+
+    Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
+    """
+    array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
+    encoded = link.encode(key.phase.name, array, verbatim=key.phase in _VERBATIM)
+    header = _HEADER.pack(
+        _VERSION,
+        dtype_code,
+        encoded.values | (_COMPRESSED if encoded.compressed else 0),
+        array.ndim,
+        key.phase,
+        key.epoch,
+        key.step,
+        key.layer,
+        key.tile,
+        key.source,
+        key.chunk,
+        *_padded(array.shape),
+    )
+    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _ONE_FRAME_BYTES:
+        return [b"".join((token, header, encoded.buffers[0]))]
+    return [token + header, *encoded.buffers]
+
+
+def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The frames of a tile, header and buffers: a small one's lie in one frame."""
+    if len(frames) != 1 or len(frames[0]) <= _HEAD_BYTES:
+        return frames
+    whole = memoryview(frames[0])
+    return [whole[:_HEAD_BYTES], whole[_HEAD_BYTES:]]
+
+
+def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
+    """Read what a tile is, without touching its values. Raises BadMessage, FrameTooLarge."""
+    return read_header(token, frames).key
+
+
+def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
+    """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
+    header = read_header(token, frames)
+    return header.key, decode_body(header, frames)
+
+
+def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
+    """The values of a tile whose header was read from these frames. Raises BadMessage."""
+    return codec.decode(header.values, header.compressed, header.dtype, header.shape, apart(frames)[1:], casts)
+
+
+def pack_array(array: Array) -> list[Buffer]:
+    """An array as two payload frames of a message. Raises FrameTooLarge, ValueError for a type that has no code."""
+    array, dtype_code = _for_wire(array, _DTYPES)
+    header = _ARRAY.pack(_VERSION, dtype_code, array.ndim, *_padded(array.shape))
+    return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
+
+
+def unpack_array(frames: Sequence[Buffer]) -> Array:
+    """Read `pack_array`'s frames; read-only, zero-copy. Raises BadMessage, FrameTooLarge."""
+    if len(frames) != 2 or len(frames[0]) != _ARRAY.size:
+        raise BadMessage(reason="an array is a header and a buffer")
+    version, dtype_code, num_dims, *dims = _ARRAY.unpack(frames[0])
+    if version != _VERSION or dtype_code >= len(_DTYPES):
+        raise BadMessage(reason=f"unknown array header (version {version}, dtype {dtype_code})")
+    dtype = _DTYPES[dtype_code]
+    shape = _checked_shape(num_dims, dims, dtype)
+    return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
+
+
+class TileHeader(NamedTuple):
+    """A header whose every field was checked."""
+
+    key: TileKey
+    dtype: np.dtype[Any]
+    values: ValueFormat
+    compressed: bool
+    shape: tuple[int, ...]
+
+
+def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
+    """All checks that need no values, so that a tile that is forwarded unread is well formed too.
+
+    Raises BadMessage, FrameTooLarge.
+    """
+    frames = apart(frames)
+    if not frames or len(frames[0]) != _HEAD_BYTES:
+        raise BadMessage(reason="a tile begins with a header")
+    head = bytes(frames[0])
+    if not hmac.compare_digest(head[:TOKEN_BYTES], token):
+        raise BadMessage(reason="a tile carries another plan's token")
+    version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
+    epoch, step, layer, tile, source, chunk, *dims = rest
+    if version != _VERSION or dtype_code >= len(_DTYPES):
+        raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
+    try:
+        key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)
+    except ValueError:
+        raise BadMessage(reason=f"unknown phase {phase}") from None
+    dtype = _DTYPES[dtype_code]
+    if dtype not in _tile_dtypes(key.phase):
+        raise BadMessage(reason=f"{key.phase.name} tiles are not of {dtype}")
+    shape = _checked_shape(num_dims, dims, dtype)
+    try:
+        values = ValueFormat(encoding & ~_COMPRESSED)
+    except ValueError:
+        raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
+    if values is not ValueFormat.EXACT and (dtype != _DTYPES[0] or not shape):
+        raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
+    num_buffers = len(codec.wire_layout(values, dtype, shape))
+    if len(frames) != 1 + num_buffers:
+        raise BadMessage(reason=f"{len(frames) - 1} buffers for a tile of {num_buffers}")
+    return TileHeader(key, dtype, values, bool(encoding & _COMPRESSED), shape)
+
+
+def _tile_dtypes(phase: Phase) -> tuple[np.dtype[Any], ...]:
+    return _DTYPES if phase is Phase.TENSOR else _TILE_DTYPES
+
+
+def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    if num_dims > MAX_DIMS or any(dims[num_dims:]):
+        raise BadMessage(reason=f"a tensor of {num_dims} dimensions, at most {MAX_DIMS} are allowed")
+    shape = tuple(dims[:num_dims])
+    _check_size(shape, dtype)
+    return shape
+
+
+def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    # A zero counts as one: it must not hide other dimensions whose product no array can have.
+    num_bytes = math.prod(shape if all(shape) else [max(dim, 1) for dim in shape]) * dtype.itemsize
+    if num_bytes > MAX_PAYLOAD_FRAME_BYTES:
+        raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
+
+
+def _for_wire(array: Array, allowed: Sequence[np.dtype[Any]]) -> tuple[Array, int]:
+    """The array in little-endian order, and the code of its type."""
+    dtype = array.dtype
+    if dtype not in allowed:
+        dtype = dtype.newbyteorder("<")
+    if dtype not in allowed:
+        raise ValueError(f"{array.dtype} is none of {', '.join(str(each) for each in allowed)}")
+    if array.ndim > MAX_DIMS:
+        raise ValueError(f"a tensor of {array.ndim} dimensions, at most {MAX_DIMS} are allowed")
+    _check_size(array.shape, dtype)
+    return array.astype(dtype, copy=False), _DTYPE_CODES[dtype]
+
+
+def _padded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape + (0,) * (MAX_DIMS - len(shape))

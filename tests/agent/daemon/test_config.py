@@ -1,0 +1,65 @@
+"""Settings of the agent, and how it ends with bad ones."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+
+from agent.daemon.config import AgentSettings, add_arguments, load_settings
+from hearth.errors import (
+    BadSetting,
+)
+
+
+def settings_of(flags: list[str], **environ: str) -> AgentSettings:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return load_settings(parser.parse_args(flags), {"HOME": "/home/u", **environ})
+
+
+def test_flags_win_over_variables_and_variables_over_defaults() -> None:
+    assert settings_of([]).control_port == 47800
+    assert settings_of([], HEARTH_AGENT_CONTROL_PORT="5").control_port == 5
+    assert settings_of(["--control-port", "6"], HEARTH_AGENT_CONTROL_PORT="5").control_port == 6
+    assert settings_of(["--memory-bytes", "2GiB"]).memory_bytes == 2 << 30
+    assert settings_of(["--data-ports", "5000-5010"]).data_ports == (5000, 5010)
+    assert settings_of(["--no-advertise"]).advertise is False
+    assert settings_of([], STATE_DIRECTORY="/var/lib/x").state_dir == Path("/var/lib/x")
+    assert settings_of([]).store_dir == Path("/home/u/.cache/hearth-agent")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--control-port", "x"],
+        ["--memory-bytes", "much"],
+        ["--data-ports", "9-3"],
+        ["--memory-percent", "120"],
+        ["--compute-device", "tpu"],
+        ["--log-level", "loud"],
+    ],
+)
+def test_bad_settings_are_named(flags: list[str]) -> None:
+    with pytest.raises(BadSetting, match=flags[0]):
+        settings_of(flags)
+
+
+def test_the_agent_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agent.daemon.main", "--state-dir", str(tmp_path), "--store-dir", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--key-path", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("hearth-agent: There is no key at")
+    assert "Traceback" not in done.stderr

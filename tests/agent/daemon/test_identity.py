@@ -1,0 +1,103 @@
+"""What changes the hardware fingerprint, and what must not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+import pytest
+
+from agent.daemon.identity import hardware_fingerprint, load_identity
+from hearth.errors import (
+    BadSetting,
+)
+
+
+def add_interface(
+    root: Path, name: str, address: str, bus: str, assign_type: str = "0", wireless: bool = False
+) -> None:
+    folder = root / "sys/class/net" / name
+    (folder / "device").mkdir(parents=True)
+    (root / "sys/bus" / bus).mkdir(parents=True, exist_ok=True)
+    (folder / "device/subsystem").symlink_to(root / "sys/bus" / bus)
+    (folder / "address").write_text(f"{address}\n")
+    (folder / "addr_assign_type").write_text(f"{assign_type}\n")
+    if wireless:
+        (folder / "phy80211").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("bus", "assign_type", "wireless"),
+    [
+        ("usb", "0", False),  # an adapter is plugged in
+        ("pci", "0", True),  # a wireless address, randomised at the next boot
+        ("platform", "1", False),  # a board without an address of its own makes one up at every boot
+        ("pci", "3", False),  # set by a network manager
+    ],
+)
+def test_addresses_that_come_and_go_do_not_change_the_device(
+    bus: str, assign_type: str, wireless: bool, tmp_path: Path
+) -> None:
+    add_interface(tmp_path, "eth0", "02:00:00:00:00:01", "pci")
+    before = hardware_fingerprint(tmp_path)
+    add_interface(tmp_path, "x0", "02:00:00:00:00:02", bus, assign_type, wireless)
+    assert hardware_fingerprint(tmp_path) == before
+
+
+def test_another_built_in_interface_is_another_device(tmp_path: Path) -> None:
+    add_interface(tmp_path / "a", "eth0", "02:00:00:00:00:01", "platform")
+    add_interface(tmp_path / "b", "eth0", "02:00:00:00:00:02", "platform")
+    assert hardware_fingerprint(tmp_path / "a") != hardware_fingerprint(tmp_path / "b")
+
+
+def test_a_state_directory_that_cannot_be_read_is_a_bad_setting(tmp_path: Path) -> None:
+    (tmp_path / "identity.json").mkdir()
+    with pytest.raises(BadSetting, match="--state-dir"), load_identity(tmp_path):
+        pass
+
+
+def board(root: Path, serial: str) -> Path:
+    (root / "proc/device-tree").mkdir(parents=True)
+    (root / "proc/device-tree/serial-number").write_text(serial + "\0")
+    return root
+
+
+def test_an_identity_stays_until_the_card_moves_to_another_board(tmp_path: Path) -> None:
+    mine, other = board(tmp_path / "mine", "1000"), board(tmp_path / "other", "2000")
+    state = tmp_path / "state"
+    with load_identity(state, mine) as first:
+        pass
+    with load_identity(state, mine) as again:
+        assert (again.device_id, again.keypair, again.regenerated) == (first.device_id, first.keypair, False)
+    shutil.copytree(state, tmp_path / "clone")
+    with load_identity(tmp_path / "clone", other) as cloned:
+        assert cloned.regenerated
+        assert cloned.device_id != first.device_id
+        assert cloned.keypair != first.keypair
+    assert hardware_fingerprint(mine) != hardware_fingerprint(other)
+
+
+def test_two_state_directories_on_one_host_are_two_devices(tmp_path: Path) -> None:
+    with load_identity(tmp_path / "a") as a, load_identity(tmp_path / "b") as b:
+        assert a.device_id != b.device_id
+
+
+def test_one_state_directory_takes_one_agent(tmp_path: Path) -> None:
+    with (
+        load_identity(tmp_path),
+        pytest.raises(BadSetting, match=f"pid {os.getpid()}"),
+        load_identity(tmp_path),
+    ):
+        pass
+
+
+def test_a_damaged_identity_is_kept_aside(tmp_path: Path) -> None:
+    (tmp_path / "identity.json").write_text("{")
+    with load_identity(tmp_path) as identity:
+        assert identity.regenerated
+    assert (tmp_path / "identity.unreadable").read_text() == "{"

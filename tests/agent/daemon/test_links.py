@@ -1,0 +1,100 @@
+"""Link measurements and chunks between agents."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+import zmq
+import zmq.asyncio
+
+from agent.daemon.links import LinkServer, fetch_chunks, measure_link
+from agent.daemon.store import ShardStore
+from hearth.errors import (
+    WrongKey,
+)
+from hearth.platform.security import asyncio_gatekeeper, new_keypair
+from hearth.wire.messages import (
+    FetchChunks,
+    MeasureLink,
+    OpenLinkProbe,
+)
+
+
+def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        gatekeeper = asyncio_gatekeeper(context)
+        mine, theirs = new_keypair(), new_keypair()
+        server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
+        gatekeeper.start()
+        await server.start()
+        request = MeasureLink(
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=theirs.public,
+            max_bytes=8 << 20,
+            max_seconds=1.0,
+        )
+        try:
+            with pytest.raises(WrongKey):
+                await measure_link(request, mine)
+            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+            measured = await asyncio.wait_for(measure_link(request, mine), 20)
+            assert measured.bytes_per_second > 1e6
+            assert measured.round_trip_seconds > 0
+            assert measured.num_bytes <= 8 << 20
+            with pytest.raises(WrongKey):
+                await measure_link(request, new_keypair())
+        finally:
+            await server.close()
+            gatekeeper.stop()
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_chunks_come_from_a_peer_that_lets_us_in(tmp_path: Path) -> None:
+    """What it has not, what is damaged there, and what it does not let us have is told, and comes from elsewhere."""
+    contents = [bytes([index]) * 1000 for index in range(10)]
+    hashes = [hashlib.sha256(content).hexdigest() for content in contents]
+    theirs, ours = ShardStore(tmp_path / "theirs", 1 << 30, "peer"), ShardStore(tmp_path / "ours", 1 << 30, "here")
+    for digest, content in zip(hashes[:8], contents, strict=False):
+        theirs.put(digest, content)
+    theirs.path_of(hashes[3]).write_bytes(b"damaged")
+
+    async def scenario() -> None:
+        context = zmq.asyncio.Context()
+        gatekeeper = asyncio_gatekeeper(context)
+        mine, peer = new_keypair(), new_keypair()
+        server = LinkServer(
+            context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
+        )  # fmt: skip
+        gatekeeper.start()
+        await server.start()
+        request = FetchChunks(
+            holder="c",
+            host="127.0.0.1",
+            port=server.port,
+            peer_public_key=peer.public,
+            hashes=tuple(hashes),
+            seconds=10.0,
+        )
+        try:
+            refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, ours.put)
+            assert sorted(refused) == sorted(hashes)
+            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+            missing = await asyncio.wait_for(fetch_chunks(request, mine, ours.put), 20)
+        finally:
+            await server.close()
+            gatekeeper.stop()
+            context.destroy(linger=0)
+        assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
+        assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
+
+    asyncio.run(scenario())

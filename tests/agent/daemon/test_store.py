@@ -1,0 +1,178 @@
+"""The shard store when folders are emptied, chunks do not fit, and the agent starts again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.chunks import chunk
+
+from agent.daemon.store import ShardStore
+from hearth.errors import (
+    ChunkCorrupt,
+    ChunkMissing,
+    StoreFull,
+)
+
+
+def test_chunks_deleted_behind_its_back_are_missing_and_can_be_put_again(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path / "store", 1000, "d")
+    name, data = chunk(1)
+    store.put(name, data)
+    shutil.rmtree(store.path)
+    with pytest.raises(ChunkMissing):
+        store.verify(name)
+    assert store.missing([name]) == (name,)
+    assert store.total_bytes == 0
+    store.put(name, data)
+    store.verify(name)
+    assert store.path_of(name).read_bytes() == data
+
+
+def test_a_chunk_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 250, "d")
+    name, data = chunk(1)
+    store.put(name, data)
+    with pytest.raises(StoreFull):
+        store.put(*chunk(2, size=300))
+    assert store.missing([name]) == ()
+
+
+def test_what_was_deployed_last_outlives_a_restart(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 250, "d")
+    deployed, other, new = (chunk(i) for i in range(3))
+    store.put(*deployed)
+    store.put(*other)
+    os.utime(store.path_of(deployed[0]), (1, 1))
+    os.utime(store.path_of(other[0]), (2, 2))
+    store.pin([deployed[0]])
+    assert store.path_of(deployed[0]).stat().st_mtime == 1, "deploying rewrites nothing"
+    again = ShardStore(tmp_path, 250, "d")
+    again.put(*new)
+    assert again.missing([deployed[0], other[0], new[0]]) == (other[0],)
+
+
+def test_only_files_named_by_a_hash_in_its_own_folder_are_chunks(tmp_path: Path) -> None:
+    for name in ("zz/" + "z" * 64, "ab/" + "f" * 64, "ab/notes"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 50)
+    (tmp_path / "cd").mkdir()
+    (tmp_path / "cd" / ("cd" * 32)).mkdir()
+    store = ShardStore(tmp_path, 1000, "d")
+    assert store.total_bytes == 0
+    assert store.missing(["f" * 64, "cd" * 32]) == ("f" * 64, "cd" * 32)
+
+
+def test_chunks_that_come_at_once_share_the_room(tmp_path: Path) -> None:
+    """None takes the place that another is just being written to."""
+    store = ShardStore(tmp_path, 1000, "d")
+    chunks = [chunk(index, size=100) for index in range(40)]
+
+    def put(each: tuple[str, bytes]) -> None:
+        store.put(*each)
+        assert store.total_bytes <= 1000
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, chunks))
+    kept = [name for name, _ in chunks if not store.missing([name])]
+    assert len(kept) == 10
+    assert sum(file.stat().st_size for file in tmp_path.glob("??/*")) == 1000
+    assert ShardStore(tmp_path, 1000, "d").missing(kept) == ()
+
+
+def test_chunks_survive_a_restart_and_unfinished_ones_do_not(tmp_path: Path) -> None:
+    name, data = chunk(1)
+    store = ShardStore(tmp_path, 1000, "d")
+    assert store.missing([name]) == (name,)
+    store.put(name, data)
+    (tmp_path / name[:2] / f"{name}.abcd.part").write_bytes(b"half")
+    again = ShardStore(tmp_path, 1000, "d")
+    assert again.missing([name]) == ()
+    again.verify(name)
+    assert again.path_of(name).read_bytes() == data
+    assert not list(tmp_path.glob("*/*.part"))
+    with pytest.raises(ChunkMissing):
+        again.path_of("0" * 64)
+
+
+def test_a_chunk_that_does_not_match_its_hash_is_refused_or_discarded(tmp_path: Path) -> None:
+    name, data = chunk(1)
+    store = ShardStore(tmp_path, 1000, "d")
+    with pytest.raises(ChunkCorrupt):
+        store.put(name, data[:-1])
+    assert store.missing([name]) == (name,)
+    store.put(name, data)
+    store.path_of(name).write_bytes(b"x" * len(data))
+    again = ShardStore(tmp_path, 1000, "d")
+    with pytest.raises(ChunkCorrupt):
+        again.verify(name)
+    assert again.missing([name]) == (name,)
+
+
+def test_pinned_chunks_are_never_evicted_and_a_full_store_says_so(tmp_path: Path) -> None:
+    store = ShardStore(tmp_path, 250, "kitchen")
+    (first, one), (second, two), (third, three) = (chunk(i) for i in range(3))
+    store.put(first, one)
+    store.put(second, two)
+    store.pin([first])
+    store.put(third, three)
+    assert store.missing([first, second, third]) == (second,)
+    store.pin([third])
+    with pytest.raises(StoreFull) as error:
+        store.put(second, two)
+    assert (error.value.device, error.value.needed_bytes, error.value.free_bytes) == ("kitchen", 100, 50)
+    store.unpin_all()
+    store.put(second, two)
+
+
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        store = ShardStore(disk, 1 << 40, "d")
+        (first, one), (second, two) = chunk(1, 10 << 20), chunk(2, 10 << 20)
+        store.put(first, one)
+        store.pin([first])
+        with pytest.raises(StoreFull):
+            store.put(second, two)
+        assert [path.name for path in disk.glob("*/*")] == [first]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
+def test_eviction_takes_the_least_recently_used(operations: list[tuple[bool, int]]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        store, model = ShardStore(Path(folder), 450, "d"), OrderedDict[str, None]()
+        for is_put, index in operations:
+            name, data = chunk(index)
+            if is_put:
+                store.put(name, data)
+                model[name] = None
+                model.move_to_end(name)
+                while len(model) > 4:
+                    model.popitem(last=False)
+            elif name in model:
+                store.path_of(name)
+                model.move_to_end(name)
+        names = [chunk(index)[0] for index in range(10)]
+        assert set(names) - set(store.missing(names)) == set(model)
+        assert store.total_bytes == 100 * len(model)

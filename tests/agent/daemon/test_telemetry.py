@@ -1,0 +1,234 @@
+"""Memory under cgroups, budgets, disks and GPUs of machines shown by their files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("psutil")
+
+import pytest
+
+from agent.daemon.config import AgentSettings, load_settings
+from agent.daemon.gpu import GpuReader, tegra_model
+from agent.daemon.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
+from hearth.errors import (
+    BadSetting,
+)
+
+pytest.importorskip("psutil")
+
+from agent.daemon.telemetry import host_id, num_threads
+from hearth.wire.messages import Gpu
+
+MEGABYTE = 1_000_000
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_page_cache_of_a_cgroup_is_not_in_use(tmp_path: Path) -> None:
+    limits = {"memory.max": "500000000", "memory.current": "480000000"}
+    stat = "anon 100000000\nfile 380000000\ninactive_file 350000000\nactive_file 30000000\n"
+    v2 = write(tmp_path / "v2", {f"sys/fs/cgroup/{k}": v for k, v in {**limits, "memory.stat": stat}.items()})
+    assert memory(v2) == (500 * MEGABYTE, 400 * MEGABYTE)
+    v1 = write(
+        tmp_path / "v1",
+        {
+            "proc/self/cgroup": "4:memory:/a\n",
+            "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "500000000",
+            "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "480000000",
+            "sys/fs/cgroup/memory/a/memory.stat": "inactive_file 0\nactive_file 0\n"
+            "total_inactive_file 350000000\ntotal_active_file 30000000\n",
+        },
+    )
+    assert memory(v1) == (500 * MEGABYTE, 400 * MEGABYTE)
+
+
+def test_limits_of_all_enclosing_cgroups_hold(tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slice/unit/leaf\n",
+            "sys/fs/cgroup/slice/memory.max": "500000000",
+            "sys/fs/cgroup/slice/memory.current": "450000000",  # mostly by other units
+            "sys/fs/cgroup/slice/unit/memory.max": "300000000",
+            "sys/fs/cgroup/slice/unit/memory.current": "10000000",
+            "sys/fs/cgroup/slice/unit/leaf/memory.max": "max",
+        },
+    )
+    assert memory(root) == (300 * MEGABYTE, 50 * MEGABYTE)
+
+
+def test_a_limit_above_all_memory_promises_all_memory_only() -> None:
+    assert memory_budget(4 << 30, 3 << 30, 100 << 30, None) == 4 << 30
+
+
+class OneCuda(GpuReader):
+    """A GPU with 8 GiB, 6 of them free."""
+
+    @property
+    def compute_device(self) -> str:  # type: ignore[override]
+        return "cuda"
+
+    def read(self) -> Gpu:
+        return Gpu(name="x", kind="cuda", memory_total_bytes=8 << 30, memory_free_bytes=6 << 30)
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(50.0, 4 << 30), (None, (6 << 30) - int((8 << 30) * 0.10))])
+def test_the_budget_of_a_gpu_is_a_share_of_its_own_memory(percent: float | None, expected: int, tmp_path: Path) -> None:
+    settings = AgentSettings(
+        name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", memory_percent=percent
+    )
+    assert TelemetryReader(settings, OneCuda("cuda")).read(now=0.0).memory_budget_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "percent", "expected"),
+    [(8, None, None, 8), (8, None, 50, 4), (8, 6, 50, 6), (4, None, 99, 3), (4, None, 1, 1), (1, None, 50, 1)],
+)
+def test_a_share_of_the_cores_is_whole_threads_and_at_least_one(
+    cores: int, threads: int | None, percent: float | None, expected: int
+) -> None:
+    assert num_threads(cores, threads, percent) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "budget"),
+    [
+        ({"percent": "25%"}, 2 << 30),
+        ({"percent": "25", "threads": "1"}, 2 << 30),
+        ({"percent": "25", "memory_bytes": "3GiB"}, 3 << 30),
+        ({"percent": "25", "memory_percent": "50"}, 4 << 30),
+    ],
+)
+def test_a_share_of_the_machine_holds_for_what_has_no_limit_of_its_own(
+    limits: dict[str, str], budget: int, tmp_path: Path
+) -> None:
+    variables = {f"HEARTH_AGENT_{name.upper()}": value for name, value in limits.items()}
+    settings = load_settings(argparse.Namespace(), {"HOME": str(tmp_path), **variables})
+    found = TelemetryReader(settings, OneCuda("cuda")).read(now=0.0)
+    assert found.memory_budget_bytes == budget
+    assert found.num_threads == (1 if "threads" in limits else max(1, found.num_cores // 4))
+
+
+@pytest.mark.parametrize("percent", ["0", "0.5", "101", "half"])
+def test_a_share_that_is_none_is_refused(percent: str, tmp_path: Path) -> None:
+    with pytest.raises(BadSetting, match="--percent"):
+        load_settings(argparse.Namespace(percent=percent), {"HOME": str(tmp_path)})
+
+
+def test_a_deleted_store_folder_does_not_end_telemetry(tmp_path: Path) -> None:
+    store = tmp_path / "a" / "b"
+    settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=store, key_path=tmp_path / "k")
+    free = shutil.disk_usage(tmp_path).free
+    assert TelemetryReader(settings, GpuReader("cpu")).read(now=0.0).disk_free_bytes == pytest.approx(free, rel=0.2)
+
+
+@pytest.mark.parametrize("unset", ["", "uninitialized\n"])
+def test_a_machine_id_that_is_not_set_yet_names_no_machine(unset: str, tmp_path: Path) -> None:
+    without = host_id(tmp_path / "none")
+    assert host_id(write(tmp_path / "unset", {"etc/machine-id": unset})) == without
+    assert host_id(write(tmp_path / "set", {"etc/machine-id": "0123456789abcdef0123456789abcdef\n"})) != without
+
+
+@pytest.mark.parametrize("name", ["57000000.gpu", "17000000.gv11b", "17000000.ga10b", "17000000.gpu"])
+def test_the_load_of_every_jetsons_gpu_is_found(name: str, tmp_path: Path) -> None:
+    root = write(
+        tmp_path,
+        {
+            "proc/device-tree/model": "NVIDIA Jetson\0",
+            "proc/device-tree/compatible": "nvidia,tegra234\0",
+            f"sys/class/devfreq/{name}/device/load": "370\n",
+            "sys/class/devfreq/15480000.nvdec/device/load": "990\n",
+        },
+    )
+    gpu = GpuReader("cpu", root).read()
+    assert gpu is not None
+    assert gpu.load_fraction == 0.37
+
+
+def write_named(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_boards_are_named_and_measured_by_their_own_files(tmp_path: Path) -> None:
+    jetson = write_named(
+        tmp_path,
+        **{
+            "proc__cpuinfo": "processor : 0\nBogoMIPS : 62.50\n",
+            "proc__device-tree__model": "NVIDIA Jetson Orin Nano\0",
+            "proc__device-tree__compatible": "nvidia,p3768\0nvidia,tegra234\0",
+            "sys__devices__gpu.0__load": "250\n",
+            "sys__class__thermal__thermal_zone0__temp": "48500\n",
+            "sys__class__thermal__thermal_zone1__temp": "51250\n",
+            "sys__class__thermal__thermal_zone2__temp": "-256000\n",
+        },
+    )
+    assert cpu_model(jetson) == "NVIDIA Jetson Orin Nano"
+    assert tegra_model(jetson) == "NVIDIA Jetson Orin Nano"
+    assert temperature(jetson) == 51.25
+    gpu = GpuReader("cpu", jetson).read()
+    assert gpu is not None
+    assert (gpu.kind, gpu.load_fraction) == ("tegra", 0.25)
+    assert temperature(tmp_path / "nothing") is None
+
+
+def test_a_pc_is_named_by_its_processor(tmp_path: Path) -> None:
+    assert cpu_model(write_named(tmp_path, proc__cpuinfo="model name\t: Intel(R) N100\n")) == "Intel(R) N100"
+    assert tegra_model(tmp_path) is None
+
+
+V1, V2 = "sys__fs__cgroup__memory__", "sys__fs__cgroup__"
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "membership"),
+    [
+        (f"{V2}memory.max", f"{V2}memory.current", ""),
+        (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes", ""),
+        (f"{V2}a__b__memory.max", f"{V2}a__b__memory.current", "0::/a/b\n"),
+        (f"{V1}x__memory.limit_in_bytes", f"{V1}x__memory.usage_in_bytes", "3:cpu,memory:/x\n"),
+    ],
+)
+def test_a_cgroups_limit_counts_as_all_memory(limit: str, usage: str, membership: str, tmp_path: Path) -> None:
+    root = write_named(tmp_path, **{limit: "536870912\n", usage: "136870912\n", "proc__self__cgroup": membership})
+    assert memory(root) == (512 << 20, 400_000_000)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "percent", "expected"),
+    [(None, None, 6 << 30), (1 << 30, None, 1 << 30), (None, 50.0, 5 << 30), (1 << 30, 50.0, 1 << 30)],
+)
+def test_the_budget_is_the_users_limit_or_what_is_free_less_a_reserve(
+    limit_bytes: int | None, percent: float | None, expected: int
+) -> None:
+    assert memory_budget(10 << 30, 7 << 30, limit_bytes, percent) == expected
+
+
+def test_telemetry_reads_this_machine(tmp_path: Path) -> None:
+    settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", threads=3)
+    telemetry = TelemetryReader(settings, GpuReader("cpu")).read(now=5.0)
+    assert telemetry.num_threads == 3
+    assert 0 < telemetry.memory_available_bytes <= telemetry.memory_total_bytes
+    assert telemetry.clock_unix_seconds == 5.0
+    assert telemetry.cpu_model
+
+
+def test_asking_for_cuda_where_there_is_none_is_an_error() -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(BadSetting, match="no CUDA device"):
+        asyncio.run(GpuReader("cuda").probe())

@@ -1,0 +1,506 @@
+"""Segments in onnxruntime on several ranks in one process: outputs equal one session, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+from onnx import TensorProto, helper, numpy_helper
+from support.graph_engines import (
+    TOKEN,
+    Array,
+    GraphCluster,
+    finished,
+    plan_of,
+    put_into,
+    random_array,
+    random_cut,
+    random_model,
+    reference,
+    segment_files,
+)
+from support.graph_plans import make_graph_plan
+from support.waiting import wait_for
+
+from agent.daemon.store import ShardStore
+from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
+from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
+from hearth.plan.transformer import WireFormat
+from hearth.wire.codec import Codec
+from hearth.wire.framing import Phase, TileKey, encode_tile
+from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles
+
+
+def feeds_of(seed: int) -> dict[str, Array]:
+    return {"x": random_array(seed), "z": random_array(seed + 1000)}
+
+
+# ---- equal to one session -----------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(0, 2**32), st.integers(6, 24), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4)
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_any_cut_on_any_devices_gives_what_one_session_gives(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, operators: int, segments: int, ranks: int, requests: int
+) -> None:
+    rng = random.Random(seed)
+    model = random_model(rng, operators)
+    plan = random_cut(model, rng, max(segments, ranks), ranks)
+    feeds = [feeds_of(index) for index in range(requests)]
+    with GraphCluster(plan, model, tmp_path_factory.mktemp("stores")) as cluster:
+        for step, fed in enumerate(feeds):  # all in flight at once
+            cluster.start(step, fed)
+        for step, fed in enumerate(feeds):
+            outputs, expected = cluster.outputs(step), reference(model, fed)
+            assert outputs.keys() == expected.keys()
+            for name, array in expected.items():
+                assert (outputs[name].dtype, outputs[name].shape) == (array.dtype, array.shape)
+                np.testing.assert_allclose(outputs[name], array, rtol=1e-4, atol=1e-4)
+
+
+def test_a_lossy_wire_changes_floats_only(tmp_path: Path) -> None:
+    """Rank 0 makes floats and integers of one input; rank 1 joins them."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("Relu", ["x"], ["f"], name="f"),
+        helper.make_node("Cast", ["x"], ["i"], name="i", to=TensorProto.INT64),
+        helper.make_node("Identity", ["f"], ["y"], name="y"),
+        helper.make_node("Identity", ["i"], ["j"], name="j"),
+    ]
+    shape = [3, 24]
+    graph = helper.make_graph(
+        nodes, "two", [value("x", TensorProto.FLOAT, shape)],
+        [value("y", TensorProto.FLOAT, shape), value("j", TensorProto.INT64, shape)],
+        value_info=[value("f", TensorProto.FLOAT, shape), value("i", TensorProto.INT64, shape)],
+    )  # fmt: skip
+    model = finished(graph)
+    plan = plan_of(model, [(0, [0, 1]), (1, [2, 3])], WireFormat(values="bf16", lz4="off"))
+    x = 1e6 * random_array(0)
+    with GraphCluster(plan, model, tmp_path) as cluster:
+        cluster.start(1, {"x": x})
+        outputs = cluster.outputs(1)
+        assert np.array_equal(outputs["j"], x.astype(np.int64))
+        assert not np.array_equal(outputs["y"], np.maximum(x, 0))
+        np.testing.assert_allclose(outputs["y"], np.maximum(x, 0), rtol=1 / 128)
+        done, _ = cluster.answer(1, 0)
+        assert isinstance(done, GraphDone)
+        assert done.wire.sent_bytes == done.wire.raw_bytes - x.nbytes // 2
+
+
+def test_arrays_of_six_dimensions_and_none_travel(tmp_path: Path) -> None:
+    """Window attention splits images into six axes; a loss or a count is a scalar."""
+    value, shape = helper.make_tensor_value_info, [1, 2, 3, 2, 2, 3]
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["windows"], name="reshape"),
+        helper.make_node("ReduceSum", ["x"], ["sum"], name="sum", keepdims=0),
+        helper.make_node("Add", ["windows", "sum"], ["y"], name="add"),
+    ]
+    graph = helper.make_graph(
+        nodes, "windows", [value("x", TensorProto.FLOAT, [3, 24])], [value("y", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(np.array(shape), "shape")],
+        value_info=[value("windows", TensorProto.FLOAT, shape), value("sum", TensorProto.FLOAT, [])],
+    )  # fmt: skip
+    model, x = finished(graph), random_array(0)
+    with GraphCluster(plan_of(model, [(0, [0, 1]), (1, [2])]), model, tmp_path) as cluster:
+        cluster.start(1, {"x": x})
+        np.testing.assert_allclose(cluster.outputs(1)["y"], x.reshape(shape) + x.sum(), rtol=1e-5)
+
+
+# ---- several requests in flight -------------------------------------------------------------------------------------------
+
+
+class Stage:
+    """A stand-in for a session: adds one. It keeps what it was fed, and waits where it has a gate."""
+
+    def __init__(self, name: str = "x") -> None:
+        self.inputs = {name: ArrayType("float32", (None,))}
+        self.fed: list[Array] = []
+        self.gate: threading.Event | None = None
+
+    def run(self, feeds: Mapping[str, Array], control: RunControl) -> list[Array]:
+        (array,) = feeds.values()
+        self.fed.append(array)
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        return [array + 1]
+
+
+CHAIN = make_graph_plan([(0, ("x",), ("a",)), (1, ("a",), ("b",)), (2, ("b",), ("y",))], ("x",), ("y",))
+
+
+def test_requests_fill_the_pipeline() -> None:
+    """While the last stage holds the first request, the others work on those behind it."""
+    stages = [Stage(), Stage("a"), Stage("b")]
+    stages[2].gate = threading.Event()
+    with GraphCluster(CHAIN, sessions=[[stage] for stage in stages]) as cluster:
+        for step in range(4):
+            cluster.start(step, {"x": np.full(4, step, np.float32)})
+        wait_for("the stages before it", lambda: len(stages[1].fed) == 4)
+        assert len(stages[0].fed) == 4
+        assert len(stages[2].fed) == 1
+        stages[2].gate.set()
+        for step in range(4):
+            assert np.array_equal(cluster.outputs(step)["y"], np.full(4, step + 3, np.float32))
+
+
+def test_a_request_that_waits_for_a_peer_lets_the_next_one_run(tmp_path: Path) -> None:
+    """Rank 1 of a diamond: its second segment waits for rank 0, so it runs the next request's first."""
+    plan = make_graph_plan(
+        [(0, ("x",), ("a",)), (1, ("x",), ("b",)), (1, ("a", "b"), ("y",))], ("x",), ("y",)
+    )  # fmt: skip
+    slow, quick = Stage(), Stage()
+    slow.gate = threading.Event()
+
+    class Join(Stage):
+        def run(self, feeds: Mapping[str, Array], control: RunControl) -> list[Array]:
+            return [feeds["a"] + feeds["b"]]
+
+    with GraphCluster(plan, sessions=[[slow], [quick, Join()]]) as cluster:
+        for step in range(3):
+            cluster.start(step, {"x": np.full(2, step, np.float32)})
+        wait_for("the next requests", lambda: len(quick.fed) == 3)
+        assert [array[0] for array in quick.fed] == [0, 1, 2]
+        slow.gate.set()
+        for step in range(3):
+            assert cluster.outputs(step)["y"][0] == 2 * (step + 1)
+
+
+def test_one_request_too_many_is_refused_and_the_others_are_served() -> None:
+    stage = Stage()
+    stage.gate = threading.Event()
+    plan = make_graph_plan([(0, ("x",), ("y",))], ("x",), ("y",))
+    with GraphCluster(plan, sessions=[[stage]], max_in_flight=2) as cluster:
+        feeds = {"x": np.zeros(1, np.float32)}
+        cluster.start(1, feeds)
+        cluster.start(2, feeds)
+        with pytest.raises(QueueFull):
+            cluster.start(3, feeds)
+        stage.gate.set()
+        cluster.outputs(1)
+        cluster.outputs(2)
+        cluster.start(3, feeds)
+        cluster.outputs(3)
+
+
+def test_what_peers_send_before_the_request_waits_for_it_within_bounds() -> None:
+    with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]], max_in_flight=2) as cluster:
+        first, second, third = cluster.engines
+        for step in range(2):
+            cluster.start(step, {"x": np.zeros(1, np.float32)}, ranks=[0])
+        for step in range(2):
+            assert isinstance(cluster.answer(step, 0)[0], GraphDone)
+        cluster.start(2, {"x": np.zeros(1, np.float32)}, ranks=[0])
+        cluster.answer(2, 0)
+        wait_for("what does not fit", lambda: second.dropped)
+        assert (first.dropped, second.dropped, third.dropped) == (0, 1, 0)
+        for step in range(2):
+            cluster.start(step, {}, ranks=[1, 2])
+            assert cluster.outputs(step)["y"][0] == 3
+
+
+def test_exact_tensors_reach_the_session_where_the_transport_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = [[Stage()], [Stage("a")], [Stage("b")]]
+    with GraphCluster(CHAIN, sessions=stages) as cluster:
+        received: list[memoryview] = []
+        transport = cluster.hub.transport(1)
+        put = transport._put
+        monkeypatch.setattr(transport, "_put", lambda each: (received.extend(each.frames), put(each))[1])
+        cluster.start(1, {"x": np.zeros(50_000, np.float32)})
+        cluster.outputs(1)
+    (array,) = stages[1][0].fed
+    assert not array.flags.writeable
+    assert any(np.shares_memory(array, np.frombuffer(frame, np.uint8)) for frame in received)
+
+
+# ---- what goes wrong --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_does_not_come_is_named_with_the_rank_that_owes_it() -> None:
+    with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
+        cluster.hub.cut(0, 1)
+        cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.5)
+        assert isinstance(cluster.answer(1, 0)[0], GraphDone)
+        for rank, owed in ((1, "tensor a had not come from rank 0"), (2, "tensor b had not come from rank 1")):
+            failed, _ = cluster.answer(1, rank)
+            assert isinstance(failed, Failed)
+            error = failed.error()
+            assert isinstance(error, StepFailed)
+            assert owed in error.reason
+
+
+def test_a_device_that_is_behind_says_so() -> None:
+    stage = Stage()
+    stage.gate = threading.Event()
+    plan = make_graph_plan([(0, ("x",), ("y",))], ("x",), ("y",))
+    with GraphCluster(plan, sessions=[[stage]]) as cluster:
+        cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.3)
+        with pytest.raises(StepFailed, match="had not all run"):
+            cluster.outputs(1)
+        stage.gate.set()  # what comes of it is for nobody
+        cluster.start(2, {"x": np.zeros(1, np.float32)})
+        assert cluster.outputs(2)["y"][0] == 1
+
+
+def test_one_request_is_given_up_or_all_are() -> None:
+    stages = [Stage(), Stage("a"), Stage("b")]
+    stages[1].gate = threading.Event()
+    with GraphCluster(CHAIN, sessions=[[stage] for stage in stages]) as cluster:
+        for step in range(4):
+            cluster.start(step, {"x": np.zeros(1, np.float32)})
+        for engine in cluster.engines:
+            engine.abort(0, "nobody waits for it")
+        for rank in (1, 2):
+            failed, _ = cluster.answer(0, rank)
+            assert isinstance(failed, Failed)
+            assert "nobody waits for it" in str(failed.error())
+        stages[1].gate.set()
+        assert cluster.outputs(1)["y"][0] == 3
+        stages[1].gate.clear()
+        cluster.start(9, {"x": np.zeros(1, np.float32)})
+        cluster.engines[1].abort(None, "rank 2 is gone")
+        failed, _ = cluster.answer(9, 1)
+        assert isinstance(failed, Failed)
+        assert "rank 2 is gone" in str(failed.error())
+        stages[1].gate.set()
+        cluster.start(10, {"x": np.zeros(1, np.float32)})
+        assert cluster.outputs(10)["y"][0] == 3
+
+
+def test_a_running_segment_is_stopped_when_its_request_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small products: onnxruntime looks between two of them whether it should go on."""
+    size, depth = 512, 120
+    nodes = [helper.make_node("MatMul", [f"t{i}", "w"], [f"t{i + 1}"], name=f"n{i}") for i in range(depth)]
+    value = helper.make_tensor_value_info
+    model = finished(
+        helper.make_graph(
+            nodes, "long", [value("t0", TensorProto.FLOAT, [size, size])],
+            [value(f"t{depth}", TensorProto.FLOAT, [size, size])],
+            [numpy_helper.from_array(np.eye(size, dtype=np.float32), "w")],
+        )
+    )  # fmt: skip
+    plan = plan_of(model, [(0, range(depth))])
+    feeds = {"t0": np.eye(size, dtype=np.float32)}
+    begun, ends, run = threading.Event(), list[str](), SegmentSession.run
+
+    def watched(session: SegmentSession, arrays: Mapping[str, Array], control: RunControl) -> list[Array]:
+        begun.set()
+        try:
+            found = run(session, arrays, control)
+        except Exception:
+            ends.append("stopped")
+            raise
+        ends.append("whole")
+        return found
+
+    monkeypatch.setattr(SegmentSession, "run", watched)
+    with GraphCluster(plan, model, tmp_path) as cluster:
+        cluster.start(1, feeds)
+        cluster.outputs(1)
+        begun.clear()
+        cluster.start(2, feeds)
+        assert begun.wait(30)
+        cluster.engines[0].abort(2, "enough")
+        with pytest.raises(StepFailed, match="enough"):
+            cluster.outputs(2)
+        cluster.engines[0].close()
+        cluster._threads[0].join(60)
+    assert ends == ["whole", "stopped"]
+
+
+def test_inputs_are_checked_by_name_type_and_shape(tmp_path: Path) -> None:
+    model = random_model(random.Random(1), 6)
+    with GraphCluster(random_cut(model, random.Random(1), 1, 1), model, tmp_path) as cluster:
+        good = feeds_of(0)
+        for wrong, why in (
+            ({"x": good["x"]}, "the input z is missing"),
+            (
+                good | {"x": good["x"].astype(np.int64)},
+                r"the input x is int64 \[3, 24\], the model takes float32 \[3, 24\]",
+            ),
+            (good | {"z": good["z"][:2]}, r"the input z is float32 \[2, 24\], the model takes float32 \[3, 24\]"),
+            (good | {"z": good["z"].reshape(-1)}, r"the input z is float32 \[72\]"),
+        ):
+            with pytest.raises(BadRequest, match=why):
+                cluster.start(1, wrong)
+        cluster.start(1, good)
+        cluster.outputs(1)
+
+
+def test_what_is_no_tensor_for_this_rank_is_dropped_and_counted() -> None:
+    with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
+        sender, codec = cluster.hub.transport(0), Codec(WireFormat(lz4="off"), 1e9, time.perf_counter)
+        key = TileKey(1, 1, 0, Phase.TENSOR, 0, 0)  # tensor a, from rank 0: the only one that is right
+        array = np.zeros(3, np.float32)
+        wrong = [
+            key._replace(epoch=2), key._replace(layer=1), key._replace(layer=9), key._replace(source=2),
+            key._replace(phase=Phase.GATHER_MLP),
+        ]  # fmt: skip
+        for each in wrong:
+            sender.send(1, encode_tile(TOKEN, each, array, codec))
+        sender.send(1, encode_tile(bytes(16), key, array, codec))
+        sender.send(1, [b"nonsense"])
+        cluster.start(1, {"x": np.zeros(3, np.float32)})
+        assert cluster.outputs(1)["y"][0] == 3
+        done, _ = cluster.answer(1, 1)
+        assert isinstance(done, GraphDone)
+        assert done.dropped_messages == len(wrong) + 2
+
+
+def test_a_tensor_that_is_too_large_for_the_wire_ends_its_request_only() -> None:
+    class Large(Stage):
+        def run(self, feeds: Mapping[str, Array], control: RunControl) -> list[Array]:
+            return [np.broadcast_to(feeds["x"][:1], (int(feeds["x"][0]),))]
+
+    with GraphCluster(CHAIN, sessions=[[Large()], [Stage("a")], [Stage("b")]]) as cluster:
+        cluster.start(1, {"x": np.full(1, 1 << 25, np.float32)}, timeout=1.0)
+        with pytest.raises(FrameTooLarge):
+            cluster.outputs(1)
+        cluster.start(2, {"x": np.full(1, 8, np.float32)})
+        assert cluster.outputs(2)["y"].shape == (8,)
+
+
+def test_what_onnxruntime_cannot_compute_is_told(tmp_path: Path) -> None:
+    """An index that is out of range: nobody can know before."""
+    value = helper.make_tensor_value_info
+    model = finished(
+        helper.make_graph(
+            [helper.make_node("Gather", ["table", "x"], ["y"], name="gather")], "lookup",
+            [value("x", TensorProto.INT64, [2])], [value("y", TensorProto.FLOAT, [2, 4])],
+            [numpy_helper.from_array(random_array(0, (3, 4)), "table")],
+        )
+    )  # fmt: skip
+    with GraphCluster(plan_of(model, [(0, [0])]), model, tmp_path) as cluster:
+        cluster.start(1, {"x": np.array([1, 7])})
+        with pytest.raises(StepFailed, match=r"segment 0.*out of"):
+            cluster.outputs(1)
+        cluster.start(2, {"x": np.array([1, 2])})
+        assert np.array_equal(cluster.outputs(2)["y"], random_array(0, (3, 4))[1:])
+
+
+def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
+    with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
+        cluster.start(1, {"x": np.zeros(1, np.float32)}, trace=True)
+        events = {}
+        for rank in range(3):
+            done, _ = cluster.answer(1, rank)
+            assert isinstance(done, GraphDone)
+            assert len(done.compute_seconds) == 1
+            assert done.compute_seconds[0] > 0
+            assert done.ended_seconds > done.began_seconds
+            events[rank] = {(event.lane, event.name) for event in done.trace}
+    assert events[0] == {("compute", "segment 0"), ("send", "a 0->1")}
+    assert events[1] == {("receive", "a 0->1"), ("compute", "segment 1"), ("send", "b 1->2")}
+    assert events[2] == {("receive", "b 1->2"), ("compute", "segment 2")}
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------------------
+
+
+def load(files: SegmentFiles, store: ShardStore, inputs: tuple[str, ...] = ("x", "z")) -> Any:
+    outputs = ("y",)
+    return load_segment(files, "segment 0", inputs, outputs, store.path, 1, "cpu")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[SegmentFiles, ShardStore]:
+    value, shape = helper.make_tensor_value_info, [3, 24]
+    model = finished(
+        helper.make_graph(
+            [helper.make_node("MatMul", ["x", "w"], ["t"], name="m"), helper.make_node("Add", ["t", "z"], ["y"], name="a")],
+            "one", [value("x", TensorProto.FLOAT, shape), value("z", TensorProto.FLOAT, shape)],
+            [value("y", TensorProto.FLOAT, shape)],
+            [numpy_helper.from_array(random_array(0, (24, 24)).repeat(4, axis=0)[:24], "w"),
+             numpy_helper.from_array(random_array(1, (60, 60)), "unused")],
+        )
+    )  # fmt: skip
+    store = ShardStore(tmp_path, 1 << 30, "device")
+    return segment_files(model, plan_of(model, [(0, [0, 1])]), 0, put_into(store))[0], store
+
+
+def everything_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def test_weights_of_several_chunks_are_mapped_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    weight = random_array(5, (24, 600))  # 57600 bytes: fifteen chunks
+    value = helper.make_tensor_value_info
+    model = finished(
+        helper.make_graph(
+            [helper.make_node("MatMul", ["x", "w"], ["y"], name="m")], "one", [value("x", TensorProto.FLOAT, [3, 24])],
+            [value("y", TensorProto.FLOAT, [3, 600])], [numpy_helper.from_array(weight, "w")],
+        )
+    )  # fmt: skip
+    store = ShardStore(tmp_path, 1 << 30, "device")
+    (made,) = segment_files(model, plan_of(model, [(0, [0])]), 0, put_into(store))
+    assert len(made.initializers[0].chunks) == 15
+    before = everything_in(tmp_path)
+    session, num_bytes = load(made, store, ("x",))
+    assert everything_in(tmp_path) == before
+    assert weight.nbytes < num_bytes < weight.nbytes + 1000
+    np.testing.assert_allclose(session.run({"x": random_array(0)})[0], random_array(0) @ weight, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_killed_worker_left_is_removed(files: tuple[SegmentFiles, ShardStore]) -> None:
+    (files[1].path / "0123456789abcdef.segment.part").write_bytes(b"left")
+    load(*files)
+    assert not list(files[1].path.glob("*.part"))
+
+
+def test_chunks_that_are_missing_or_of_another_size_are_named(files: tuple[SegmentFiles, ShardStore]) -> None:
+    made, store = files
+    weight = made.initializers[0]
+    absent = made.model_copy(update={"initializers": (weight.model_copy(update={"chunks": ("0" * 64,)}),)})
+    with pytest.raises(ChunkMissing, match="000000000000"):
+        load(absent, store)
+    short = made.model_copy(update={"initializers": (weight.model_copy(update={"chunks": made.graph}),)})
+    with pytest.raises(ChunkCorrupt, match="w"):
+        load(short, store)
+
+
+def test_a_segment_that_onnxruntime_does_not_take_is_a_bad_plan(files: tuple[SegmentFiles, ShardStore]) -> None:
+    made, store = files
+    put = put_into(store)
+    broken = made.model_copy(update={"graph": (put(b"\x07\x07\x07"),)})
+    with pytest.raises(BadPlan, match="no ONNX model"):
+        load(broken, store)
+    with pytest.raises(BadPlan, match="without its weight w"):
+        load(made.model_copy(update={"initializers": ()}), store)
+    extra = ArrayChunks(name="v", dtype="float32", shape=(1,), chunks=(put(bytes(4)),))
+    with pytest.raises(BadPlan, match="does not use the weight v"):
+        load(made.model_copy(update={"initializers": (*made.initializers, extra)}), store)
+    with pytest.raises(BadPlan, match="do not agree on the input z"):
+        load(made, store, ("x",))
+    unknown = finished(
+        helper.make_graph(
+            [helper.make_node("Nonesuch", ["x"], ["y"], name="odd")], "odd",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+        )
+    )  # fmt: skip
+    with pytest.raises(BadPlan, match=r"onnxruntime .* does not take segment 0: .*Nonesuch"):
+        load(SegmentFiles(graph=(put(unknown.SerializeToString()),)), store, ("x",))
+    texts = finished(
+        helper.make_graph(
+            [helper.make_node("Identity", ["x"], ["y"], name="same")], "texts",
+            [helper.make_tensor_value_info("x", TensorProto.STRING, [3])],
+            [helper.make_tensor_value_info("y", TensorProto.STRING, [3])],
+        )
+    )  # fmt: skip
+    with pytest.raises(BadPlan, match=r"x, a tensor\(string\) .* cannot travel"):
+        load(SegmentFiles(graph=(put(texts.SerializeToString()),)), store, ("x",))

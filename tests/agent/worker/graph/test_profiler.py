@@ -1,0 +1,126 @@
+"""Operators of a graph, timed as onnxruntime fuses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+from onnx import TensorProto, helper, numpy_helper
+from support.graph_engines import finished, random_array
+
+from agent.worker.graph import profiler as graph_profiler
+from agent.worker.graph.profiler import GraphProfilerRequest, TimedKernel, kernel_times, profile
+from hearth.errors import BadPlan, StoreFull
+from hearth.wire.messages import GraphProfiled, decode, encode
+
+
+def events(*runs: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
+    """onnxruntime's events: nodes of name, start and microseconds, then their run."""
+    offset = 0
+    for run in runs:
+        for name, start, length in run:
+            args = {"op_name": name.upper(), "provider": "P"}
+            name = f"{name}_kernel_time"
+            yield {"cat": "Node", "name": name, "ts": offset + start, "dur": length, "args": args}
+        end = max(start + length for _, start, length in run)
+        yield {"cat": "Session", "name": "model_run", "ts": offset, "dur": end + 1}
+        offset += end + 10
+
+
+def test_kernel_times_leave_out_the_first_run_and_disturbed_ones() -> None:
+    quiet = [("a", 0, 100), ("b", 100, 300)]
+    slow = [("a", 0, 200), ("b", 200, 300)]
+    found = kernel_times(
+        events([("a", 0, 9000), ("b", 9000, 1)], quiet, quiet, slow, [("a", 0, 100), ("b", 100, 3000)])
+    )
+    assert found == [
+        TimedKernel("a", "A", "P", pytest.approx(400e-6 / 3)),
+        TimedKernel("b", "B", "P", pytest.approx(3e-4)),
+    ]
+
+
+def test_nodes_inside_of_a_loop_count_as_the_loop() -> None:
+    run = [("loop", 0, 100), ("inner", 10, 20), ("inner", 40, 20), ("after", 100, 5)]
+    found = {each.name: each.seconds for each in kernel_times(events(run, run))}
+    assert found == {"loop": pytest.approx(1e-4), "after": pytest.approx(5e-6)}
+
+
+def residual_block() -> bytes:
+    """Two convolutions with a sum, whose weights are placeholders, and a product with one that is here."""
+    value = helper.make_tensor_value_info
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], name="conv1", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"], name="relu1"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], name="conv2", pads=[1, 1, 1, 1]),
+        helper.make_node("Add", ["c", "b"], ["d"], name="sum"),
+        helper.make_node("Relu", ["d"], ["e"], name="relu2"),
+        helper.make_node("GlobalAveragePool", ["e"], ["f"], name="pool"),
+        helper.make_node("Flatten", ["f"], ["g"], name="flat"),
+        helper.make_node("MatMul", ["g", "w3"], ["h"], name="product"),
+        helper.make_node("Gather", ["h", "ids"], ["y"], name="pick", axis=1),
+    ]
+    weights = [numpy_helper.from_array(random_array(0, (32, 8)), "w3")]
+    for name, shape in (("w1", (32, 16, 3, 3)), ("w2", (32, 32, 3, 3))):
+        weights.append(
+            TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
+        )
+        weights[-1].external_data.add(key="location", value="elsewhere")
+    model = finished(
+        helper.make_graph(
+            nodes, "block", [value("x", TensorProto.FLOAT, [1, 16, 24, 24]), value("ids", TensorProto.INT64, [3])],
+            [value("y", TensorProto.FLOAT, [1, 3])], weights,
+        )
+    )  # fmt: skip
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def request(folder: Path, data: bytes) -> GraphProfilerRequest:
+    path = folder / "graph.onnx"
+    path.write_bytes(data)
+    return GraphProfilerRequest(model_path=path, folder=folder, device="here", num_threads=1, compute_device="cpu")
+
+
+def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -> None:
+    """As the daemon does it, in a child of its own."""
+    line = request(tmp_path, residual_block()).model_dump_json() + "\n"
+    command = [sys.executable, "-m", "agent.worker.graph.profiler"]
+    done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=120, check=True)
+    found = GraphProfiled.model_validate_json(done.stdout)
+    assert decode(encode(found)) == found
+    assert sum(kernel.seconds for kernel in found.kernels) == pytest.approx(found.run_seconds)
+    assert all(kernel.seconds >= 0 and kernel.provider == "CPUExecutionProvider" for kernel in found.kernels)
+    operators = [name for kernel in found.kernels for name in kernel.operators]
+    names = {"conv1", "relu1", "conv2", "sum", "relu2", "pool", "flat", "product", "pick"}
+    assert sorted(operators) == sorted(names)
+    by_operator = {name: kernel for kernel in found.kernels for name in kernel.operators}
+    assert by_operator["relu1"] is by_operator["conv1"]
+    assert by_operator["sum"] is by_operator["relu2"] is by_operator["conv2"]
+    convolutions = {by_operator["conv1"].name, by_operator["conv2"].name}
+    share = sum(kernel.seconds for kernel in found.kernels if kernel.name in convolutions) / found.run_seconds
+    assert share > 0.5
+    assert 20 << 20 < found.process_bytes < found.peak_bytes < 400 << 20
+    assert found.wire.encrypted_seconds_per_byte > 0
+
+
+def test_what_cannot_be_profiled_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadPlan, match="no ONNX model"):
+        profile(request(tmp_path, b"\x07\x07"))
+    value = helper.make_tensor_value_info
+    for kind, shape, reason in (("Nonesuch", [3], "Nonesuch"), ("Relu", ["batch"], "input x")):
+        node = helper.make_node(kind, ["x"], ["y"], name="n")
+        tensors = [value(name, TensorProto.FLOAT, shape) for name in "xy"]
+        model = finished(helper.make_graph([node], "g", tensors[:1], tensors[1:]))
+        with pytest.raises(BadPlan, match=reason):
+            profile(request(tmp_path, model.SerializeToString()))
+    monkeypatch.setattr(graph_profiler, "_RESERVE_BYTES", 1 << 60)
+    with pytest.raises(StoreFull):
+        profile(request(tmp_path, residual_block()))

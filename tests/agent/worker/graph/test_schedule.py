@@ -1,0 +1,210 @@
+"""What a rank of a graph runs next: pure, without onnxruntime."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graph_plans import make_graph_plan
+
+from agent.worker.graph.schedule import GraphSchedule, Late, Task, routes_of
+from hearth.errors import BadPlan, BadRequest, QueueFull
+from hearth.plan.graph import GraphPlan
+
+# Rank 0 splits x into a and b; rank 1 makes c of a, rank 0 d of b, rank 1 y of c and d, and of x itself.
+DIAMOND = make_graph_plan(
+    [
+        (0, ("x",), ("a", "b")),
+        (1, ("a",), ("c",)),
+        (0, ("b",), ("d",)),
+        (1, ("c", "d", "x"), ("y",)),
+    ],
+    inputs=("x",),
+    outputs=("y", "d"),
+)
+FAR = 1e9
+
+
+def schedule(rank: int, plan: GraphPlan = DIAMOND, max_in_flight: int = 4) -> GraphSchedule:
+    return GraphSchedule(routes_of(plan, rank), max_in_flight)
+
+
+def test_routes_say_what_comes_from_where_and_goes_where() -> None:
+    first, second = routes_of(DIAMOND, 0), routes_of(DIAMOND, 1)
+    assert [segment.number for segment in first.segments] == [0, 2]
+    assert (first.fed, first.awaited) == ({"x"}, {})
+    assert first.targets == {"a": (1,), "d": (1,)}
+    assert first.results == ("d",)
+    assert (second.fed, second.awaited, second.targets, second.results) == ({"x"}, {"a": 0, "d": 0}, {}, ("y",))
+    assert first.travelling == second.travelling == ("a", "d")
+
+
+def test_a_tensor_with_two_makers_is_refused() -> None:
+    plan = DIAMOND.model_copy(update={"segments": (*DIAMOND.segments, DIAMOND.segments[1])})
+    with pytest.raises(BadPlan, match="two segments make the tensor c"):
+        routes_of(plan, 0)
+
+
+def test_a_segment_starts_when_its_last_input_is_there() -> None:
+    second = schedule(1)
+    second.open(1, FAR)
+    assert second.start() is None
+    assert second.arrive(1, "x", FAR)
+    assert second.start() is None
+    assert second.arrive(1, "a", FAR)
+    assert second.start() == Task(1, 0)
+    assert second.start() is None
+    assert second.finish(Task(1, 0)).released == ("a",)  # c is taken by the other segment
+    assert second.arrive(1, "d", FAR)
+    assert second.start() == Task(1, 1)
+    released, last = second.finish(Task(1, 1))
+    assert last
+    assert set(released) == {"c", "d", "x", "y"}
+
+
+def test_of_what_can_run_the_oldest_request_goes_first_and_then_the_plans_order() -> None:
+    first = schedule(0)
+    for step in (7, 8):
+        first.open(step, FAR)
+        first.arrive(step, "x", FAR)
+    assert first.start() == Task(7, 0)
+    assert first.start() == Task(8, 0)  # nothing of step 7 can run: the device is not kept idle
+    first.finish(Task(8, 0))
+    first.finish(Task(7, 0))
+    assert [first.start(), first.start(), first.start()] == [Task(7, 1), Task(8, 1), None]
+
+
+def test_tensors_may_come_before_their_request_but_run_after_it() -> None:
+    second = schedule(1)
+    assert second.arrive(3, "a", 10.0)
+    assert second.start() is None
+    second.open(3, FAR)
+    assert second.start() == Task(3, 0)
+
+
+def test_no_tensor_is_taken_twice_or_after_the_end_or_where_nobody_takes_it() -> None:
+    second = schedule(1)
+    second.open(1, FAR)
+    assert second.arrive(1, "a", FAR)
+    assert not second.arrive(1, "a", FAR)
+    assert not second.wants(1, "y")
+    second.end(1)
+    assert not second.arrive(1, "d", FAR)
+    second.end(5)  # given up before it came
+    assert not second.arrive(5, "a", FAR)
+    with pytest.raises(BadRequest, match="is over"):
+        second.open(5, FAR)
+
+
+def test_a_step_of_long_ago_is_over() -> None:
+    second = schedule(1)
+    for step in range(5000):
+        second.open(step, FAR)
+        second.end(step)
+    assert not second.wants(0, "a")
+    assert second.wants(5000, "a")
+    with pytest.raises(BadRequest):
+        second.open(3, FAR)
+
+
+def test_what_is_held_is_bounded() -> None:
+    second = schedule(1, max_in_flight=2)
+    second.open(1, FAR)
+    second.open(2, FAR)
+    with pytest.raises(QueueFull) as full:
+        second.open(3, FAR)
+    assert full.value.limit == 2
+    assert second.arrive(3, "a", FAR)
+    assert second.arrive(4, "a", FAR)
+    assert not second.arrive(5, "a", FAR)  # two early steps are held, beside two open ones
+    second.end(1)
+    second.open(3, FAR)
+
+
+def test_a_step_whose_time_is_up_names_what_is_missing() -> None:
+    second = schedule(1)
+    second.open(1, 5.0)
+    second.arrive(1, "x", 5.0)
+    second.arrive(1, "a", 5.0)
+    assert second.next_deadline == 5.0
+    assert second.late(4.9) == []
+    assert second.late(5.0) == [Late(1, "d", 0)]
+    second.arrive(1, "d", 5.0)
+    assert second.late(5.0) == [Late(1, None, None)]
+    second.end(1)
+    assert second.late(9.0) == []
+    assert second.next_deadline is None
+
+
+# ---- any plan, any order of arrival -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    schedule: GraphSchedule
+    held: set[tuple[int, str]] = field(default_factory=set)
+    ran: list[Task] = field(default_factory=list)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> GraphPlan:
+    """Segments of one or two outputs that take any tensors before them, on up to three ranks."""
+    num_ranks = draw(st.integers(1, 3))
+    known, segments = ["x"], []
+    for index in range(draw(st.integers(num_ranks, 8))):
+        taken = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
+        made = [f"s{index}", f"s{index}b"][: draw(st.integers(1, 2))]
+        rank = index if index < num_ranks else draw(st.integers(0, num_ranks - 1))
+        segments.append((rank, taken, made))
+        known += made
+    return make_graph_plan(segments, inputs=("x",), outputs=draw(st.sets(st.sampled_from(known[1:]), min_size=1)))
+
+
+@given(plans(), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_every_segment_of_every_request_runs_once_after_its_inputs_and_nothing_is_left(
+    plan: GraphPlan, num_steps: int, rng: random.Random
+) -> None:
+    """Opens, tensors on their way and segments happen in any order that the network and the devices may choose."""
+    routes = [routes_of(plan, rank) for rank in range(plan.num_ranks)]
+    ranks = [Rank(GraphSchedule(each, 4)) for each in routes]
+    events = [("open", rank, step, "") for rank in range(plan.num_ranks) for step in range(num_steps)]
+    ended: set[tuple[int, int]] = set()
+    while len(ended) < plan.num_ranks * num_steps:
+        tasks = [("run", rank, 0, "") for rank in range(plan.num_ranks)]
+        kind, rank, step, name = rng.choice(events or tasks) if rng.random() < 0.7 else rng.choice(tasks)
+        here, route = ranks[rank], routes[rank]
+        if kind == "open":
+            events.remove((kind, rank, step, name))
+            here.schedule.open(step, FAR)
+            for fed in route.fed:
+                assert here.schedule.arrive(step, fed, FAR)
+                here.held.add((step, fed))
+        elif kind == "arrive":
+            events.remove((kind, rank, step, name))
+            assert here.schedule.arrive(step, name, FAR)
+            here.held.add((step, name))
+        else:
+            task = here.schedule.start()
+            if task is None:
+                continue
+            segment = route.segments[task.segment]
+            assert {(task.step, taken) for taken in segment.inputs} <= here.held
+            here.ran.append(task)
+            here.held |= {(task.step, made) for made in segment.outputs}
+            finished = here.schedule.finish(task)
+            here.held -= {(task.step, released) for released in finished.released}
+            events += [
+                ("arrive", to, task.step, made) for made in segment.outputs for to in route.targets.get(made, ())
+            ]
+            if finished.last:
+                here.schedule.end(task.step)
+                ended.add((rank, task.step))
+    assert not events
+    for here, route in zip(ranks, routes, strict=True):
+        assert sorted(here.ran) == [Task(s, i) for s in range(num_steps) for i in range(len(route.segments))]
+        assert not here.held
+        assert here.schedule.num_open == 0

@@ -1,0 +1,295 @@
+"""Tokens equal those of `transformers` on one device: every family, strategy, split, prompt length and batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import save_random_model, small_decoder
+from support.plans import make_plan
+
+from coordinator.models.checkpoint.families import read_spec
+from hearth.errors import BadRequest, StepFailed
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan
+from hearth.wire.messages import Sampling
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("transformers")
+
+from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.reference import decoder, greedy  # noqa: E402
+
+FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
+R = "replicated"
+LOGIT_TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def model(family: str) -> Path:
+        return save_random_model(tmp_path_factory.mktemp(family), small_decoder(family), generates=True)
+
+    return model
+
+
+def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(3, spec.vocab_size, n).tolist() for n in lengths]
+
+
+def generating_plan(
+    spec: ModelSpec,
+    strategy: str,
+    split: tuple[float, ...],
+    prefill_rows: int = 512,
+    kv_tokens: int = 4096,
+    **more: Any,
+) -> Plan:
+    plan = make_plan(spec, strategy, split, **more)
+    promise = Generation(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return plan.model_copy(update={"generation": promise})
+
+
+EVERYWHERE = [("local", (1,)), ("hmp", (2, 1, 3)), ("hmp", (1, 0, 2)), ("sp", (3, 1)), ("megatron-tp", (1, 2, 1, 1))]
+FURTHER = [("hmp", (1, 1)), ("hmp", (3, 1)), ("hmp", (1, 2, 1, 1)), ("sp", (1, 2, 1, 1)), ("megatron-tp", (2, 1, 3))]
+CASES = [(family, *case) for family in FAMILIES for case in EVERYWHERE]
+CASES += [(family, *case) for family in ("gpt2", "llama") for case in FURTHER]
+
+
+@pytest.mark.parametrize(("family", "strategy", "split"), CASES, ids=str)
+def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tuple[int, ...], models: Any) -> None:
+    rows = tuple(max(share, 0.5) for share in split) if strategy == "sp" else None
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, strategy, split, row_weights=rows)
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        prompts = prompts_of(spec, [1, 7, 61, 100])
+        requests = [home.submit(prompt, 24) for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 24), len(prompt)
+        assert cluster.generations[0].num_sequences == 0
+
+
+MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=R), SEQUENCE]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_replicated_groups_decode_with_their_own_part(family: str, mode: LayerMode, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        (prompt,) = prompts_of(spec, [37])
+        request = home.submit(prompt, 16)
+        home.run()
+        assert home.answers[request] == greedy(model_dir, prompt, 16)
+
+
+@pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
+def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        prompts = prompts_of(spec, [150, 3])
+        requests = [home.submit(prompt, 8) for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "mode"),
+    [
+        ("llama", "hmp", None), ("mistral", "hmp", None), ("qwen3", "megatron-tp", None),
+        ("gpt2", "hmp", LayerMode(qkv=R, mlp=R)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_micro_batches_in_flight_give_the_same(family: str, strategy: str, mode: LayerMode | None, models: Any) -> None:
+    """Prompts that lie across the cut, that have a chunk in the cache already, and that are too short to be cut."""
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
+    plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        prompts = prompts_of(spec, [150, 211, 3, 40])
+        requests = [home.submit(prompt, 8) for prompt in prompts]
+        home.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 8)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
+        home = Home(cluster)
+        (prompt,) = prompts_of(spec, [500])
+        request = home.submit(prompt, 64)
+        home.run()
+        assert home.answers[request] == greedy(model_dir, prompt, 64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    sequences = prompts_of(spec, [1, 29, 130])
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1))) as cluster:
+        hidden, _ = cluster.run(sequences)
+    model = decoder(model_dir)
+    with torch.inference_mode():
+        logits = model.get_output_embeddings()(torch.from_numpy(hidden))
+        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
+    assert (logits - expected).abs().max() < LOGIT_TOLERANCE
+
+
+ROPE_SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 160},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
+    config = small_decoder("llama", rope_parameters={"rope_theta": 10000.0, **scaling})
+    model_dir = save_random_model(tmp_path / "model", config, generates=True)
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
+        home = Home(cluster)
+        (prompt,) = prompts_of(spec, [200])
+        request = home.submit(prompt, 16)
+        home.run()
+        assert home.answers[request] == greedy(model_dir, prompt, 16)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7, seed=5),
+        Sampling(temperature=1.5, top_k=20, seed=6),
+        Sampling(temperature=1.0, top_p=0.8, min_p=0.01, seed=7),
+        Sampling(temperature=1.0, top_k=50, top_p=0.9, repetition_penalty=1.3, seed=8),
+    ],
+    ids=str,
+)
+def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    (prompt,) = prompts_of(spec, [20])
+    answers = []
+    for split in ((1,), (1, 1), (2, 1, 3)):
+        plan = generating_plan(spec, "local" if len(split) == 1 else "hmp", split)
+        with EngineCluster(model_dir, plan) as cluster:
+            home = Home(cluster)
+            request = home.submit(prompt, 20, sampling)
+            home.run()
+            answers.append(home.answers[request])
+            rest = home.submit([*prompt, *answers[0][:7]], 13, sampling, first_index=7)  # as after a lost device
+            home.run()
+            assert home.answers[rest] == answers[0][7:]
+    assert answers[0] == answers[1] == answers[2]
+    assert len(set(answers[0])) > 3
+
+
+def test_requests_come_and_go_while_others_run(models: Any) -> None:
+    """Continuous batching under a budget: everyone gets what it would get alone, and cancelling frees at once."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=120)
+    prompts = prompts_of(spec, [30, 40, 10, 25, 5])
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        first = [home.submit(prompt, 20) for prompt in prompts[:3]]
+        for _ in range(6):
+            home.step()
+        assert {generation.num_sequences for generation in cluster.generations[:1]} == {2}  # the third has no room
+        home.leader.cancel(first[0])
+        later = [home.submit(prompt, 20) for prompt in prompts[3:]]
+        home.run()
+        assert len(home.answers[first[0]]) < 20
+        for request, prompt in zip([*first[1:], *later], prompts[1:], strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 20)
+            assert home.ended[request].num_tokens == 20
+        assert cluster.generations[0].num_sequences == 0
+
+
+def test_stop_tokens_end_an_answer(models: Any) -> None:
+    model_dir = models("gpt2")
+    spec = read_spec(model_dir)
+    (prompt,) = prompts_of(spec, [12])
+    expected = greedy(model_dir, prompt, 20)
+    stop = expected[5]
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
+        home = Home(cluster)
+        request = home.submit(prompt, 20, stop_ids=(stop,))
+        home.run()
+        assert home.answers[request] == expected[: expected.index(stop) + 1]
+        assert home.ended[request].reason == "stop"
+
+
+def test_what_cannot_be_done_is_refused(models: Any) -> None:
+    model_dir = models("gpt2")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64)) as cluster:
+        home = Home(cluster)
+        with pytest.raises(BadRequest, match="non-empty"):
+            home.submit([], 5)
+        with pytest.raises(BadRequest, match="between 0 and 2999"):
+            home.submit([3000], 5)
+        with pytest.raises(BadRequest, match="room for 64"):
+            home.submit([5] * 60, 6)
+        home.submit([5] * 60, 5)
+        home.run()
+
+
+def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
+        home = Home(cluster)
+        home.submit([5, 6, 7], 50)
+        for _ in range(3):
+            home.step()
+        cluster.communicators[0].abort(StepFailed(device="device1", reason="it is gone"))
+        with pytest.raises(StepFailed, match="it is gone"):
+            home.run()
+        assert home.leader.idle
+        with pytest.raises(StepFailed, match="it is gone"):
+            home.submit([5, 6, 7], 50)
+
+
+@pytest.mark.parametrize(
+    ("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)]
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir).model_copy(update={"weights": weights})
+    (prompt,) = prompts_of(spec, [60])
+    with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
+        hidden, _ = cluster.run([prompt])
+        request = (home := Home(cluster)).submit(prompt, 12)
+        home.run()
+        assert len(home.answers[request]) == 12
+        errors = [generation._shard.weight_error() for generation in cluster.generations]
+    assert all(1e-4 < error < tolerance for error in errors), errors
+    with torch.inference_mode():
+        expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
+    assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)

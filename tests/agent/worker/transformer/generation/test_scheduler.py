@@ -1,0 +1,160 @@
+"""What rank 0 does next: admission under the KV budget, chunks, fairness, memory given back. Pure."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from hearth.plan.transformer import Generation
+from hearth.wire.messages import GenerateTokens, StepOrder
+
+
+def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> Sequence:
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, stop_ids=stop_ids)
+    return Sequence(number, request, [10 + i for i in range(prompt)], prompt)
+
+
+def play(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
+    """Every row that asks for a token gets one; what ended is removed."""
+    for rows in order.rows:
+        if rows.sample:
+            scheduler.take(rows.sequence, token)
+            if scheduler.running[rows.sequence].ended:
+                scheduler.remove(rows.sequence)
+
+
+def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=8))
+    scheduler.add(sequence(1, 20, 3))
+    sizes, samples = [], []
+    for _ in range(3):
+        order = scheduler.next_order()
+        assert order.kind == "prefill"
+        sizes.append(len(order.rows[0].token_ids))
+        samples.append(order.rows[0].sample)
+        assert (order.rows[0].new is not None) == (len(sizes) == 1)
+        play(scheduler, order)
+    assert sizes == [8, 8, 4]
+    assert samples == [False, False, True]
+    assert scheduler.next_order().kind == "decode"
+
+
+def test_whole_prompts_are_never_cut() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
+    assert scheduler.room == 8
+    for number, prompt in ((1, 5), (2, 4), (3, 2)):
+        scheduler.add(sequence(number, prompt, 3))
+    order = scheduler.next_order()
+    assert [(rows.sequence, len(rows.token_ids)) for rows in order.rows] == [(1, 5)]
+    play(scheduler, order)
+    play(scheduler, scheduler.next_order())
+    assert [rows.sequence for rows in scheduler.next_order().rows] == [2, 3]
+
+
+def test_running_answers_go_on_between_the_chunks_of_a_new_prompt() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=4))
+    scheduler.add(sequence(1, 4, 20))
+    play(scheduler, scheduler.next_order())
+    scheduler.add(sequence(2, 12, 2))
+    kinds = []
+    for _ in range(6):
+        order = scheduler.next_order()
+        kinds.append(order.kind)
+        play(scheduler, order)
+    assert kinds[:5] == ["decode", "prefill", "decode", "prefill", "decode"] or kinds[:5] == [
+        "prefill", "decode", "prefill", "decode", "prefill",
+    ]  # fmt: skip
+
+
+def test_nobody_overtakes_a_long_context_that_waits() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=4, prefill_rows=64))
+    for number, prompt in ((1, 30), (2, 40), (3, 2)):
+        scheduler.add(sequence(number, prompt, 5))
+    order = scheduler.next_order()
+    assert [rows.sequence for rows in order.rows] == [1]
+
+
+def test_an_idle_scheduler_has_given_everything_back() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=4, prefill_rows=64))
+    scheduler.add(sequence(1, 5, 2))
+    play(scheduler, scheduler.next_order())
+    play(scheduler, scheduler.next_order())
+    assert not scheduler.idle
+    order = scheduler.next_order()
+    assert order.freed == (1,)
+    assert not order.rows
+    assert scheduler.idle
+
+
+def test_what_was_cancelled_before_it_began_needs_no_freeing() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=1, prefill_rows=64))
+    scheduler.add(sequence(1, 5, 9))
+    scheduler.add(sequence(2, 5, 9))
+    play(scheduler, scheduler.next_order())
+    scheduler.remove(2)
+    scheduler.remove(99)
+    scheduler.remove(1)
+    assert scheduler.next_order().freed == (1,)
+    assert scheduler.idle
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    promise = Generation(
+        kv_tokens=rng.randint(20, 200), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
+    )
+    scheduler = Scheduler(promise)
+    held: dict[int, int] = {}  # tokens in each cache, as a worker would hold them
+    capacity: dict[int, int] = {}
+    answers: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    number = 0
+    for _ in range(600):
+        if rng.random() < 0.15 and number < 30:
+            number += 1
+            new = sequence(number, rng.randint(1, 40), rng.randint(1, 12), stop_ids=(3,))
+            if scheduler.fits(new):
+                scheduler.add(new)
+                wanted[number] = new.request.max_tokens
+        if rng.random() < 0.03 and wanted:
+            cancelled = rng.choice(list(wanted))
+            scheduler.remove(cancelled)
+            wanted.pop(cancelled)
+        if scheduler.idle:
+            continue
+        order = scheduler.next_order()
+        for freed in order.freed:
+            del held[freed], capacity[freed]
+        assert sum(len(rows.token_ids) for rows in order.rows) <= max(promise.prefill_rows, promise.max_sequences)
+        assert len({rows.sequence for rows in order.rows}) == len(order.rows)
+        for rows in order.rows:
+            if rows.new is not None:
+                assert rows.sequence not in held
+                held[rows.sequence], capacity[rows.sequence] = 0, rows.new.capacity
+            held[rows.sequence] += len(rows.token_ids)
+            assert held[rows.sequence] <= capacity[rows.sequence]
+            assert len(rows.token_ids) == 1 or order.kind == "prefill"
+        assert sum(capacity.values()) <= promise.kv_tokens
+        assert len(capacity) <= promise.max_sequences
+        for rows in order.rows:
+            if rows.sample:
+                answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
+        play(scheduler, order, token=rng.randint(3, 30))
+    for _ in range(2000):
+        if scheduler.idle:
+            break
+        order = scheduler.next_order()
+        for freed in order.freed:
+            del held[freed], capacity[freed]
+        for rows in order.rows:
+            if rows.new is not None:
+                held[rows.sequence], capacity[rows.sequence] = 0, rows.new.capacity
+            if rows.sample:
+                answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
+        play(scheduler, order, token=rng.randint(3, 30))
+    assert scheduler.idle
+    assert not held
+    assert all(1 <= answers[each] <= most for each, most in wanted.items())

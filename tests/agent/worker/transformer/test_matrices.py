@@ -1,0 +1,156 @@
+"""Weight formats: how far products are off, views, and that a matrix filled in parts is the one filled at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from agent.worker.transformer import matrices  # noqa: E402 (needs torch)
+from agent.worker.transformer.matrices import (  # noqa: E402 (needs torch)
+    Floats,
+    Int4,
+    Int8,
+    Matrix,
+    Packed,
+    Pieces,
+    empty_matrix,
+    memory_of,
+)
+from hearth.errors import StepFailed  # noqa: E402
+from hearth.plan.model_spec import WeightFormat  # noqa: E402
+
+CPU = torch.device("cpu")
+ALL = slice(None)
+# Relative, in the Euclidean norm: of bfloat16's 8 bits, and of 7 bits below the largest of normal weights.
+ERRORS: dict[WeightFormat, float] = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1}
+
+
+def filled(weight: torch.Tensor, weights: WeightFormat) -> Matrix:
+    matrix = empty_matrix(*weight.shape, weights, CPU)
+    for rows in (slice(0, 40), slice(40, None)):
+        for columns in (slice(0, 64), slice(64, None)):
+            matrix.fill(rows, columns, weight[rows, columns])
+    return matrix
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 9, 70])
+@pytest.mark.parametrize("weights", ERRORS)
+def test_products_are_as_close_as_the_format_allows(weights: WeightFormat, num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    weight, x, bias = torch.randn(96, 160) * 0.1, torch.randn(num_rows, 160), torch.randn(96)
+    expected = x @ weight.t() + bias
+    matrix = filled(weight, weights)
+    out = torch.empty(num_rows, 96)
+    y = matrix.times(x, bias, out)
+    assert y.data_ptr() == out.data_ptr()
+    assert y.dtype == torch.float32
+    assert torch.equal(matrix.times(x, bias), y)
+    assert (y - expected).norm() <= ERRORS[weights] * expected.norm() + 1e-9
+
+
+@pytest.mark.parametrize("weights", [weights for weights in ERRORS if weights != "int4"])
+def test_views_multiply_as_their_part(weights: WeightFormat) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(96, 160) * 0.1, torch.randn(5, 160)
+    matrix = filled(weight, weights)
+    whole = matrix.times(x)
+    assert torch.allclose(matrix.rows(slice(10, 50)).times(x), whole[:, 10:50], atol=0.02)
+    left, right = slice(0, 96), slice(96, 160)
+    parts = matrix.columns(left).times(x[:, left]) + matrix.columns(right).times(x[:, right])
+    assert (parts - whole).norm() < max(2 * ERRORS[weights], 1e-6) * whole.norm()
+    assert matrix.rows(slice(0, 0)).times(x).shape == (5, 0)
+    assert not matrix.columns(slice(0, 0)).times(x[:, :0]).any()
+
+
+def test_memory_is_what_the_format_says() -> None:
+    sizes = {weights: sum(t.nbytes for t in empty_matrix(64, 1024, weights, CPU).tensors) for weights in ERRORS}
+    assert sizes == {
+        "float32": 4 << 16, "float16": 2 << 16, "bfloat16": 2 << 16, "int8": (1 << 16) + 128, "int4": 5 << 13,
+    }  # fmt: skip
+
+
+def test_what_does_not_suit_int4_is_int8() -> None:
+    assert isinstance(empty_matrix(64, 1024, "int4", CPU), Int4)
+    for shape in ((63, 1024), (64, 1000), (0, 32), (16, 0)):
+        assert isinstance(empty_matrix(*shape, "int4", CPU), Int8)
+
+
+def test_int4_is_used_whole() -> None:
+    matrix = empty_matrix(64, 64, "int4", CPU)
+    assert matrix.rows(slice(0, 64)) is matrix
+    with pytest.raises(StepFailed, match="in part"):
+        matrix.columns(slice(0, 32))
+
+
+# ---- float32 in oneDNN's layout --------------------------------------------------------------------------------------
+
+
+def packed(weight: torch.Tensor, used: Pieces) -> Matrix:
+    if not Packed.takes(*weight.shape, CPU):
+        pytest.skip("torch packs float32 for x86 processors only")
+    matrix = empty_matrix(*weight.shape, "float32", CPU, used)
+    assert isinstance(matrix, Packed)
+    for rows in (slice(0, 40), slice(40, None)):
+        for columns in (slice(0, 64), slice(64, None)):
+            matrix.fill(rows, columns, weight[rows, columns])
+    return matrix
+
+
+PIECES = [Pieces(0, (0, 96)), Pieces(0, (0, 30, 31, 96)), Pieces(1, (0, 200)), Pieces(1, (0, 7, 150, 200))]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 71, 96, 97, 284])
+@pytest.mark.parametrize("used", PIECES)
+def test_a_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    weight, x, bias = torch.randn(96, 200) * 0.1, torch.randn(num_rows, 200), torch.randn(96)
+    matrix = packed(weight, used)
+    expected = x @ weight.t() + bias
+    out = torch.full((num_rows, 96), torch.nan)
+    assert matrix.times(x, bias, out).data_ptr() == out.data_ptr()
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert torch.equal(matrix.times(x, bias), out)
+    assert torch.allclose(matrix.times(x), x @ weight.t(), atol=1e-5)
+    assert matrix.rows(slice(0, 96)) is matrix.columns(slice(0, 200)) is matrix
+    for first, start in enumerate(used.borders):
+        for stop in used.borders[first:]:
+            part = slice(start, stop)
+            if used.axis == 0:
+                assert torch.allclose(matrix.rows(part).times(x), (x @ weight.t())[:, part], atol=1e-5)
+            else:
+                y = matrix.columns(part).times(x[:, part], bias)
+                assert torch.allclose(y, x[:, part] @ weight[:, part].t() + bias, atol=1e-5)
+
+
+def test_a_packed_matrix_is_used_in_its_pieces_only() -> None:
+    matrix = packed(torch.randn(96, 200), Pieces(1, (0, 7, 200)))
+    with pytest.raises(StepFailed, match="other pieces"):
+        matrix.columns(slice(0, 8))
+    with pytest.raises(StepFailed, match="other pieces"):
+        matrix.rows(slice(0, 7))
+
+
+def test_kernels_are_made_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept, and takes up to half a MiB."""
+    heights: set[int] = set()
+    block = matrices._block_times_packed
+
+    def noted(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
+        heights.add(height)
+        return block(x_sk, height, *rest)
+
+    monkeypatch.setattr(matrices, "_block_times_packed", noted)
+    matrix = packed(torch.randn(96, 200), Pieces(0, (0, 96)))
+    for num_rows in range(1, 600):
+        matrix.times(torch.empty(num_rows, 200))
+    assert heights == {1, 2, 4, *range(8, 97, 8), 144, 192, 256}
+
+
+def test_a_packed_matrix_takes_hardly_more_memory_and_a_small_one_is_not_packed() -> None:
+    matrix = packed(torch.randn(1000, 520), Pieces(0, (0, 1000)))
+    assert 4 * 1000 * 520 <= sum(memory_of(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
+    assert isinstance(empty_matrix(64, 64, "float32", CPU, Pieces(0, (0, 64))), Floats)
+    assert isinstance(empty_matrix(640, 640, "float32", CPU), Floats)

@@ -1,0 +1,123 @@
+"""Overlap is real: on a throttled in-memory transport, a request's trace shows transfers under GEMMs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from support.models import save_random_model, small_bert
+from support.plans import make_plan
+
+from coordinator.models.checkpoint.families import read_spec
+from hearth.errors import DeadlineExceeded, HearthError, StepFailed
+from hearth.trace import overlap_seconds, transfers
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from support.engines import EngineCluster
+
+
+@pytest.fixture(scope="module")
+def wide_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough that a tile's GEMM lasts milliseconds."""
+    config = small_bert(hidden_size=768, num_attention_heads=12, intermediate_size=3072, max_position_embeddings=512)
+    return save_random_model(tmp_path_factory.mktemp("wide"), config)
+
+
+def overlapped_share(model_dir: Path, overlap: bool) -> float:
+    """The share of all transfer time during which the receiver computed: median of three requests of 384 rows."""
+    plan = make_plan(read_spec(model_dir), "hmp", (1, 1, 1), overlap=overlap)
+    shares = []
+    # At this rate a tile's transfer takes about as long as its GEMM here.
+    with EngineCluster(model_dir, plan, bytes_per_second=150e6) as cluster:
+        cluster.run([[3] * 384])
+        for _ in range(3):
+            _, answers = cluster.run([[3] * 384], trace=True)
+            traces = cluster.traces(answers)
+            moved = transfers(traces)
+            # 2 layers x (2 gathers + 2 reduces) x 3 tiles x 2 hops, and the embedding's exchange.
+            assert len(moved) >= 2 * 4 * 3 * 2
+            shares.append(overlap_seconds(traces) / sum(t.end_seconds - t.start_seconds for t in moved))
+    return statistics.median(shares)
+
+
+def test_transfers_run_under_gemms_with_overlap_and_hardly_without(wide_bert: Path, tmp_path: Path) -> None:
+    with_overlap = overlapped_share(wide_bert, True)
+    without = overlapped_share(wide_bert, False)
+    assert with_overlap > 0.2
+    assert with_overlap > 1.5 * without
+
+
+def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(wide_bert: Path) -> None:
+    """Pitfall (a): in a lock-step loop a tile that arrives during a GEMM would wait for its end."""
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
+    forwarded_at_once = 0
+    # A tile arrives in about half the time of a GEMM.
+    with EngineCluster(wide_bert, plan, bytes_per_second=300e6) as cluster:
+        cluster.run([[3] * 384])
+        answers = [answer for _ in range(5) for answer in enumerate(cluster.run([[3] * 384], trace=True)[1])]
+    for rank, answer in answers:
+        computing = [(e.start_seconds, e.end_seconds) for e in answer.trace if e.lane == "compute"]
+        for event in answer.trace:
+            forwards = "gather" in event.name and f"tile {rank} " not in event.name and event.lane == "send"
+            if forwards and any(start < event.start_seconds < end for start, end in computing):
+                forwarded_at_once += 1
+    assert forwarded_at_once > 0
+
+
+def test_a_peer_that_says_nothing_is_a_typed_error_in_time(wide_bert: Path) -> None:
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
+    with EngineCluster(wide_bert, plan) as cluster:
+        cluster.hub.cut(0, 1)
+        with pytest.raises(StepFailed, match=r"nothing came within 0\.3 s"):
+            cluster.run([[3] * 8], timeout=0.3)
+        cluster.hub._cut.clear()
+        rows, _ = cluster.run([[3] * 8])  # the next step is not disturbed by what was left of the last
+        assert rows.shape == (8, 768)
+
+
+def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
+    import threading
+
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
+    with EngineCluster(wide_bert, plan) as cluster:
+        cluster.hub.cut(0, 1)
+        cluster.hub.cut(1, 0)
+        caught: list[HearthError] = []
+
+        def run() -> None:
+            try:
+                cluster.run([[3] * 8], timeout=60.0)
+            except HearthError as error:
+                caught.append(error)
+
+        running = threading.Thread(target=run)
+        running.start()
+        while running.is_alive():  # an abort before the step has begun is forgotten when it begins
+            for communicator in cluster.communicators:
+                communicator.abort(DeadlineExceeded(action="the test", seconds=1))
+            running.join(0.05)
+        assert isinstance(caught[0], DeadlineExceeded)
+
+
+def test_messages_of_another_epoch_or_step_are_dropped_and_counted(wide_bert: Path) -> None:
+    import numpy as np
+    from support.engines import TOKEN
+
+    from hearth.plan.transformer import WireFormat
+    from hearth.wire.codec import Codec
+    from hearth.wire.framing import Phase, TileKey, encode_tile
+
+    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1), epoch=5)
+    link = Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)
+    with EngineCluster(wide_bert, plan) as cluster:
+        sender = cluster.hub.transport(0)
+        stray = np.zeros((1, 1), np.float32)
+        for epoch, step, source in ((4, 1, 0), (5, 99, 0), (5, 1, 1)):
+            key = TileKey(epoch, step, 0, Phase.GATHER_MLP, 0, source)
+            sender.send(1, encode_tile(TOKEN if source == 0 else bytes(16), key, stray, link))
+        sender.send(1, [b"nonsense"])
+        rows, answers = cluster.run([[3] * 8])
+        assert rows.shape == (8, 768)
+        assert answers[1].dropped_messages == 4

@@ -1,0 +1,369 @@
+"""A pipeline of layers: whole layers on each device, several steps in flight, and the same tokens as `transformers`."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.models import save_random_model, small_bert, small_decoder
+from support.plans import make_plan
+
+from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
+from coordinator.models.checkpoint.families import read_spec
+from hearth.errors import StepFailed
+from hearth.plan.geometry import spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.transformer import Generation, Plan, TransformerPlan, WireFormat
+from hearth.wire.messages import GenerateTokens, Sampling, StepOrder
+
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("transformers")
+
+from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.reference import decoder, encoder, greedy  # noqa: E402
+
+LAYERS = 5
+LOGIT_TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def model(family: str) -> Path:
+        layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+        config = small_decoder(family, **{layers: LAYERS})
+        return save_random_model(tmp_path_factory.mktemp(family), config, generates=True)
+
+    return model
+
+
+def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
+    rng = np.random.default_rng(sum(lengths))
+    return [rng.integers(3, spec.vocab_size, n).tolist() for n in lengths]
+
+
+def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> Plan:
+    plan = make_plan(spec, "pipeline", layers)
+    assert plan.body.layers == layers
+    promise = Generation(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return plan.model_copy(update={"generation": promise})
+
+
+def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
+    home.run()
+    return [home.answers[request] for request in requests]
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("gpt2", (3, 2)), ("opt", (1, 1, 2, 1)), ("llama", (2, 1, 2)), ("qwen2", (4, 1)), ("qwen3", (1, 3, 1)),
+     ("mistral", (1, 4))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("prefill_rows", [512, 24])
+def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], prefill_rows: int, models: Any) -> None:
+    """A mixed batch, its prompts in one step and in chunks of which several are in flight."""
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
+        home = Home(cluster)
+        prompts = prompts_of(spec, [1, 7, 61, 130])
+        found = answers_of(home, [home.submit(prompt, 12) for prompt in prompts])
+        assert found == [greedy(model_dir, prompt, 12) for prompt in prompts]
+        assert cluster.generations[0].num_sequences == 0
+        assert cluster.generations[0].num_in_flight == 0
+
+
+def test_long_prompts_and_long_answers(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
+        home = Home(cluster)
+        (prompt,) = prompts_of(spec, [500])
+        assert answers_of(home, [home.submit(prompt, 64)]) == [greedy(model_dir, prompt, 64)]
+
+
+def test_one_stage_is_the_whole_model(models: Any) -> None:
+    model_dir = models("gpt2")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
+        home = Home(cluster)
+        (prompt,) = prompts_of(spec, [70])
+        assert answers_of(home, [home.submit(prompt, 8)]) == [greedy(model_dir, prompt, 8)]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_logits_equal_transformers(family: str, models: Any) -> None:
+    model_dir = models(family)
+    spec = read_spec(model_dir)
+    sequences = prompts_of(spec, [1, 29, 130])
+    with EngineCluster(model_dir, staged(spec, (2, 1, 2))) as cluster:
+        hidden, answers = cluster.run(sequences)
+    assert [answer.num_rows for answer in answers] == [160, 0, 0]
+    model = decoder(model_dir)
+    with torch.inference_mode():
+        logits = model.get_output_embeddings()(torch.from_numpy(hidden))
+        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
+    assert (logits - expected).abs().max() < LOGIT_TOLERANCE
+
+
+def test_an_encoder_ends_with_the_last_stage(tmp_path: Path) -> None:
+    model_dir = save_random_model(tmp_path / "bert", small_bert(num_hidden_layers=4))
+    spec = read_spec(model_dir)
+    rng = np.random.default_rng(7)
+    sequences = [rng.integers(0, spec.vocab_size, n).tolist() for n in (17, 1, 40)]
+    model = encoder(model_dir)
+    with torch.inference_mode():
+        expected = torch.cat([model(torch.tensor([ids])).last_hidden_state[0] for ids in sequences]).numpy()
+    for layers in ((1, 2, 1), (3, 1), (4,)):
+        with EngineCluster(model_dir, make_plan(spec, "pipeline", layers)) as cluster:
+            rows, answers = cluster.run(sequences, trace=True)
+            sums, _ = cluster.run(sequences, output="mean")
+        assert np.abs(rows - expected).max() < 1e-4, layers
+        assert [answer.num_rows for answer in answers] == [0] * (len(layers) - 1) + [58]
+        assert np.allclose(sums[0], expected[:17].sum(axis=0), atol=1e-3)
+        sent = [sum(event.num_bytes for event in answer.trace if event.lane == "send") for answer in answers]
+        rows_bytes = 58 * 96 * 4
+        assert all(rows_bytes <= each < 1.05 * rows_bytes for each in sent[:-1])  # one hop each, and nothing else
+        assert sent[-1] == 0
+
+
+def test_a_lossy_wire_format_stays_close(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    sequences = prompts_of(spec, [60])
+    rows = []
+    for values in ("exact", "fp16"):
+        plan = staged(spec, (2, 2, 1)).model_copy(update={"wire": WireFormat(values=values, lz4="on")})
+        with EngineCluster(model_dir, plan) as cluster:
+            rows.append(cluster.run(sequences)[0])
+    assert 0 < np.abs(rows[0] - rows[1]).max() < 0.02
+
+
+# ---- what a stage holds -----------------------------------------------------------------------------------------------
+
+
+def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any) -> None:
+    from coordinator.plan.transformer.cost.memory import memory_use
+
+    for family in ("gpt2", "llama"):  # tied, and with a head of its own
+        model_dir = models(family)
+        spec = read_spec(model_dir)
+        plan = staged(spec, (1, 3, 1), kv_tokens=200)
+        with EngineCluster(model_dir, plan) as cluster:
+            home = Home(cluster)
+            request = home.submit(prompts_of(spec, [20])[0], 30)
+            for _ in range(6):
+                home.step()
+            planned = [memory_use(spec, plan.body, rank, 64, plan.generation) for rank in range(3)]
+            for generation, use, count in zip(cluster.generations, planned, plan.body.layers, strict=True):
+                held = generation._shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
+                assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
+                (cached,) = generation._caches.values()
+                assert cached._store.shape[0] == count
+                assert use.kv_cache == cached._store[0].nbytes * count * 200 // cached.capacity
+            assert [use.embeddings > 0 for use in planned] == [True, False, False]
+            home.run()
+            assert len(home.answers[request]) == 30
+
+
+# ---- several steps in flight ----------------------------------------------------------------------------------------
+
+
+def test_chunks_and_groups_are_in_flight_together(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
+        home, generation = Home(cluster), cluster.generations[0]
+        cluster.hub._latency = 0.03  # far more than a chunk takes, so that none is back before the next
+        (prompt,) = prompts_of(spec, [100])
+        request = home.submit(prompt, 6)
+        most = 0
+        while not home.answers[request]:
+            home.step()
+            most = max(most, generation.num_in_flight)
+        assert most == 4  # of 5 that may be: one is waited for as soon as the last is begun
+        home.run()
+        assert home.answers[request] == greedy(model_dir, prompt, 6)
+        prompts = prompts_of(spec, [5, 6, 7, 4])
+        requests = [home.submit(prompt, 20) for prompt in prompts]
+        orders: list[int] = []
+        while not home.leader.idle:
+            home.step()
+            orders.append(generation.num_in_flight)
+        assert max(orders[len(orders) // 2 :]) >= 2  # answers are decoded in groups
+        assert [home.answers[each] for each in requests] == [greedy(model_dir, prompt, 20) for prompt in prompts]
+
+
+def test_requests_come_and_go_while_steps_are_in_flight(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    prompts = prompts_of(spec, [30, 40, 10, 25, 5])
+    with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120)) as cluster:
+        home = Home(cluster)
+        first = [home.submit(prompt, 20) for prompt in prompts[:3]]
+        for _ in range(9):
+            home.step()
+        home.leader.cancel(first[0])
+        later = [home.submit(prompt, 20) for prompt in prompts[3:]]
+        for _ in range(3):
+            home.step()
+        home.leader.cancel(later[0])
+        home.run()
+        for request, prompt in zip([*first[1:], later[1]], [*prompts[1:3], prompts[4]], strict=True):
+            assert home.answers[request] == greedy(model_dir, prompt, 20)
+        assert home.leader.idle
+        assert [generation.num_sequences for generation in cluster.generations[:1]] == [0]
+
+
+def test_another_plan_goes_on_where_this_one_was_lost(models: Any) -> None:
+    """With sampling too: the seed decides, not the devices; from three stages to two, to tensor parallel, to one."""
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    (prompt,) = prompts_of(spec, [20])
+    sampling = Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.2, seed=11)
+    plans = [
+        staged(spec, (2, 1, 2)), staged(spec, (4, 1)), make_plan(spec, "hmp", (1, 2)), make_plan(spec, "local", (1,)),
+    ]  # fmt: skip
+    answers, resumed = [], list[int]()
+    for plan in plans:
+        with EngineCluster(model_dir, plan) as cluster:
+            home = Home(cluster)
+            answers += answers_of(home, [home.submit(prompt, 20, sampling)])
+            rest = home.submit([*prompt, *resumed], 20 - len(resumed), sampling, first_index=len(resumed))
+            while len(home.answers[rest]) < 5 and not home.leader.idle:
+                home.step()
+            home.leader.cancel(rest)
+            home.run()
+            resumed += home.answers[rest]
+    assert answers == [answers[0]] * 4
+    assert resumed == answers[0]
+
+
+def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    with EngineCluster(model_dir, staged(spec, (2, 3))) as cluster:
+        home = Home(cluster)
+        home.submit([5, 6, 7], 50)
+        for _ in range(3):
+            home.step()
+        cluster.communicators[0].abort(StepFailed(device="device1", reason="it is gone"))
+        with pytest.raises(StepFailed, match="it is gone"):
+            home.run()
+        assert home.leader.idle
+        with pytest.raises(StepFailed, match="it is gone"):
+            home.submit([5, 6, 7], 50)
+
+
+def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> None:
+    model_dir = models("llama")
+    spec = read_spec(model_dir)
+    plan = staged(spec, (2, 2, 1))
+    with EngineCluster(model_dir, plan) as cluster:
+        home = Home(cluster)
+        for generation in cluster.generations:
+            generation._wait_seconds = 0.3
+        home.submit([5, 6, 7], 50)
+        for _ in range(4):
+            home.step()
+        cluster.hub.cut(1, 2)
+        with pytest.raises(StepFailed, match="HEAD_ROWS"):
+            home.run()
+
+
+# ---- the scheduler, while steps are in flight -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_orders_in_flight_never_want_what_is_not_there(seed: int) -> None:
+    """Random traffic: each sequence's rows come in order, none before its token, nobody waits for ever, all ends."""
+    rng = random.Random(seed)
+    promise = Generation(kv_tokens=rng.randint(60, 300), max_sequences=6, prefill_rows=rng.choice([1, 5, 64]))
+    depth = rng.randint(2, 7)
+    scheduler = Scheduler(promise, num_groups=rng.randint(1, 4))
+    flights: deque[StepOrder] = deque()
+    waiting: dict[int, int] = {}  # sequences that were asked a token for, by the orders since
+    wanted: dict[int, int] = {}
+    answered: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    number = 0
+    for turn in range(3000):
+        if turn < 400 and rng.random() < 0.2:
+            number += 1
+            prompt, most = rng.randint(1, 30), rng.randint(1, 10)
+            request = GenerateTokens(holder="test", epoch=1, max_tokens=most, stop_ids=())
+            scheduler.add(Sequence(number, request, list(range(10, 10 + prompt)), prompt))
+            wanted[number], answered[number], seen[number] = most, 0, prompt
+        if rng.random() < 0.02 and wanted:
+            cancelled = rng.choice(list(wanted))
+            scheduler.remove(cancelled)
+            for each in (wanted, answered, seen, waiting):
+                each.pop(cancelled, None)
+        order = scheduler.next_order() if len(flights) < depth else None
+        if order is not None:
+            flights.append(order)
+            for rows in order.rows:
+                assert rows.sequence not in waiting
+                if rows.sample:
+                    waiting[rows.sequence] = 0
+        elif flights:
+            for rows in flights.popleft().rows:
+                if rows.sample and rows.sequence in wanted:
+                    waiting.pop(rows.sequence)
+                    scheduler.take(rows.sequence, 7)
+                    answered[rows.sequence] += 1
+                    if scheduler.running[rows.sequence].ended:
+                        assert answered.pop(rows.sequence) == wanted.pop(rows.sequence)
+                        scheduler.remove(rows.sequence)
+        elif turn >= 400 and scheduler.idle:
+            break
+    assert scheduler.idle
+    assert not wanted
+    assert not flights
+
+
+def test_groups_take_turns() -> None:
+    scheduler = Scheduler(Generation(kv_tokens=500, max_sequences=8, prefill_rows=64), num_groups=2)
+    for number in range(1, 6):
+        request = GenerateTokens(holder="test", epoch=1, max_tokens=20, stop_ids=())
+        scheduler.add(Sequence(number, request, [5, 6], 2))
+    first = scheduler.next_order()
+    assert first is not None
+    assert first.kind == "prefill"
+    assert scheduler.next_order() is None
+    for rows in first.rows:
+        scheduler.take(rows.sequence, 9)
+    groups = []
+    for _ in range(2):
+        order = scheduler.next_order()
+        assert order is not None
+        groups.append([rows.sequence for rows in order.rows])
+    assert groups == [[1, 2, 3], [4, 5]]
+    assert scheduler.next_order() is None
+    for number in (1, 2, 3):
+        scheduler.take(number, 9)
+    again = scheduler.next_order()
+    assert again is not None
+    assert [rows.sequence for rows in again.rows] == [1, 2, 3]
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_stages_follow_each_other(models: Any) -> None:
+    spec = read_spec(models("llama"))
+    body = TransformerPlan.pipeline(spec, (2, 1, 2))
+    assert [body.layers_of(rank, LAYERS) for rank in range(3)] == list(spans((2, 1, 2)))
+    held = [[rank for rank in range(3) if body.holding(rank, layer).qkv.size] for layer in range(LAYERS)]
+    assert held == [[0], [0], [1], [2], [2]]
+    assert body.row_weights == (1.0, 0.0, 0.0)
+    assert body.max_steps_in_flight == 5

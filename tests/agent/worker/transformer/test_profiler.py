@@ -1,0 +1,94 @@
+"""The block profiler on decoders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("psutil")
+
+import pytest
+from support.plans import BERT_LARGE, LLAMA_1B
+
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import BlockProfile
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from agent.worker.transformer.profiler import ProfilerRequest, profile, random_layer
+
+SMALL = LLAMA_1B.model_copy(
+    update={
+        "num_layers": 3, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 96, "ffn_size": 320,
+        "vocab_size": 100,
+    }
+)  # fmt: skip
+# GPT-2's kind: LayerNorm, biases, learned positions, no gate, no grouped queries. And Qwen3's: norms of every head.
+LEARNED = SMALL.model_copy(
+    update={
+        "num_kv_heads": 8, "norm": "layer", "gated": False, "rotary": None, "tied_head": True, "qkv_bias": True,
+        "out_bias": True, "mlp_bias": True, "activation": "gelu_new", "max_positions": 16,
+    }
+)  # fmt: skip
+HEAD_NORMS = SMALL.model_copy(update={"qk_norm": True, "sliding_window": 8})
+
+
+@pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
+def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec) -> None:
+    blocks = profile(ProfilerRequest(model=spec, seq_len=32, num_threads=1, compute_device="cpu"))
+    assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
+    assert all(size % spec.group_size == 0 for size in blocks.qkv.sizes)
+    curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
+    assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
+    assert 0 < blocks.decode_seconds_per_byte < 1e-6
+    assert blocks.decode_layer_seconds > 0
+
+
+def test_a_slower_device_decodes_slower() -> None:
+    blocks = profile(ProfilerRequest(model=SMALL, seq_len=8, num_threads=1, compute_device="cpu"))
+    slower = blocks.scaled(3.0)
+    assert slower.decode_seconds_per_byte == 3 * blocks.decode_seconds_per_byte
+    assert slower.decode_layer_seconds == 3 * blocks.decode_layer_seconds
+
+
+def test_a_random_layer_has_the_shapes_of_grouped_queries_and_of_a_gate() -> None:
+    import torch
+
+    layer = random_layer(SMALL, torch.device("cpu"))
+    assert tuple(layer.qkv_weight.shape) == ((8 + 2 * 2) * 16, 96)
+    assert layer.gate_weight is not None
+    assert tuple(layer.gate_weight.shape) == tuple(layer.up_weight.shape) == (320, 96)
+    assert layer.qkv_bias is None
+
+
+def test_the_block_profiler_measures_every_curve_of_a_model() -> None:
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    spec = BERT_LARGE.model_copy(
+        update={
+            "hidden_size": 64,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "head_dim": 16,
+            "ffn_size": 256,
+            "vocab_size": 100,
+        }
+    )
+    request = {"model": spec.model_dump(), "seq_len": 32, "num_threads": 1, "compute_device": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "agent.worker.transformer.profiler"],
+        input=json.dumps(request) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    blocks = BlockProfile.model_validate_json(done.stdout)
+    assert blocks.seq_len == 32
+    assert (blocks.qkv.sizes[-1], blocks.up.sizes[-1], blocks.connective.sizes[-1]) == (4, 256, 32)
+    curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
+    assert all(seconds > 0 for curve in curves for seconds in curve.seconds)
+    assert 0 < blocks.wire.encrypted_seconds_per_byte < 1e-6
+    assert set(blocks.wire.convert_seconds_per_value) == {"exact", "bf16", "fp16", "int8"}

@@ -1,0 +1,85 @@
+"""The command line: help, keys, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.checkpoints import write_model
+from support.plans import BERT_LARGE, make_plan
+from typer.testing import CliRunner
+
+from coordinator.cli.app import app
+from coordinator.cli.output import out
+from coordinator.cli.tables import plan_tables
+from hearth.platform.security import load_credential
+
+runner = CliRunner()
+
+
+def run(*arguments: str, code: int = 0, text: str | None = None) -> str:
+    result = runner.invoke(app, list(arguments), input=text)
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_every_command_explains_itself() -> None:
+    for command in ("devices", "plan", "serve", "embed", "status", "doctor", "demo", "key"):
+        assert "Usage" in run(command, "--help")
+    for command in ("new", "show", "import", "export", "rotate", "add-app", "revoke"):
+        assert "Usage" in run("key", command, "--help")
+
+
+def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
+    home, other, admin = (str(tmp_path / name) for name in ("home", "other", "admin"))
+    run("key", "new", "--key", home)
+    assert "There is a key at" in run("key", "new", "--key", home, code=1)
+    line = runner.invoke(app, ["key", "export", "--key", home]).stdout.strip()
+    assert line.startswith("hearth-home-1:")
+    run("key", "import", "-", "--key", other, text=line)
+    assert load_credential(Path(other)) == load_credential(Path(home))
+    admin_line = runner.invoke(app, ["key", "export", "--role", "admin", "--key", home]).stdout
+    run("key", "import", "-", "--key", admin, text=admin_line)
+    shown = json.loads(run("key", "show", "--key", admin, "--json"))
+    assert shown["kind"] == "admin"
+    assert shown["home_fingerprint"] == json.loads(run("key", "show", "--key", home, "--json"))["home_fingerprint"]
+    assert "needs the home key" in run("key", "export", "--key", admin, code=1)
+    before = load_credential(Path(home))
+    run("key", "rotate", "--key", home)
+    assert load_credential(Path(home)) != before
+    assert load_credential(Path(home + ".old")) == before
+    assert "cannot be used" in run("key", "import", "-", "--key", other, "--force", code=1, text=line[:-9])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("embed", "hello", "--key", "none"), "no key at none"),
+        (("plan", "no-such-model"), "no-such-model"),
+        (("plan", "MODEL", "--strategy", "magic"), "'magic' is none of auto, local"),
+        (("serve", "MODEL", "--wire", "fp3"), "'fp3' is none of"),
+        (("serve", "--key", "KEY", "--state-dir", "STATE"), "nothing was served here before"),
+        (("serve", "MODEL", "--key", "KEY", "--plan", "no-plan.json"), "no-plan.json cannot be read"),
+        (("demo", "--model", "no-such-model"), "no-such-model"),
+        (("embed", "hello", "--key", "KEY", "--address", "a:b"), "'a:b' is not of the form"),
+        (("serve", "CUT"), "model.safetensors cannot be used: it has"),
+    ],
+)
+def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    run("key", "new", "--key", str(tmp_path / "key"))
+    cut = write_model(tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    places = {"CUT": cut.parent, "MODEL": tmp_path / "model", "KEY": tmp_path / "key", "STATE": tmp_path / "state"}
+    key = () if "--key" in arguments else ("--key", str(tmp_path / "key")) if arguments[0] != "demo" else ()
+    output = run(*(str(places.get(argument, argument)) for argument in (*arguments, *key)), code=1)
+    assert said in " ".join(output.split())
+
+
+def test_a_plan_is_printed_with_bytes_against_budgets() -> None:
+    with out.capture() as captured:
+        out.print(*plan_tables(make_plan(BERT_LARGE, "hmp", (3, 1))))
+    for expected in ("device0", "device1", "heads", "12", "3072", "384", "weights", "budget"):
+        assert expected in captured.get()

@@ -1,0 +1,418 @@
+"""Why a plan won, planning from a file, and plans run for real beside their predictions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.checkpoints import write_model
+from support.home import LOOPBACK, TestHome
+from support.models import save_random_model, small_bert
+from support.plans import BERT_LARGE, cluster, device_profile
+from support.waiting import wait_for
+from typer.testing import CliRunner, Result
+
+from coordinator.cli.app import app
+from coordinator.cli.comparison import Comparer, Comparison, describe
+from coordinator.devices.registry import Device
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.plan.transformer.explain import (
+    best_of_each_strategy,
+    bottleneck,
+    option_as_json,
+    options,
+    why_lost,
+    why_won,
+)
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.serve.goal import Model
+from hearth.errors import StepFailed
+from hearth.plan.geometry import rows_for, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Plan
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import (
+    AgentWelcome,
+    ChunksMissing,
+    Done,
+    FindMissing,
+    LoadShard,
+    Message,
+    RunStep,
+    StepDone,
+    Unload,
+    WireStats,
+    WorkerBound,
+)
+from hearth.wire.rpc import Reply
+
+SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
+NAMES = ("kitchen", "attic", "living-room")
+PATIENCE_SECONDS = 120.0  # with a command on a machine that does much else; only a failure takes so long
+
+
+def home_of(speeds: Sequence[float], mbit: float, budgets: Sequence[int] = (8 << 30,) * 3) -> ClusterProfile:
+    devices = [
+        device_profile(index, speed, SMALL, budget_bytes=budget).model_copy(update={"name": NAMES[index]})
+        for index, (speed, budget) in enumerate(zip(speeds, budgets, strict=False))
+    ]
+    return cluster(devices, mbit)
+
+
+def request(home: ClusterProfile, strategy: Any = "auto", spec: ModelSpec = SMALL) -> PlanRequest:
+    return PlanRequest(spec, home, 284, strategy=strategy)
+
+
+# ---- why ------------------------------------------------------------------------------------------------------------
+
+
+def same_kind(a: Plan, b: Plan) -> bool:
+    return (a.body.strategy, bool(a.body.modes)) == (b.body.strategy, bool(b.body.modes))
+
+
+def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_first() -> None:
+    asked = request(home_of((1, 2, 3), 1000))
+    chosen = make_plan(asked)
+    priced = options(asked, chosen)
+    assert priced[0].plan is chosen
+    assert len({option.label for option in priced}) == len(priced)
+    assert [option.seconds for option in priced[1:]] == sorted(option.seconds for option in priced[1:])
+    assert {option.strategy for option in priced} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
+    assert {option.devices for option in priced if option.strategy == "local"} == {(name,) for name in NAMES}
+    best = best_of_each_strategy(priced)
+    assert best[0] is chosen
+    assert len({plan.body.strategy for plan in best}) == 5
+    assert 5 <= len(best) <= 6  # replicating is one more, where it is worth anything
+    for plan in best[1:]:
+        same = [option.seconds for option in priced[1:] if option.plan and same_kind(option.plan, plan)]
+        assert plan.predicted.total_seconds == min(same)
+
+
+def test_a_slow_link_and_a_slow_device_are_named() -> None:
+    asked = request(home_of((1, 1, 1), 5))
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": link.bytes_per_second / (2 if link.source == "id1" else 1)})
+        for link in asked.cluster.links
+    )
+    slow = asked.cluster.model_copy(update={"links": links})
+    sharing = make_plan(request(slow, "hmp"))
+    bound = bottleneck(sharing, slow)
+    assert bound.sentence.startswith("the link attic → ")
+    alone = make_plan(request(slow, "local"))
+    assert bottleneck(alone, slow).sentence == f"the compute of {alone.devices[0].name}"
+    assert bottleneck(alone, slow).link == ""
+
+
+def test_the_reasons_are_sentences_for_people_and_fields_for_programs() -> None:
+    asked = request(home_of((3, 1), 20, (8 << 30, 320 << 20)))
+    chosen = make_plan(asked)
+    priced = options(asked, chosen)
+    assert priced[0].label == "local on kitchen"
+    reasons = {option.label: why_lost(option, chosen, asked.cluster, "auto") for option in priced[1:]}
+    assert reasons["local on attic"].startswith("does not fit: ")
+    assert reasons["hmp on kitchen, attic"].endswith(", bound by the link kitchen → attic")
+    assert "x slower" in reasons["hmp on kitchen, attic"]
+    won = why_won(priced, asked.cluster, "auto")
+    assert "bound by the compute of kitchen" in won
+    assert "Sharing, by hmp on kitchen, attic, would take" in won
+    for option in priced:
+        fields = option_as_json(option, chosen, asked.cluster, "auto")
+        assert (fields["why_not"] is None) == (option.plan is chosen)
+        assert (fields["predicted_seconds"] is None) == (fields["missing_bytes"] > 0)
+
+
+def test_a_strategy_that_was_asked_for_is_not_said_to_have_won() -> None:
+    asked = request(home_of((3, 1), 20), "hmp")
+    chosen = make_plan(asked)
+    priced = options(asked, chosen)
+    assert "hmp was asked for" in why_won(priced, asked.cluster, "hmp")
+    assert priced[1].seconds < chosen.predicted.total_seconds
+    assert "faster, but hmp was asked for" in why_lost(priced[1], chosen, asked.cluster, "hmp")
+
+
+# ---- offline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs `hearth plan` on a small model, where there is neither a key nor a network."""
+    model_dir = write_model(tmp_path / "model")
+    spec = read_spec(model_dir)
+    devices = [device_profile(index, index + 1.0, spec, 16) for index in range(3)]
+    profile = cluster([d.model_copy(update={"name": NAMES[i]}) for i, d in enumerate(devices)], 1000)
+    (tmp_path / "profile.json").write_text(profile.model_dump_json())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("HEARTH_KEY", raising=False)
+
+    def run(*arguments: str, profile: str = "profile.json") -> Result:
+        command = ["plan", str(model_dir), "--load-profile", str(tmp_path / profile), *arguments]
+        return CliRunner().invoke(app, command)
+
+    run.folder = tmp_path  # type: ignore[attr-defined]
+    return run
+
+
+def test_a_saved_profile_plans_the_same_without_any_device(offline: Any) -> None:
+    first = offline("--json", "--save-profile", str(offline.folder / "again.json"))
+    assert first.exit_code == 0, first.output
+    again = offline("--json", profile="again.json")
+    assert again.output == first.output
+    assert {device["name"] for device in json.loads(first.output)["devices"]} <= set(NAMES)
+    ClusterProfile.model_validate_json((offline.folder / "again.json").read_text())
+
+
+def test_an_explanation_fits_a_terminal_of_80_columns(offline: Any) -> None:
+    for arguments in ([], ["--explain"]):
+        result = offline(*arguments)
+        assert result.exit_code == 0, result.output
+        assert max(map(len, result.output.splitlines())) <= 80
+        assert "…" not in result.output
+    assert " a step" in result.output
+    assert "busiest device" in result.output
+    assert result.output.count("chosen") == 1
+    priced = json.loads(offline("--explain", "--json").output)["priced"]
+    assert priced[0]["why_not"] is None
+    assert all(each["why_not"] for each in priced[1:])
+
+
+def test_limits_and_exclusions_hold_offline(offline: Any) -> None:
+    result = offline("--json", "--exclude", "living-room", "--limit", "kitchen=1MiB")
+    assert [device["name"] for device in json.loads(result.output)["devices"]] == ["attic"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--limit", "cellar=1GiB"), "no device here is called cellar; there are: attic, kitchen, living-room"),
+        (("--exclude", "cellar"), "no device here is called cellar"),
+        (("--exclude", "attic", "--exclude", "kitchen", "--exclude", "living-room"), "no device is left"),
+        (("--limit", "kitchen"), "NAME=1.5GiB"),
+        (("--compare",), "does not go with --compare"),
+        (("--rounds", "3"), "it needs --compare"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(arguments: tuple[str, ...], said: str, offline: Any) -> None:
+    result = offline(*arguments)
+    assert result.exit_code == 1
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def _unlinked(text: str) -> str:
+    return json.dumps({**json.loads(text), "links": []})
+
+
+def _twice(text: str) -> str:
+    value = json.loads(text)
+    return json.dumps({**value, "devices": [value["devices"][0]] * 2})
+
+
+def _of_another_model(text: str) -> str:
+    return json.dumps({**json.loads(text), "model": BERT_LARGE.model_dump()})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[:-20], "is no profile (Invalid JSON"),
+        (lambda text: "{}", "is no profile (devices: Field required)"),
+        (_unlinked, "lacks the link from id0 to id1"),
+        (_twice, "names a device twice"),
+        (_of_another_model, "was measured for bert-large"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_profile_is_one_clear_line(damage: Any, said: str, offline: Any) -> None:
+    if damage is not None:
+        (offline.folder / "bad.json").write_text(damage((offline.folder / "profile.json").read_text()))
+    result = offline(profile="bad.json")
+    assert result.exit_code == 1
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+# ---- for real -------------------------------------------------------------------------------------------------------
+
+
+def plan_of(strategy: Any, seconds: float) -> Plan:
+    plan = make_plan(request(home_of((1, 1), 1000), strategy))
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"total_seconds": seconds})})
+
+
+def test_the_error_is_that_of_the_prediction_against_the_median() -> None:
+    result = Comparison(plan_of("hmp", 1.2), (0.9, 1.0, 5.0))
+    assert (result.median_seconds, result.min_seconds) == (1.0, 0.9)
+    assert result.error_percent == pytest.approx(20)
+    slower = Comparison(plan_of("local", 1.0), (2.0,))
+    assert slower.error_percent == pytest.approx(-50)
+    failed = Comparison(plan_of("sp", 1.0), (), "it ran out of memory")
+    assert failed.as_json()["failure"] == "it ran out of memory"
+    assert describe([result, slower, failed]).startswith("The chosen plan was the fastest")
+    assert "was faster than the chosen plan: 1.00 s" in describe([slower, result])
+    assert describe([failed, result]).startswith("The chosen plan failed")
+    assert describe([result, failed]).startswith("There was no other plan")
+
+
+class FakeFleet:
+    """Answers as agents do, at once; `broken` strategies fail at their first step."""
+
+    holder = "test"
+    last_epoch = 7
+
+    def __init__(self, broken: str = "") -> None:
+        welcomes = [
+            AgentWelcome(
+                version="0", device_id=f"id{i}", boot_id="b", name=NAMES[i], device_public_key="0" * 40, link_port=1
+            )
+            for i in range(2)
+        ]
+        self.devices = {welcome.device_id: Device(welcome, "10.0.0.1", 1, 0.0) for welcome in welcomes}
+        self.broken = broken
+        self.loaded: dict[str, LoadShard] = {}
+        self.steps: list[int] = []
+        self.epochs: set[int] = set()
+
+    async def ask(self, device_id: str, message: Message, expected: type, timeout_seconds: float = 0.0) -> Any:
+        return (await self.call(device_id, message)).message
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
+    ) -> Reply:
+        await asyncio.sleep(0)
+        if isinstance(message, FindMissing):
+            return Reply(ChunksMissing(hashes=()))
+        if isinstance(message, LoadShard):
+            assert device_id not in self.loaded
+            self.loaded[device_id] = message
+            self.epochs.add(message.plan.epoch)
+            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, Unload):
+            self.loaded.pop(device_id, None)
+        if isinstance(message, RunStep):
+            return self._run(device_id, payload)
+        return Reply(Done())
+
+    def _run(self, device_id: str, payload: Sequence[Any]) -> Reply:
+        load = self.loaded[device_id]
+        if load.plan.body.strategy == self.broken:
+            raise StepFailed(device=device_id, reason="it is broken")
+        ids = unpack_array(payload[:2])
+        self.steps.append(len(ids))
+        own = spans(rows_for(load.plan.body.row_weights, len(ids)))[load.rank]
+        done = StepDone(
+            first_row=own.start, num_rows=own.size, began_seconds=1.0, ended_seconds=1.25, compute_seconds=0.2,
+            wire=WireStats(), dropped_messages=0,
+        )  # fmt: skip
+        return Reply(done, pack_array(np.ones((1, load.plan.model.hidden_size), np.float32)))
+
+
+def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int | None = None) -> list[Comparison]:
+    model_dir = write_model(folder / "model")
+    spec = read_spec(model_dir)
+    home = cluster([device_profile(index, 1.0, spec, 16) for index in range(2)], 1000)
+    plans = best_of_each_strategy(options(PlanRequest(spec, home, 16), make_plan(PlanRequest(spec, home, 16))))
+    links = {(link.source, link.target): link for link in home.links}
+
+    async def main() -> list[Comparison]:
+        work = asyncio.ensure_future(
+            Comparer(lines.append).compare(
+                fleet,
+                links,
+                Model(model_dir, spec, 16, None),
+                plans,
+                3,
+                folder / "cache",
+                True,  # type: ignore[arg-type]
+            )
+        )
+        while stop_after is not None and len(fleet.steps) < stop_after:
+            await asyncio.sleep(0)
+        if stop_after is not None:
+            work.cancel()
+        return await work
+
+    return asyncio.run(main())
+
+
+def test_plans_are_run_one_after_the_other_and_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    fleet, lines = FakeFleet(broken="sp"), list[str]()
+    results = run_fake(fleet, tmp_path, lines)
+    assert {result.plan.body.strategy for result in results} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
+    for result in results:
+        broken = result.plan.body.strategy == "sp"
+        assert result.step_seconds == (() if broken else (0.25,) * 3)
+        assert ("it is broken" in result.failure) == broken
+    assert fleet.epochs == set(range(8, 8 + len(results)))
+    assert set(fleet.steps) == {16}
+    assert not fleet.loaded
+    assert sum("failed" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 5, 9])
+def test_a_comparison_that_is_stopped_leaves_no_worker(steps: int, tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    with pytest.raises(asyncio.CancelledError):
+        run_fake(fleet, tmp_path, [], stop_after=steps)
+    assert fleet.epochs
+    assert not fleet.loaded
+
+
+@pytest.mark.processes
+def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    names = ("attic", "kitchen")
+    model_dir = save_random_model(tmp_path / "model", small_bert())
+    with TestHome(tmp_path, model_dir) as home:
+        for name in names:
+            home.start_agent(name)
+        command = [
+            str(Path(sys.executable).parent / "hearth"), "plan", str(model_dir), "--compare", "--seq-len", "32",
+            "--key", str(home.key), "--mdns-interfaces", LOOPBACK, "--wait", "0.5",
+        ]  # fmt: skip
+        ports = ",".join(f"{LOOPBACK}:{home.port(name)}" for name in names)
+        environ = {**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(tmp_path / "state"), "COLUMNS": "80"}
+
+        def compare(*options: str) -> subprocess.Popen[str]:
+            arguments = [*command, "--devices", ports, *options]
+            return subprocess.Popen(arguments, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+        with compare("--rounds", "1000") as first:
+            try:
+                pids = wait_for("its workers", lambda: [pid for name in names if (pid := home.worker_pid(name))])
+                with compare() as second:
+                    _, said = second.communicate(timeout=PATIENCE_SECONDS)
+                assert second.returncode == 1
+                assert "already works for the coordinator" in said
+                assert any(home.worker_pid(name) in pids for name in names)  # and did not disturb it
+            finally:
+                first.send_signal(signal.SIGINT)
+                _, said = first.communicate(timeout=PATIENCE_SECONDS)
+        assert first.returncode == 130, said
+        assert not any(home.worker_pid(name) for name in names)
+
+        def third() -> tuple[str, str] | None:
+            """A lease that a busy agent was not told the end of ends by itself; and one that the machine starves is lost."""
+            with compare("--rounds", "2", "--json") as process:
+                printed, said = process.communicate(timeout=PATIENCE_SECONDS)
+            assert process.returncode == 0 or "already works for the coordinator" in said, said
+            return None if process.returncode != 0 or " was lost: " in printed else (printed, said)
+
+        printed, said = wait_for("a comparison with the devices free again", third)
+        plans = json.loads(printed)["plans"]
+        assert {plan["strategy"] for plan in plans} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}, said
+        for plan in plans:
+            assert plan["failure"] is None
+            assert len(plan["step_seconds"]) == 2
+            assert 0 < plan["min_seconds"] <= plan["median_seconds"]
+        assert not any(home.worker_pid(name) for name in names)

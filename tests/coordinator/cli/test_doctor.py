@@ -1,0 +1,281 @@
+"""The doctor's findings: tables for what it makes of what it sees, and real multicast on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from zeroconf._protocol.incoming import DNSIncoming
+
+import hearth
+from coordinator.cli import doctor_checks as doctor
+from coordinator.cli.app import app
+from coordinator.cli.doctor_checks import (
+    Output,
+    check_agents,
+    check_clocks,
+    check_coordinators,
+    check_disk,
+    check_firewall,
+    check_interface,
+    check_key,
+    check_multicast,
+    check_ports,
+    check_versions,
+)
+from coordinator.devices.registry import Device
+from hearth.errors import ProtocolMismatch
+from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser, Found
+from hearth.platform.interfaces import Interface
+from hearth.platform.security import coordinator_access, fingerprint, new_home_key, new_keypair, save_credential
+from hearth.wire.messages import AgentWelcome
+
+LOOPBACK = Interface("lo", "127.0.0.1", True, False, 0, "it reaches this machine only")
+BRIDGE = Interface("docker0", "172.17.0.1", True, False, 10_000, "it is a container's bridge")
+
+
+def device(name: str, version: str = hearth.__version__) -> Device:
+    welcome = AgentWelcome(
+        version=version,
+        device_id=f"id of {name}",
+        boot_id="1",
+        name=name,
+        device_public_key=new_keypair().public,
+        link_port=47801,
+    )
+    return Device(welcome, "127.0.0.1", 47800, last_seen=0.0)
+
+
+def programs(**outputs: Output) -> Callable[[list[str]], Output | None]:
+    """A machine with only these programs installed."""
+    return lambda command: outputs.get(command[0].replace("-", "_"))
+
+
+def test_a_working_installation_has_curve() -> None:
+    finding = check_versions()
+    assert finding.status == "ok"
+    assert hearth.__version__ in finding.what
+
+
+# ---- network -------------------------------------------------------------------------------------
+
+
+def test_the_interface_check_says_why_others_are_not_used() -> None:
+    (finding,) = check_interface([LOOPBACK, BRIDGE], "lo")
+    assert finding.status == "warning"
+    assert "docker0 (172.17.0.1): it is a container's bridge" in finding.what
+    assert "--interface" in finding.do
+
+
+def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are() -> None:
+    (finding,) = check_interface([LOOPBACK, BRIDGE], "wlan7")
+    assert finding.status == "problem"
+    assert "wlan7" in finding.what
+    assert "docker0 (172.17.0.1)" in finding.what
+
+
+def test_an_address_that_has_gone_is_a_problem() -> None:
+    """203.0.113.77 is nobody's: it cannot be bound here."""
+    (finding,) = check_interface([Interface("eth9", "203.0.113.77", True, False, 1000, "")], None)
+    assert finding.status == "problem"
+    assert "eth9" in finding.what
+
+
+def test_multicast_on_loopback_comes_back() -> None:
+    assert check_multicast(["127.0.0.1"], doctor._multicast_works).status == "ok"
+
+
+def test_multicast_from_an_address_that_is_not_ours_is_a_problem() -> None:
+    finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor._multicast_works)
+    assert finding.status == "problem"
+    assert "203.0.113.77" in finding.what
+    assert "127.0.0.1" not in finding.what
+
+
+def test_the_multicast_probe_is_a_question_that_mdns_programs_can_read() -> None:
+    packet = DNSIncoming(doctor._probe())
+    assert packet.valid
+    assert packet.is_query()
+    assert [question.name.endswith(".local.") for question in packet.questions] == [True]
+    assert doctor._probe() != doctor._probe()
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "says"),
+    [
+        ({}, "ok", "no filtering"),
+        ({"ufw": Output(True, "Status: inactive\n")}, "ok", "no filtering"),
+        ({"ufw": Output(True, "Status: active\n")}, "warning", "ufw filters"),
+        ({"firewall_cmd": Output(True, "running\n")}, "warning", "firewalld filters"),
+        ({"firewall_cmd": Output(False, "not running\n")}, "ok", "no filtering"),
+        ({"nft": Output(True, "chain input { policy drop; }")}, "warning", "nftables filters"),
+        ({"nft": Output(True, "")}, "ok", "no filtering"),
+        ({"iptables": Output(True, "-P INPUT ACCEPT\n")}, "ok", "no filtering"),
+        ({"iptables": Output(True, "-P INPUT DROP\n")}, "warning", "iptables filters"),
+        ({"nft": Output(False, ""), "ufw": Output(False, "")}, "warning", "could not be read"),
+        ({"nft": Output(False, ""), "ufw": Output(True, "Status: active")}, "warning", "ufw filters"),
+    ],
+)
+def test_the_firewall_check_tells_active_from_absent_from_unreadable(
+    installed: dict[str, Output], status: str, says: str
+) -> None:
+    finding = check_firewall(programs(**installed))
+    assert (finding.status, says in finding.what) == (status, True)
+    if status == "warning":
+        for port in ("47800", "47801", "47810-47829", "47830", "5353"):
+            assert port in finding.do
+
+
+@pytest.mark.parametrize(
+    ("open_ports", "status", "says"),
+    [
+        (set(), "ok", "no agent, no coordinator"),
+        ({47800, 47801}, "ok", "an agent answers on 47800 and 47801, no coordinator"),
+        ({47800, 47801, 47830}, "ok", "a coordinator on 47830"),
+        ({47800}, "warning", "port 47801 does not"),
+        ({47801}, "warning", "port 47800 does not"),
+    ],
+)
+def test_the_port_check_notices_an_agent_that_is_half_there(open_ports: set[int], status: str, says: str) -> None:
+    finding = check_ports(lambda port: port in open_ports)
+    assert (finding.status, says in finding.what) == (status, True)
+
+
+def test_a_port_is_open_while_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert doctor._is_open(port)
+    assert not doctor._is_open(port)
+
+
+# ---- key and disk --------------------------------------------------------------------------------
+
+
+def test_a_good_key_is_named_by_kind_and_fingerprint_and_not_shown(tmp_path: Path) -> None:
+    home = new_home_key()
+    save_credential(tmp_path / "key", home)
+    finding, credential = check_key(tmp_path / "key")
+    assert (finding.status, credential) == ("ok", home)
+    assert "home key" in finding.what
+    assert home.key not in finding.what
+
+
+def test_a_key_that_others_can_read_is_a_warning(tmp_path: Path) -> None:
+    save_credential(tmp_path / "key", new_home_key())
+    (tmp_path / "key").chmod(0o644)
+    finding, credential = check_key(tmp_path / "key")
+    assert finding.status == "warning"
+    assert finding.do == f"chmod 600 {tmp_path / 'key'}"
+    assert credential is not None
+
+
+@pytest.mark.parametrize("content", [None, "hearth-home-1:cut-short", "nonsense"])
+def test_a_missing_or_damaged_key_is_a_problem_with_a_way_out(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    finding, credential = check_key(tmp_path / "key")
+    assert (finding.status, credential) == ("problem", None)
+    assert "hearth key" in finding.do
+
+
+def test_the_disk_is_found_before_the_state_directory_is_made(tmp_path: Path) -> None:
+    assert str(tmp_path) in check_disk(tmp_path / "not" / "yet").what
+
+
+# ---- other devices -------------------------------------------------------------------------------
+
+
+def test_clocks_that_are_off_are_named() -> None:
+    finding = check_clocks({"pi": 1000.0, "jetson": 1004.0, "nas": 700.0}, now=1001.0)
+    assert finding.status == "warning"
+    assert "nas by -301 s" in finding.what
+    assert "pi" not in finding.what
+    assert check_clocks({"pi": 1000.0}, now=1001.0).status == "ok"
+
+
+def test_agents_that_refused_or_have_another_version_are_findings() -> None:
+    refusal = ProtocolMismatch(peer="tcp://10.0.0.7:47800", ours=1, theirs=2)
+    findings = check_agents([device("pi"), device("jetson", version="0.0.1")], [refusal], now=0.0)
+    by_status = {status: [f.what for f in findings if f.status == status] for status in ("problem", "warning")}
+    assert by_status["problem"] == [refusal.explanation()]
+    assert len(by_status["warning"]) == 1
+    assert "jetson 0.0.1" in by_status["warning"][0]
+    assert any(f.what == "2 answer: jetson, pi" for f in findings)
+
+
+def test_no_agent_at_all_is_a_warning_that_says_what_to_start() -> None:
+    (finding,) = check_agents([], [], now=0.0)
+    assert finding.status == "warning"
+    assert "hearth-agent" in finding.do
+
+
+@pytest.mark.parametrize(("count", "status"), [(0, "ok"), (1, "ok"), (2, "problem")])
+def test_a_second_coordinator_is_a_problem(count: int, status: str) -> None:
+    found = [Found(str(i), (f"10.0.0.{i}",), 47830, 1, "same home") for i in range(count)]
+    finding = check_coordinators(found)
+    assert finding.status == status
+    assert all(f"10.0.0.{i}:47830" in finding.what for i in range(count))
+
+
+def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes_is_not() -> None:
+    home, other = new_home_key(), new_home_key()
+
+    async def look() -> list[doctor.Finding]:
+        advertisers = [
+            Advertiser(
+                COORDINATOR_SERVICE,
+                port,
+                fingerprint(coordinator_access(key).server_public),
+                f"doctor-test-{port}",
+                ["127.0.0.1"],
+            )
+            for key, port in ((home, 40001), (home, 40002), (other, 40003))
+        ]
+        await asyncio.gather(*(advertiser.start() for advertiser in advertisers))
+        try:
+            for _ in range(20):  # on a busy machine multicast is late
+                found = await doctor._look_around(home, ["127.0.0.1"], look_seconds=1.5)
+                if any(finding.status == "problem" for finding in found):
+                    break
+            return found
+        finally:
+            await asyncio.gather(*(advertiser.stop() for advertiser in advertisers))
+
+    (finding,) = [f for f in asyncio.run(look()) if f.check == "coordinator"]
+    assert finding.status == "problem"
+    assert "127.0.0.1:40001" in finding.what
+    assert "127.0.0.1:40002" in finding.what
+    assert "40003" not in finding.what
+
+
+@pytest.mark.parametrize("address", ["203.0.113.77", "nonsense"])
+def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: str) -> None:
+    findings = asyncio.run(doctor._look_around(new_home_key(), [address], look_seconds=0.1))
+    assert [f.status for f in findings] == ["problem"]
+    assert address in findings[0].what
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_prints_json_and_fails_when_there_is_a_problem(tmp_path: Path) -> None:
+    key = tmp_path / "absent"
+    result = CliRunner().invoke(
+        app, ["doctor", "--json", "--key", str(key), "--interface", "lo", "--mdns-interfaces", "127.0.0.1"]
+    )
+    findings = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1
+    assert [f["check"] for f in findings if f["status"] == "problem"] == ["key"]
+    assert {"versions", "interface", "disk", "multicast", "firewall", "ports"} <= {f["check"] for f in findings}
+
+
+def test_the_command_tells_people_what_to_do(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "--key", str(tmp_path / "absent"), "--mdns-interfaces", "127.0.0.1"])
+    assert result.exit_code == 1
+    assert "problem key: There is no key at" in result.stdout.replace("\n", "")
+    assert "-> Make one with `hearth key new`" in result.stdout

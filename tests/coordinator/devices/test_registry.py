@@ -1,0 +1,64 @@
+"""Health of devices, heartbeats and duplicates."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from coordinator.devices import registry
+from coordinator.devices.registry import DEAD_SECONDS, SUSPECT_SECONDS, WORKER_PENALTY_SECONDS, Device
+from hearth.errors import DuplicateDevice
+from hearth.wire.messages import AgentState, AgentWelcome
+
+runner = CliRunner()
+
+
+def device(name: str = "a", boot_id: str = "boot", host: str = "10.0.0.1", last_seen: float = 100.0) -> Device:
+    welcome = AgentWelcome(
+        version="0.1.0", device_id="id", boot_id=boot_id, name=name, device_public_key="0" * 40, link_port=1
+    )
+    return Device(welcome, host, 47800, last_seen)
+
+
+STATE = AgentState(boot_id="boot", worker="ready", epoch=1, failure="")
+
+
+def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> None:
+    known = device()
+    assert registry.silent(known, 100 + SUSPECT_SECONDS - 0.1).health == "alive"
+    suspect = registry.silent(known, 100 + SUSPECT_SECONDS)
+    assert suspect.health == "suspect"
+    assert "no answer for 1.5 s" in suspect.reason
+    assert registry.silent(suspect, 100 + DEAD_SECONDS).health == "dead"
+    back = registry.answered(suspect, STATE, 102.0)
+    assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
+
+
+def test_heartbeats_follow_at_once_when_one_was_missed_and_end_when_the_device_is_dead() -> None:
+    now, beats = 100.0, []
+    known = device(last_seen=now)
+    while known.health != "dead":
+        pause, patience = registry.next_beat(known, now)
+        beats.append(pause)
+        now += pause + patience
+        known = registry.silent(known, now)
+    assert beats[0] == registry.HEARTBEAT_SECONDS
+    assert len(beats) >= 4
+    assert now - 100.0 <= DEAD_SECONDS + 0.2
+
+
+def test_a_device_whose_worker_died_is_left_out_for_a_while_unless_nobody_else_is_left() -> None:
+    good, bad = device("good"), registry.punished(device("bad"), now=100.0)
+    assert registry.usable([good, bad], now=101.0) == [good]
+    assert registry.usable([bad], now=101.0) == [bad]
+    assert registry.usable([good, bad], now=100.0 + WORKER_PENALTY_SECONDS) == [bad, good]  # by name
+    assert registry.usable([registry.silent(good, 110.0)], now=110.0) == []
+
+
+def test_a_cloned_device_id_is_noticed_and_a_restart_is_not_mistaken_for_it() -> None:
+    known = device()
+    registry.check_unique(None, known.welcome, "x", 1)
+    registry.check_unique(known, known.welcome, "elsewhere", 1)  # the same run, over another network
+    registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # restarted in its place
+    with pytest.raises(DuplicateDevice, match="copy"):
+        registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.2", 47800)

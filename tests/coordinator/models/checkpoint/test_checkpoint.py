@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support.checkpoints import CONFIGS, HEADS, tensors_of, write_model
+
+from coordinator.models.checkpoint import checkpoint as checkpoint_module
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sentence import read_pooling
+from coordinator.models.checkpoint.sharding import manifest
+from hearth.errors import BadCheckpoint, UnsupportedArchitecture
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Path) -> None:
+    expected = tensors_of("bert")
+    with Checkpoint(write_model(tmp_path, num_files=num_files)) as checkpoint:
+        assert checkpoint.names() == sorted(expected)
+        for name, array in expected.items():
+            assert np.array_equal(checkpoint.array(name), array)
+            assert not checkpoint.array(name).flags.writeable
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is resident")
+@pytest.mark.parametrize("most", [64 << 20, 12 << 20], ids=["many tensors", "tensors too large to stay"])
+def test_little_of_the_files_is_resident_after_copies(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that cutting a checkpoint takes no more memory for a larger one."""
+    monkeypatch.setattr(checkpoint_module, "_RESIDENT_BYTES", most)
+    values = np.arange(3000 * 2000, dtype=np.float32).reshape(3000, 2000)  # 23 MiB
+    save_file({f"w{index}": values + index for index in range(6)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        for index in range(6):
+            array, whole = checkpoint.array(f"w{index}"), values + index
+            for stored, expected in ((array, whole), (array.T, whole.T)):
+                for part in (np.s_[:, 64:128], np.s_[1000:1900], np.s_[7:7], np.s_[:, ::2]):
+                    copy = checkpoint.copied(f"w{index}", stored[part])
+                    assert copy.flags.c_contiguous
+                    assert np.array_equal(copy, expected[part])
+                    assert resident_bytes(tmp_path / "model.safetensors") < most + (4 << 20)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path) -> None:
+    save_file({"w": np.ones((5000, 100), np.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        array = checkpoint.array("w")
+        os.truncate(tmp_path / "model.safetensors", 1 << 20)
+        with pytest.raises(BadCheckpoint, match="cut short while it was read"):
+            checkpoint.copied("w", array[4000:])
+
+
+def resident_bytes(path: Path) -> int:
+    """Of a file that this process maps."""
+    _, _, after = Path("/proc/self/smaps").read_text().partition(str(path))
+    found = re.search(r"^Rss:\s*(\d+) kB$", after, re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
+
+
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [
+        ("bert", ""), ("bert", "bert."), ("distilbert", ""), ("distilbert", "distilbert."), ("gpt2", ""),
+        ("gpt2", "transformer."), ("opt", ""), ("opt", "model."), ("llama", ""), ("llama", "model."),
+        ("mistral", "model."), ("qwen2", "model."), ("qwen3", "model."),
+    ],
+)  # fmt: skip
+def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str, tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path / "my-model", family, prefix))
+    assert (spec.name, spec.family, spec.num_layers) == ("my-model", family, 2)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == HEADS[family]
+    assert (spec.ffn_size, spec.vocab_size, spec.dtype) == (130, 2500, "float32")
+    assert spec.type_vocab_size == (2 if family == "bert" else 0)
+
+
+def test_the_dtype_is_the_files_not_the_configs(tmp_path: Path) -> None:
+    assert read_spec(write_model(tmp_path, dtype=np.float16)).dtype == "float16"
+
+
+def change_config(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        config = {**CONFIGS["bert"], **changes}
+        (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "match"),
+    [
+        (lambda d: (d / "config.json").unlink(), BadCheckpoint, "config.json.*no such file"),
+        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "no valid JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), BadCheckpoint, "JSON object"),
+        (change_config(hidden_size=...), BadCheckpoint, "hidden_size is missing"),
+        (change_config(num_attention_heads=5), BadCheckpoint, "cannot be split among 5 heads"),
+        (change_config(num_attention_heads="x"), BadCheckpoint, "num_attention_heads: x is no whole number"),
+        (change_config(vocab_size=-1), BadCheckpoint, "vocab_size"),
+        (change_config(model_type="resnet"), UnsupportedArchitecture, "'resnet'.*Supported: bert, distilbert"),
+        (change_config(hidden_act="tanh"), UnsupportedArchitecture, "tanh"),
+        (change_config(position_embedding_type="relative_key"), UnsupportedArchitecture, "relative_key"),
+        (change_config(is_decoder=True), UnsupportedArchitecture, "is_decoder"),
+        (lambda d: (d / "model.safetensors").unlink(), BadCheckpoint, "no model.safetensors"),
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), BadCheckpoint, r"pytorch_model.bin"),
+    ],
+)  # fmt: skip
+def test_bad_model_directories_say_what_is_wrong(
+    harm: Callable[[Path], None], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(error, match=match):
+        read_spec(tmp_path)
+
+
+def rewrite_header(path: Path, change: Callable[[dict], None]) -> None:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+FIRST = "embeddings.LayerNorm.bias"
+
+
+@pytest.mark.parametrize(
+    ("harm", "match"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-5]), "cut short"),
+        (lambda p: p.write_bytes(p.read_bytes() + b"x"), "appended"),
+        (lambda p: p.write_bytes(b"abc"), "too short"),
+        (lambda p: p.write_bytes(b""), "cannot be read"),
+        (
+            lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)),
+            "cut short, or is no safetensors",
+        ),
+        (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"nope"), "header cannot be read"),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[7])), f"{FIRST} has"),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[-1])), FIRST),
+        (lambda p: rewrite_header(p, lambda h: h[FIRST].update(dtype="F99")), FIRST),
+        (
+            lambda p: rewrite_header(p, lambda h: h[FIRST].update(data_offsets=[8, 104])),
+            "overlap or leave gaps",
+        ),
+    ],
+)
+def test_broken_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    harm(path)
+    with pytest.raises(BadCheckpoint, match=match):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = tensors_of("bert")
+    write_model(tmp_path)
+    name = "encoder.layer.1.output.dense.weight"
+    missing = {key: value for key, value in tensors.items() if key != name}
+    save_file(missing, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{name} is missing"):
+        manifest(checkpoint, read_spec(tmp_path))
+    save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"),
+    ):
+        manifest(checkpoint, read_spec(tmp_path))
+    integers = {**tensors, name: np.zeros((24, 130), np.int32)}
+    save_file(integers, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match="not floats"):
+        manifest(checkpoint, read_spec(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "shape"),
+    [
+        ("gpt2", "h.1.attn.c_attn.weight", [24, 72]),
+        ("gpt2", "h.0.attn.c_attn.bias", [72]),
+        ("gpt2", "h.1.mlp.c_proj.weight", [130, 24]),
+        ("opt", "decoder.embed_positions.weight", [18, 24]),
+        ("llama", "lm_head.weight", [2500, 24]),
+        ("llama", "layers.1.self_attn.k_proj.weight", [12, 24]),
+        ("qwen2", "layers.0.self_attn.v_proj.bias", [12]),
+        ("qwen3", "layers.1.self_attn.o_proj.weight", [24, 40]),
+        ("qwen3", "layers.1.self_attn.q_norm.weight", [10]),
+        ("mistral", "norm.weight", [24]),
+    ],
+)
+def test_a_decoders_missing_or_misshapen_tensor_is_named_as_it_is_stored(
+    family: str, name: str, shape: list[int], tmp_path: Path
+) -> None:
+    from safetensors.numpy import save_file
+
+    tensors = tensors_of(family)
+    assert list(tensors[name].shape) == shape
+    spec = read_spec(write_model(tmp_path, family))
+    save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{re.escape(name)} is missing"):
+        manifest(checkpoint, spec)
+    save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
+    expected = re.escape(f"{name} has the shape [3, 4]; config.json implies {shape}")
+    with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=expected):
+        manifest(checkpoint, spec)
+
+
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_decoders_truncated_file_is_named(num_files: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "llama", "model.", num_files=num_files)
+    path = max(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint, match=rf"{re.escape(path.name)}.*cut short"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "match"),
+    [
+        ("{", "index cannot be read"),
+        ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside its directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "no such file"),
+        ('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}', "promises the tensor absent"),
+    ],
+)
+def test_bad_indexes_are_named(index: str, match: str, tmp_path: Path) -> None:
+    write_model(tmp_path, num_files=2)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BadCheckpoint, match=match):
+        Checkpoint(tmp_path)
+
+
+def test_only_mean_pooling_is_served(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) == "mean"
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    with pytest.raises(UnsupportedArchitecture, match="cls_token"):
+        read_pooling(tmp_path)

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load, save_file
+from support.checkpoints import CONFIGS, ours_of, reassembled, stored_as, tensors_of, write_model
+from support.plans import BERT_LARGE, make_plan
+
+from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import (
+    all_chunks,
+    cached_manifest,
+    chunk_bytes,
+    chunk_weights,
+    chunks_for_rank,
+    manifest,
+)
+from hearth.errors import BadCheckpoint
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.rotary import RotarySpec
+from hearth.plan.transformer import SEQUENCE, SHARDED, STRATEGIES, LayerMode, Plan
+from hearth.wire.messages import ChunkRef
+
+# Uneven throughout: the last MLP grain and the last vocabulary grain are short, and heads are wider than the hidden size.
+DECODER = ModelSpec(
+    name="decoder", family="qwen3", num_layers=3, num_heads=12, num_kv_heads=4, head_dim=10, hidden_size=24,
+    ffn_size=1000, vocab_size=5000, max_positions=64, type_vocab_size=0, norm_eps=1e-6, activation="silu",
+    dtype="float32", causal=True, norm="rms", norm_place="pre", gated=True, qkv_bias=False, out_bias=False,
+    mlp_bias=False, qk_norm=True, rotary=RotarySpec(), tied_head=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_all_chunks_together_are_the_model_bit_for_bit(family: str, num_files: int, tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path, family, num_files=num_files))
+    with Checkpoint(tmp_path) as checkpoint:
+        found = reassembled(checkpoint, spec)
+    expected = ours_of(family)
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+
+
+def test_chunks_are_named_by_their_content_alone(tmp_path: Path) -> None:
+    refs = []
+    for index, (prefix, num_files) in enumerate([("", 1), ("bert.", 3)]):
+        directory = write_model(tmp_path / str(index), prefix=prefix, num_files=num_files)
+        with Checkpoint(directory) as checkpoint:
+            refs.append(manifest(checkpoint, read_spec(directory)))
+    assert refs[0] == refs[1]
+
+
+def test_the_chunks_of_an_encoder_keep_their_names(tmp_path: Path) -> None:
+    """Devices hold chunks of earlier versions in their stores: what renames them must raise _FORMAT_VERSION."""
+    directory = write_model(tmp_path)
+    ours = {
+        name: np.arange(array.size, dtype=np.float32).reshape(array.shape) + index
+        for index, (name, array) in enumerate(ours_of("bert").items())
+    }
+    save_file(stored_as("bert", ours), directory / "model.safetensors")
+    with Checkpoint(directory) as checkpoint:
+        refs = manifest(checkpoint, read_spec(directory))
+    together = hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest()
+    assert together == "c317d39de0c504dc6ab650d83de7c65fb4a000e61c3ddba50f17934f8274aa52"
+
+
+def test_half_precision_is_sliced_as_raw_bytes(tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path, dtype=np.float16))
+    with Checkpoint(tmp_path) as checkpoint:
+        array = load(chunk_bytes(checkpoint, spec, "mlp", 1, 0))["down.weight"]
+    assert array.dtype == np.float16
+    assert np.array_equal(array, tensors_of("bert", dtype=np.float16)["encoder.layer.1.output.dense.weight"][:, :64])
+
+
+def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    from safetensors.torch import load as load_torch
+    from safetensors.torch import save_file
+
+    write_model(tmp_path, "gpt2")
+    tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in tensors_of("gpt2").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    spec = read_spec(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        words = load_torch(chunk_bytes(checkpoint, spec, "vocabulary", 0, 2))
+        attention = load_torch(chunk_bytes(checkpoint, spec, "qkv", 1, 2))
+    assert torch.equal(words["word.weight"], tensors["wte.weight"][2048:])
+    assert torch.equal(attention["v.weight"], tensors["h.1.attn.c_attn.weight"][:, 64:].T)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_mix_of_dtypes_is_named(family: str, tmp_path: Path) -> None:
+    tensors = tensors_of(family, dtype=np.float16)
+    name = next(name for name in tensors if "norm" in name.lower())
+    save_file({**tensors, name: tensors[name].astype(np.float32)}, write_model(tmp_path, family) / "model.safetensors")
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(BadCheckpoint, match=f"{name} holds float32, others float16"),
+    ):
+        manifest(checkpoint, read_spec(tmp_path))
+
+
+def test_the_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
+    directory, cache = write_model(tmp_path / "model", "llama"), tmp_path / "cache"
+    with Checkpoint(directory) as checkpoint:
+        spec = read_spec(directory)
+        first = cached_manifest(checkpoint, spec, cache)
+        (file,) = cache.iterdir()
+        assert cached_manifest(checkpoint, spec, cache) == first
+        file.write_text("damaged")
+        assert cached_manifest(checkpoint, spec, cache) == first
+
+
+def refs_of(spec: ModelSpec) -> tuple[ChunkRef, ...]:
+    return tuple(
+        ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
+        for index, (kind, layer, grain) in enumerate(all_chunks(spec))
+    )
+
+
+def owner(shares: Sequence[int], item: int) -> int:
+    return next(rank for rank, span in enumerate(spans(shares)) if span.start <= item < span.stop)
+
+
+def needed_by(plan: Plan, ref: ChunkRef) -> set[int]:
+    """The ranks that need a chunk, said once more in other words."""
+    spec, body, mode = plan.model, plan.body, plan.body.mode(ref.layer)
+    ranks = range(plan.num_ranks)
+    with_rows = {rank for rank in ranks if body.strategy == "megatron-tp" or body.row_weights[rank] > 0}
+    if ref.kind in ("vocabulary", "head"):
+        return {owner(body.vocabulary, ref.grain * VOCABULARY_GRAIN)}
+    if ref.kind in ("qkv", "out", "mlp"):
+        if getattr(mode, ref.kind) == "replicated":
+            return with_rows
+        shares, grain = (body.columns, COLUMN_GRAIN) if ref.kind == "mlp" else (body.heads, spec.group_size)
+        return {owner(shares, ref.grain * grain)}
+    if not spec.causal:
+        return with_rows
+    return with_rows | {rank for rank in ranks if body.heads[rank] or body.columns[rank] or body.vocabulary[rank]}
+
+
+ranks = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6).filter(
+    lambda each: all(sum(weights) > 0 for weights in zip(*each, strict=True))
+)
+placements = st.sampled_from(["sharded", "replicated"])
+modes = st.sampled_from([SHARDED, SEQUENCE]) | st.builds(LayerMode, qkv=placements, out=placements, mlp=placements)
+
+
+@given(
+    st.sampled_from([BERT_LARGE, DECODER]),
+    ranks,
+    st.sampled_from([strategy for strategy in STRATEGIES if strategy not in ("local", "pipeline")]),
+    st.none() | st.tuples(modes, modes, modes),
+)
+def test_the_ranks_of_any_plan_hold_what_they_need_and_nothing_else(
+    spec: ModelSpec, ranks: list[tuple[int, int]], strategy: str, some: tuple[LayerMode, ...] | None
+) -> None:
+    weights, row_weights = zip(*ranks, strict=True)
+    by_layer = [some[layer % 3] for layer in range(spec.num_layers)] if some and strategy == "hmp" else []
+    if spec.causal and (by_layer or strategy == "sp"):
+        row_weights = tuple(max(pair) for pair in ranks)  # who decodes with a replicated part must hold it
+    plan = make_plan(spec, strategy, weights, row_weights, modes=by_layer)  # type: ignore[arg-type]
+    refs = refs_of(spec)
+    held = [set(chunks_for_rank(refs, plan, rank)) for rank in range(len(ranks))]
+    for ref in refs:
+        assert {rank for rank, chunks in enumerate(held) if ref in chunks} == needed_by(plan, ref), ref
+
+
+def test_a_decoder_has_a_head_of_its_own_or_none() -> None:
+    kinds = Counter(kind for kind, _, _ in all_chunks(DECODER))
+    assert kinds["head"] == kinds["vocabulary"] == 5
+    tied = DECODER.model_copy(update={"tied_head": True})
+    assert "head" not in {kind for kind, _, _ in all_chunks(tied)}
+
+
+def test_under_sp_every_rank_holds_all_layers_and_its_own_vocabulary() -> None:
+    refs = refs_of(BERT_LARGE)
+    plan = make_plan(BERT_LARGE, "sp", (1, 1))
+    first, second = (chunks_for_rank(refs, plan, rank) for rank in range(2))
+    layers = {ref for ref in refs if ref.kind in ("qkv", "out", "mlp", "connective")}
+    assert layers <= set(first)
+    assert layers <= set(second)
+    assert not {ref for ref in first if ref.kind == "vocabulary"} & {ref for ref in second if ref.kind == "vocabulary"}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_weights_counted_from_the_spec_are_those_in_the_chunks(family: str, tmp_path: Path) -> None:
+    spec = read_spec(write_model(tmp_path, family))
+    with Checkpoint(tmp_path) as checkpoint:
+        for kind, layer, grain in all_chunks(spec):
+            arrays = load(chunk_bytes(checkpoint, spec, kind, layer, grain)).values()
+            assert chunk_weights(spec, kind, grain) == sum(array.size for array in arrays)

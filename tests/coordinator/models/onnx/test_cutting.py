@@ -1,0 +1,188 @@
+"""Segments of any assignment can run one after another, are few, and with `eager` delay nobody."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.models.onnx.cutting import check_segments, cut, group
+from hearth.errors import BadPlan
+from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor, from_edges
+from hearth.plan.transformer import MemoryUse
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most: int = 14, ranks: int = 4) -> tuple[GraphSpec, list[int]]:
+    count = draw(st.integers(1, most))
+    pairs = [(source, target) for target in range(count) for source in range(target)]
+    edges = [pair for pair in pairs if draw(st.integers(0, 3)) == 0]
+    spec = from_edges("random", [Operator(f"op{i}", "Op", 1.0) for i in range(count)], [4] * count, edges)
+    return spec, [draw(st.integers(0, ranks - 1)) for _ in range(count)]
+
+
+def chain(*ranks: int) -> tuple[GraphSpec, list[int]]:
+    operators = [Operator(f"op{i}", "Op", 1.0) for i in range(len(ranks))]
+    return from_edges("chain", operators, [4] * len(ranks), pairwise(range(len(ranks)))), list(ranks)
+
+
+def plan_of(spec: GraphSpec, segments: tuple[Segment, ...], num_ranks: int) -> GraphPlan:
+    """The plan's own validator checks that the segments can run in their order."""
+    memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
+    return GraphPlan(
+        model=spec.name,
+        objective="latency",
+        planner="test",
+        devices=tuple(
+            GraphDevice(device_id=f"d{rank}", name=f"d{rank}", memory=memory, budget_bytes=0, compute_seconds=0)
+            for rank in range(num_ranks)
+        ),
+        segments=segments,
+        inputs=tuple(tensor.name for tensor in spec.inputs),
+        outputs=tuple(tensor.name for tensor in spec.outputs),
+        predicted=GraphPrediction(latency_seconds=0, bottleneck_seconds=0),
+    )
+
+
+def fewest(spec: GraphSpec, assignment: list[int]) -> int:
+    """Exactly, over all orders: a set of operators done and the device of the last one."""
+    everything = (1 << spec.num_operators) - 1
+    before = [sum(1 << source for source in sources) for sources in spec.predecessors]
+
+    @cache
+    def rest(done: int, rank: int) -> int:
+        if done == everything:
+            return 0
+        return min(
+            rest(done | 1 << operator, assignment[operator]) + (assignment[operator] != rank)
+            for operator in range(spec.num_operators)
+            if not done >> operator & 1 and before[operator] & ~done == 0
+        )
+
+    return rest(0, -1)
+
+
+@given(graphs(), st.booleans())
+def test_any_assignment_becomes_segments_that_run_in_their_order(
+    case: tuple[GraphSpec, list[int]], eager: bool
+) -> None:
+    spec, assignment = case
+    segments = cut(spec, assignment, eager=eager)
+    plan_of(spec, segments, 4)
+    check_segments(spec, segments)
+    placed = sorted((operator, segment.rank) for segment in segments for operator in segment.operators)
+    assert placed == list(enumerate(assignment))
+
+
+@given(graphs(), st.booleans())
+def test_one_device_needs_one_segment(case: tuple[GraphSpec, list[int]], eager: bool) -> None:
+    spec, _ = case
+    (segment,) = cut(spec, [2] * spec.num_operators, eager=eager)
+    assert segment.rank == 2
+    assert segment.inputs == ()
+    assert segment.outputs == tuple(tensor.name for tensor in spec.outputs)
+
+
+@given(graphs(most=9, ranks=2))
+def test_two_devices_alternate_as_seldom_as_possible(case: tuple[GraphSpec, list[int]]) -> None:
+    spec, assignment = case
+    assert len(cut(spec, assignment)) == fewest(spec, assignment)
+
+
+@given(graphs(most=9, ranks=4))
+def test_more_devices_come_close_to_the_fewest_segments(case: tuple[GraphSpec, list[int]]) -> None:
+    spec, assignment = case
+    assert len(cut(spec, assignment)) <= fewest(spec, assignment) + 1
+
+
+@given(graphs())
+def test_eager_segments_delay_no_transfer(case: tuple[GraphSpec, list[int]]) -> None:
+    """Run segments as soon as they can, a step for each: no operator ends later than if each were its own segment."""
+    spec, assignment = case
+
+    def ends(segments: tuple[Segment, ...]) -> dict[int, int]:
+        """When each operator's results are there for others, where only transfers take time."""
+        when: dict[int, int] = {}
+        for segment in segments:
+            starts = [
+                when[source] + (assignment[source] != segment.rank)
+                for operator in segment.operators
+                for source in spec.predecessors[operator]
+                if source not in segment.operators
+            ]
+            when.update(dict.fromkeys(segment.operators, max(starts, default=0)))
+        return when
+
+    single = group(spec, [[operator] for operator in range(spec.num_operators)], assignment)
+    assert ends(cut(spec, assignment, eager=True)) == ends(single)
+
+
+def test_a_branch_on_another_device_starts_before_the_own_branch_is_done() -> None:
+    """0 is the stem, 1-2 the branch beside it on the same device, 3-4 the other branch, 5 joins them."""
+    spec = from_edges(
+        "branches",
+        [Operator(name, "Op", 1.0) for name in ("stem", "a1", "a2", "b1", "b2", "join")],
+        [4] * 6,
+        [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)],
+    )
+    assignment = [0, 0, 0, 1, 1, 0]
+    assert [segment.operators for segment in cut(spec, assignment)] == [(0, 1, 2), (3, 4), (5,)]
+    assert [segment.operators for segment in cut(spec, assignment, eager=True)] == [(0,), (1, 2), (3, 4), (5,)]
+
+
+def test_a_tensor_is_named_once_however_many_operators_take_it() -> None:
+    operators = [Operator(f"op{i}", "Op", 1.0) for i in range(3)]
+    tensors = (
+        Tensor("x", 4, None, (0, 1)),
+        Tensor("a", 4, 0, (1, 2), is_output=True),
+        Tensor("b", 4, 1, (2,)),
+        Tensor("c", 4, 2, (), is_output=True),
+    )
+    spec = GraphSpec("shared", tuple(operators), tensors)
+    first, second = cut(spec, [0, 1, 1])
+    assert (first.inputs, first.outputs) == (("x",), ("a",))
+    assert (second.inputs, second.outputs) == (("x", "a"), ("c",))
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([[0, 2], [1]], r"in a circle: segment 0 .* needs op1 of segment 1, segment 1 \(rank 1\) needs op0 of segment 0"),
+        ([[0], [1]], r"operator 2 \(op2\) stands in no segment"),
+        ([[0, 1], [1, 2]], r"operator 1 \(op1\) stands in two segments"),
+        ([[0, 1, 2], []], "segment 1 is empty"),
+        ([[0, 1], [2, 3]], "operator 3 does not exist"),
+    ],
+)  # fmt: skip
+def test_a_grouping_that_cannot_run_is_refused(groups: list[list[int]], reason: str) -> None:
+    spec, _ = chain(0, 1, 0)
+    with pytest.raises(BadPlan, match=reason):
+        group(spec, groups, [0, 1])
+
+
+@pytest.mark.parametrize("assignment", [[0, 0], [0, -1, 0]])
+def test_every_operator_needs_a_device(assignment: list[int]) -> None:
+    spec, _ = chain(0, 1, 0)
+    with pytest.raises(BadPlan):
+        cut(spec, assignment)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"inputs": ()}, "segment 1 lacks op0"),
+        ({"outputs": ("op1", "op2")}, "segment 1 gives op2"),
+        ({"operators": (2,)}, "stands in two segments"),
+    ],
+)
+def test_a_plan_for_another_graph_is_refused(change: dict[str, Any], reason: str) -> None:
+    spec, assignment = chain(0, 1, 0)
+    segments = list(cut(spec, assignment))
+    segments[1] = segments[1].model_copy(update=change)
+    with pytest.raises(BadPlan, match=reason):
+        check_segments(spec, segments)

@@ -1,0 +1,173 @@
+"""GCOF: what a backend fuses is one operator, and nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("ortools")
+
+from typer.testing import CliRunner
+
+from coordinator.plan.graph.latency.checker import violations
+from coordinator.plan.graph.latency.coarsening import coarsen
+from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.schedule import best_schedule
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from tools.bench.__main__ import app
+from tools.bench.moirai_coarsening import (
+    SLOWDOWNS,
+    Profile,
+    Refinement,
+    as_markdown,
+    measure,
+    on_devices,
+    problem_on_devices,
+)
+
+KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
+
+
+def graph(kinds: list[str], edges: list[tuple[int, int]]) -> GraphSpec:
+    operators = [Operator(f"op{i}", kind, float(i + 1), (i,)) for i, kind in enumerate(kinds)]
+    return from_edges("graph", operators, [8] * len(kinds), edges, [Parameter(f"w{i}", 4) for i in range(len(kinds))])
+
+
+def test_the_longest_rule_is_completed() -> None:
+    spec = graph(["Conv", "BatchNormalization", "Relu", "MaxPool"], [(0, 1), (1, 2), (2, 3)])
+    found = coarsen(spec)
+    assert found.groups == ((0, 1, 2), (3,))
+    assert found.spec.operators[0].flops == 6.0
+
+
+def test_padding_goes_into_the_convolution() -> None:
+    spec = graph(["Pad", "Conv", "Clip", "Pad", "MaxPool"], [(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert coarsen(spec).groups == ((0, 1, 2), (3,), (4,))
+
+
+def test_a_product_takes_in_a_bias_but_no_mask() -> None:
+    operators = [Operator("a", "MatMul", 1.0, (0,)), Operator("b", "Add", 1.0, (1,)), Operator("c", "MatMul", 1.0)]
+    operators.append(Operator("d", "Add", 1.0))
+    spec = from_edges("graph", operators, [8] * 4, [(0, 1), (1, 2), (2, 3)], [Parameter("w", 4), Parameter("v", 4)])
+    assert coarsen(spec).groups == ((0, 1), (2,), (3,))
+
+
+def test_a_sigmoid_that_gates_its_own_input_is_one_with_the_product() -> None:
+    swish = graph(["Conv", "Sigmoid", "Mul"], [(0, 1), (0, 2), (1, 2)])
+    assert coarsen(swish).groups == ((0,), (1, 2))
+    gated = graph(["Relu", "Relu", "Sigmoid", "Mul"], [(0, 2), (1, 3), (2, 3)])
+    assert coarsen(gated).groups == ((0,), (1,), (2,), (3,))
+
+
+def test_the_papers_example_of_a_residual_block() -> None:
+    """Multi-input connections fuse (the last convolution with the addition), multi-output ones do not."""
+    kinds = ["Add", "Relu", "Conv", "BatchNormalization", "Conv", "BatchNormalization", "Add", "Relu"]
+    edges = [(0, 1), (0, 2), (2, 3), (3, 4), (4, 5), (1, 6), (5, 6), (6, 7)]
+    assert coarsen(graph(kinds, edges)).groups == ((0,), (1,), (2, 3), (4, 5, 6, 7))
+
+
+def test_what_never_completes_a_rule_is_unbound() -> None:
+    spec = graph(["Div", "Erf", "Add", "Softmax"], [(0, 1), (1, 2), (2, 3)])
+    assert coarsen(spec).groups == ((0,), (1,), (2,), (3,))
+
+
+def test_a_tensor_that_others_take_keeps_its_operator_apart() -> None:
+    spec = graph(["Conv", "Relu", "Sigmoid"], [(0, 1), (0, 2)])
+    assert coarsen(spec).groups == ((0,), (1,), (2,))
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphSpec:
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12))
+    pairs = [(a, b) for b in range(len(kinds)) for a in range(b)]
+    edges = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    return graph(kinds, edges)
+
+
+@given(st.data())
+def test_every_operator_is_in_one_group_and_the_order_stays_topological(data: st.DataObject) -> None:
+    spec = data.draw(graphs())
+    found = coarsen(spec)  # a GraphSpec refuses an order that is not topological
+    assert sorted(i for group in found.groups for i in group) == list(range(spec.num_operators))
+    assert sum(each.flops for each in found.spec.operators) == sum(each.flops for each in spec.operators)
+    everything = range(found.spec.num_operators)
+    assert found.spec.parameter_bytes(everything) == spec.parameter_bytes(range(spec.num_operators))
+    device = [g % 3 for g in everything]
+    spread = found.spread(device)
+    assert all(spread[i] == device[g] for g, group in enumerate(found.groups) for i in group)
+
+
+# ---- the benchmark ----------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.DataObject) -> None:
+    spec = data.draw(graphs())
+    n = spec.num_operators
+    seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))
+    congestion = data.draw(st.booleans())
+    on_each, coarsened = on_devices(seconds), coarsen(spec)
+    fine = problem_on_devices(spec, on_each, congestion)
+    coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
+    ranks = st.sampled_from(range(len(SLOWDOWNS)))
+    where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
+    for known in (heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
+        refined = Refinement.of(spec, coarsened).schedule(fine, known)
+        assert violations(fine, refined) == []
+        assert refined.makespan <= known.makespan * (1 + 1e-9)
+        assert refined.assignment == coarsened.spread(known.assignment)
+
+
+def residual() -> GraphSpec:
+    """Two branches that fuse to one operator each."""
+    kinds = ["Conv", "Conv", "Relu", "Conv", "Relu", "Concat"]
+    return graph(kinds, [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)])
+
+
+def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
+    seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
+    row = measure("residual", residual(), Profile(seconds, 7.0, 4), congestion=True, time_limit=10.0)
+    assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
+    # The branches run beside each other, on the two devices that are 8 times slower than here. The stem's result travels;
+    # the result of one branch does so while the other branch, which began later, still runs.
+    way = 8 / 125e6 + 0.0002
+    assert row.fine_makespan == row.coarse_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
+    assert row.local_makespan == pytest.approx(8 * 7.0)
+    assert row.fine_proven
+    assert row.loss == 0
+    assert row.violations == []
+    assert not row.worse_than_baseline
+    table = as_markdown([row])
+    assert "| residual | 6 | 4 | 4 (-33%) | 56000.00 |" in table
+    assert "+0.00%" in table
+    assert "passed" in table
+    for name in ("fine_makespan", "coarse_own_makespan"):
+        assert "worse than a baseline" in as_markdown([row.model_copy(update={name: 60.0})])
+    assert "rejects" in as_markdown([row.model_copy(update={"violations": ["x"]})])
+
+
+def test_a_folder_without_onnx_files_is_told(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "holds no ONNX files" in result.stderr
+
+
+def test_a_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    from support.onnx_models import branches
+
+    branches(tmp_path / "branches.onnx")
+    saved = tmp_path / "rows.json"
+    options = ["--time-limit", "5", "--json", str(saved)]
+    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(saved.read_text())
+    assert row["network"] == "branches"
+    assert 0 < row["num_coarse"] <= row["num_operators"]
+    assert row["run_seconds"] > 0
+    assert row["bound"] <= row["fine_makespan"] <= row["best_baseline"]
+    assert "branches" in result.stdout

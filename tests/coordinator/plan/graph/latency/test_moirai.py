@@ -1,0 +1,349 @@
+"""Latency-optimal placement: exact on small graphs, never worse than a baseline, and checked by what shares nothing with it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("ortools")
+
+from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.checker import violations
+from coordinator.plan.graph.latency.contention import around, contended_heft
+from coordinator.plan.graph.latency.cpsat import Effort, in_ticks, solve_model
+from coordinator.plan.graph.latency.decomposition import Reach, exact_cuts, segments_of
+from coordinator.plan.graph.latency.moirai import solve
+from coordinator.plan.graph.latency.paths import shortest_paths
+from coordinator.plan.graph.latency.patterns import patterns_of
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory, read_instance
+from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_sends
+from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementProblem:
+    """Small graphs with whole times, tensors for several operators, and devices that may be short of memory."""
+    n, k = draw(st.integers(2, most)), draw(st.integers(1, 3))
+    matrix = st.lists(st.integers(0, 6), min_size=k * k, max_size=k * k)
+
+    def square(values: list[int]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(0.0 if a == b else float(values[a * k + b]) for b in range(k)) for a in range(k))
+
+    flows = []
+    for source in range(n - 1):
+        targets = draw(st.sets(st.integers(source + 1, n - 1), max_size=3))
+        if targets:
+            flows.append(Flow(source, tuple(sorted(targets)), square(draw(matrix))))
+    sizes = draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
+    loose = st.just(100)
+    budgets = draw(st.lists(st.one_of(loose, st.integers(0, 8)) if memory else loose, min_size=k, max_size=k))
+    shared = [SharedMemory(2, (0, n - 1))] if draw(st.booleans()) else []
+    return PlacementProblem(
+        name="random",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{d}" for d in range(k)),
+        seconds=tuple(tuple(float(draw(st.integers(0, 8))) for _ in range(k)) for _ in range(n)),
+        memory_bytes=tuple(sizes),
+        budget_bytes=tuple(budgets),
+        flows=tuple(flows),
+        latency=square([draw(st.integers(0, 2))] * (k * k)),
+        congestion=draw(st.booleans()),
+        shared=tuple(shared),
+    )
+
+
+def brute_force(problem: PlacementProblem) -> float | None:
+    """Every assignment in every order of operators and transfers; None where nothing fits."""
+    best = None
+    n = problem.num_operators
+    for where in itertools.product(range(problem.num_devices), repeat=n):
+        if problem.overflow(where):
+            continue
+        for order in orders(problem, with_sends(problem, where, range(n)), where):
+            found = schedule(problem, where, order, in_order=True).makespan
+            best = found if best is None else min(best, found)
+    return best
+
+
+def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
+    """All orders in which nothing stands before what it depends on."""
+
+    def needs(item: int | Send) -> set:
+        if isinstance(item, Send):
+            return {problem.flows[item.flow].source}
+        found: set = set()
+        for f in problem.incoming[item]:
+            source = problem.flows[f].source
+            found.add(source if where[source] == where[item] else Send(f, where[item]))
+        return found
+
+    def extend(done: list, left: list):
+        if not left:
+            yield list(done)
+        for item in left:
+            if needs(item) <= set(done):
+                yield from extend([*done, item], [other for other in left if other != item])
+
+    yield from extend([], items)
+
+
+@settings(max_examples=40)
+@given(problems(most=4))
+def test_brute_force_agrees_on_small_graphs(problem: PlacementProblem) -> None:
+    best = brute_force(problem)
+    if best is None:
+        with pytest.raises(ModelDoesNotFit):
+            solve(problem, 20)
+        return
+    found = solve(problem, 20)
+    assert found.proven_optimal
+    assert found.makespan == found.bound == best
+    assert violations(problem, found.schedule) == []
+
+
+@settings(max_examples=40)
+@given(problems(most=7))
+def test_it_is_never_worse_than_a_baseline_and_every_schedule_passes_the_checker(problem: PlacementProblem) -> None:
+    baselines = []
+    for name, baseline in BASELINES.items():
+        try:
+            placement = baseline(problem)
+        except NoPlacement as error:
+            assert error.strategy == name
+            continue
+        assert violations(problem, placement.schedule) == []
+        baselines.append(placement.makespan)
+    if not baselines:
+        return
+    found = solve(problem, 10)
+    assert found.makespan <= min(baselines)
+    assert found.bound <= found.makespan
+    assert violations(problem, found.schedule) == []
+
+
+@settings(max_examples=25)
+@given(problems(most=6, memory=False))
+def test_the_path_over_cut_vertices_is_the_optimum_of_the_whole_model(problem: PlacementProblem) -> None:
+    ticked, _ = in_ticks(problem)
+    reach = Reach(ticked)
+    segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
+    *_, path = shortest_paths(ticked, segments, lambda: 0.0, 1.0)
+    whole = solve_model(ticked, Effort(20))
+    assert whole.schedule is not None
+    assert path.lower == path.upper == whole.bound == whole.schedule.makespan
+
+
+@st.composite
+def repeating(draw: st.DrawFn) -> PlacementProblem:
+    """Blocks of two branches one after another, whose times differ a little."""
+    num_blocks, k = 3, draw(st.integers(2, 3))
+
+    def times(base: int) -> tuple[float, ...]:
+        return tuple(float(base + draw(st.integers(0, 2))) for _ in range(k))
+
+    ways = tuple(tuple(0.0 if a == b else float(draw(st.integers(20, 90))) for b in range(k)) for a in range(k))
+    base = [draw(st.integers(50, 120)) for _ in range(3)]
+    seconds, flows = [times(50)], []
+    for block in range(num_blocks):
+        first = 3 * block
+        seconds += [times(each) for each in base]
+        flows += [Flow(first, (first + 1, first + 2), ways), Flow(first + 1, (first + 3,), ways)]
+        flows += [Flow(first + 2, (first + 3,), ways)]
+    n = len(seconds)
+    return PlacementProblem(
+        name="repeating",
+        operators=tuple(f"op{i}" for i in range(n)),
+        devices=tuple(f"device{d}" for d in range(k)),
+        seconds=tuple(seconds),
+        memory_bytes=(0,) * n,
+        budget_bytes=(0,) * k,
+        flows=tuple(flows),
+        latency=((0.0,) * k,) * k,
+        congestion=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=20)
+@given(repeating())
+def test_blocks_that_repeat_nearly_are_bounded_together_and_the_path_is_still_the_optimum(
+    problem: PlacementProblem,
+) -> None:
+    ticked, _ = in_ticks(problem)
+    reach = Reach(ticked)
+    segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
+    for segment, pattern in zip(segments, patterns_of([each.problem for each in segments]), strict=True):
+        if pattern is not None:
+            assert all(
+                ours <= theirs
+                for rows in zip(pattern.seconds, segment.problem.seconds, strict=True)
+                for ours, theirs in zip(*rows, strict=True)
+            )
+    *_, path = shortest_paths(ticked, segments, lambda: 0.0, 1.0)
+    whole = solve_model(ticked, Effort(20))
+    assert whole.schedule is not None
+    assert path.lower == path.upper == whole.bound == whole.schedule.makespan
+
+
+def test_only_blocks_that_are_alike_have_a_pattern(two_branches: PlacementProblem) -> None:
+    slower = replace(two_branches, seconds=((1.0, 1.0), (4.1, 4.1), (4.0, 4.0), (1.0, 1.0)))
+    other = replace(two_branches, seconds=((1.0, 1.0), (9.0, 9.0), (4.0, 4.0), (1.0, 1.0)))
+    assert patterns_of([two_branches, slower, other]) == [two_branches, two_branches, None]
+    assert patterns_of([two_branches, two_branches]) == [None, None]  # the same: one arc does for both
+
+
+@given(problems(most=7, memory=False), st.data())
+def test_list_scheduling_with_channels_can_be_run_and_keeps_its_pins(
+    problem: PlacementProblem, data: st.DataObject
+) -> None:
+    operators, devices = range(problem.num_operators), st.integers(0, problem.num_devices - 1)
+    pins = data.draw(st.dictionaries(st.sampled_from(operators), devices))
+    found = contended_heft(problem, pins)
+    assert violations(problem, found) == []
+    assert all(found.assignment[operator] == device for operator, device in pins.items())
+
+
+def test_what_a_path_left_out_is_put_beside_it_in_time() -> None:
+    """0 and 1 are on the path; 2 runs beside them on the other device, and must come before 1 is over to delay nothing."""
+    ways = ((0.0, 1.0), (1.0, 0.0))
+    problem = PlacementProblem(
+        name="beside",
+        operators=("first", "second", "beside", "last"),
+        devices=("a", "b"),
+        seconds=((5.0, 5.0), (5.0, 5.0), (8.0, 8.0), (1.0, 1.0)),
+        memory_bytes=(0,) * 4,
+        budget_bytes=(0, 0),
+        flows=(Flow(0, (1,), ways), Flow(1, (3,), ways), Flow(2, (3,), ways)),
+        latency=((0.0, 0.0), (0.0, 0.0)),
+    )
+    starts = {0: 0.0, 1: 5.0, 3: 10.0}
+    found = contended_heft(problem, dict.fromkeys(starts, 0), around(problem, starts, 11.0))
+    assert found.assignment == (0, 0, 1, 0)
+    assert found.makespan == 11.0
+
+
+@given(problems(most=6, memory=False))
+def test_a_schedule_in_its_own_order_is_the_same_schedule(problem: PlacementProblem) -> None:
+    where = [i % problem.num_devices for i in range(problem.num_operators)]
+    once = best_schedule(problem, where, range(problem.num_operators))
+    again = schedule(problem, where, once.order, in_order=True)
+    assert again.starts == once.starts
+    assert again.makespan == once.makespan
+
+
+# ---- the checker ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_branches() -> PlacementProblem:
+    """0 feeds 1 and 2, both feed 3."""
+    ways = ((0.0, 1.0), (1.0, 0.0))
+    return PlacementProblem(
+        name="branches",
+        operators=("in", "left", "right", "out"),
+        devices=("a", "b"),
+        seconds=((1.0, 1.0), (4.0, 4.0), (4.0, 4.0), (1.0, 1.0)),
+        memory_bytes=(0, 3, 3, 0),
+        budget_bytes=(4, 4),
+        flows=(Flow(0, (1, 2), ways), Flow(1, (3,), ways), Flow(2, (3,), ways)),
+        latency=((0.0, 0.0), (0.0, 0.0)),
+    )
+
+
+def split(problem: PlacementProblem) -> Schedule:
+    return best_schedule(problem, [0, 0, 1, 0], range(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda s: {"starts": (0.0, 1.0, 1.0, 7.0), "ends": (1.0, 5.0, 5.0, 8.0)}, "its input is there"),
+        (lambda s: {"ends": (1.0, 4.0, 6.0, 8.0)}, "does not take the time"),
+        (lambda s: {"makespan": s.makespan - 1}, "the makespan is"),
+        (lambda s: {"transfers": ()}, "nothing is sent"),
+        (lambda s: {"transfers": tuple(t._replace(end=t.end + 1) for t in s.transfers)}, "channel needs"),
+        (lambda s: {"transfers": tuple(t._replace(start=0.0, end=1.0) for t in s.transfers)}, "something to send"),
+        (lambda s: {"assignment": (0, 0, 0, 0)}, "overlap on a"),
+        (lambda s: {"assignment": (0, 0, 0, 0)}, "holds 6 of 4 bytes"),
+        (lambda s: {"assignment": (0, 0, 5, 0)}, "does not exist"),
+        (lambda s: {"starts": s.starts[:2]}, "does not place every operator"),
+    ],
+)
+def test_the_checker_rejects_a_corrupted_schedule(two_branches: PlacementProblem, change, word: str) -> None:
+    good = split(two_branches)
+    assert violations(two_branches, good) == []
+    found = violations(two_branches, replace(good, **change(good)))
+    assert any(word in each for each in found), found
+
+
+def test_the_checker_sees_two_transfers_at_once_only_with_congestion_control() -> None:
+    ways = ((0.0, 2.0), (2.0, 0.0))
+    problem = PlacementProblem(
+        name="fan",
+        operators=("x", "y", "z"),
+        devices=("a", "b"),
+        seconds=((1.0, 1.0),) * 3,
+        memory_bytes=(0,) * 3,
+        budget_bytes=(0, 0),
+        flows=(Flow(0, (1,), ways), Flow(0, (2,), ways)),
+        latency=((0.0, 0.0), (0.0, 0.0)),
+        congestion=False,
+    )
+    at_once = best_schedule(problem, [0, 1, 1], range(3))
+    assert violations(problem, at_once) == []
+    found = violations(replace(problem, congestion=True), at_once)
+    assert any("way out of a" in each for each in found)
+    assert any("way into b" in each for each in found)
+
+
+# ---- published instances --------------------------------------------------------------------------------------------
+
+
+def instances() -> Path:
+    folder = os.environ.get("HEARTH_GRAPHS")
+    if not folder or not (Path(folder) / "moirai").is_dir():
+        pytest.skip("HEARTH_GRAPHS does not name a folder with moirai/ in it")
+    return Path(folder) / "moirai"
+
+
+@pytest.mark.parametrize("congestion", [False, True])
+def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(congestion: bool) -> None:
+    problem = read_instance(instances() / "example-1.json", congestion)
+    found = solve(problem, 20)
+    assert (found.makespan, found.bound, found.proven_optimal) == (30.0, 30.0, True)
+    assert violations(problem, found.schedule) == []
+    assert problem.memory_of(found.assignment) == problem.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no placement instance"),
+        ('{"name": "x"}', "'devices' is missing"),
+        (json.dumps({"name": "x", "devices": [{"name": "a", "mem": 1}], "nodes": [], "edges": []}), "an operator"),
+    ],
+)
+def test_a_file_that_is_no_instance_is_told(tmp_path: Path, text: str, word: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(BadGraph, match=word):
+        read_instance(path)
+
+
+def test_what_fits_nowhere_says_how_many_bytes_are_missing(two_branches: PlacementProblem) -> None:
+    for budgets, missing in (((4, 1), 2), ((2, 2), 2), ((0, 0), 6)):
+        with pytest.raises(ModelDoesNotFit) as caught:
+            solve(replace(two_branches, budget_bytes=budgets), 10)
+        assert caught.value.missing_bytes == missing
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BadGraph):
+        read_instance(tmp_path / "none.json")

@@ -1,0 +1,399 @@
+"""Plans for graphs: what they cost under the simulator, what they hold, which strategy is taken, and why none is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import chain, cluster_of, two_branches
+
+from coordinator.devices.graph_profiling import operator_seconds
+from coordinator.models.onnx.cutting import check_segments, cut
+from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph.cluster import GraphCluster, read_cluster, with_limits
+from coordinator.plan.graph.memory import memory_use
+from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, timeline_of, transfers_of
+from coordinator.plan.graph.request import LATENCY, THROUGHPUT, GraphRequest, check_strategy, seconds_of
+from coordinator.plan.limits import parse_limit
+from coordinator.serve.solving import solve
+from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.profile import WireCost
+from hearth.wire.messages import GraphProfiled, Kernel
+
+# ---- prices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_over_two_devices_takes_compute_and_transfer() -> None:
+    spec = chain(1, [100, 100, 100, 100])
+    cluster = cluster_of(spec, [1.0, 0.5], bytes_per_second=50.0, latency_seconds=0.25)
+    segments = cut(spec, [0, 0, 1, 1])
+    priced = price(spec, segments, cluster, [0, 1])
+    assert priced.latency_seconds == pytest.approx(2 * 1.0 + 100 / 50 + 0.25 + 2 * 2.0)
+    assert (priced.bottleneck, priced.bottleneck_seconds) == ("compute:1", pytest.approx(4.0))
+    assert priced.busy_seconds == pytest.approx((2.0, 4.0))
+
+
+def test_a_link_that_is_busier_than_the_devices_is_the_bottleneck() -> None:
+    spec = chain(1, [100, 100])
+    cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=10.0)
+    for congestion in (True, False):
+        priced = price(spec, cut(spec, [0, 1]), cluster, [0, 1], congestion)
+        assert priced.bottleneck_seconds == pytest.approx(10.0)
+        assert priced.bottleneck.startswith("send:0")
+
+
+def test_branches_overlap_and_a_tensor_goes_to_a_device_once() -> None:
+    spec = two_branches()
+    cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=1000.0)
+    segments = cut(spec, [0, 0, 0, 1, 1, 0], eager=True)
+    assert [(each.tensor, each.source, each.target) for each in transfers_of(spec, segments)] == [
+        ("op0", 0, 1), ("op4", 1, 0),
+    ]  # fmt: skip
+    assert price(spec, segments, cluster, [0, 1]).latency_seconds == pytest.approx(1 + 0.1 + 2 + 0.1 + 1)
+
+
+def test_what_encryption_takes_of_the_cores_is_part_of_a_device() -> None:
+    spec = chain(1, [100, 100])
+    plain = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
+    wire = WireCost(encrypted_seconds_per_byte=0.01, seconds_per_message=0.5)
+    costly = replace(plain, devices=tuple(replace(device, wire=wire) for device in plain.devices))
+    segments = cut(spec, [0, 1])
+    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((2.5, 2.5))
+    assert price(spec, segments, plain, [0, 1]).latency_seconds == pytest.approx(3.0)
+    assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(6.0)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> GraphSpec:
+    """Up to ten operators; each but the first takes what one or two before it make."""
+    count = draw(st.integers(1, 10))
+    edges = sorted(
+        {
+            (before, index)
+            for index in range(1, count)
+            for before in draw(st.sets(st.integers(0, index - 1), min_size=1, max_size=2))
+        }
+    )
+    operators = [Operator(f"op{i}", "Conv", draw(st.integers(0, 9)) / 2, (i,)) for i in range(count)]
+    parameters = [Parameter(f"w{i}", draw(st.integers(0, 50))) for i in range(count)]
+    return from_edges(
+        "random", operators, draw(st.lists(st.integers(0, 99), min_size=count, max_size=count)), edges, parameters
+    )
+
+
+@given(graphs(), st.data())
+def test_many_requests_at_once_end_as_often_as_the_bottleneck_says(spec: GraphSpec, data: st.DataObject) -> None:
+    """Never more often; and as often, give or take, once the pipeline is full."""
+    cluster = cluster_of(spec, [1.0, 2.0, 1.5], bytes_per_second=40.0)
+    assignment = data.draw(st.lists(st.integers(0, 2), min_size=spec.num_operators, max_size=spec.num_operators))
+    used = list(dict.fromkeys(assignment))
+    segments = cut(spec, [used.index(device) for device in assignment])
+    priced = price(spec, segments, cluster, used)
+    assert priced.latency_seconds >= max(priced.busy_seconds) - 1e-9
+    count = 30
+    _, timeline = timeline_of(spec, segments, cluster, used, count)
+    assert timeline.makespan >= count * priced.bottleneck_seconds - 1e-6
+    assert timeline.makespan <= count * priced.latency_seconds + 1e-6
+
+
+def test_a_full_pipeline_ends_a_request_in_each_bottleneck() -> None:
+    spec = chain(1, [100] * 6)
+    cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=100.0)
+    segments = cut(spec, [0, 0, 1, 1, 2, 2])
+    priced = price(spec, segments, cluster, [0, 1, 2])
+    _, timeline = timeline_of(spec, segments, cluster, [0, 1, 2], 50)
+    assert timeline.makespan == pytest.approx(priced.latency_seconds + 49 * priced.bottleneck_seconds)
+    assert (num_stages(segments), in_flight(segments)) == (3, 9)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_peak_bytes_follow_what_is_alive() -> None:
+    spec = chain(1, [10, 20, 30, 40])
+    assert peak_bytes(spec, range(4)) == 70  # 30 is read while 40 is written
+    assert peak_bytes(spec, [1]) == 30  # 10 comes from outside
+    assert peak_bytes(two_branches(out_bytes=10), range(6)) == 30
+
+
+def test_on_real_devices_all_bytes_of_a_worker_count() -> None:
+    spec = chain(1, [10, 10], weights=[100, 300])
+    cluster = cluster_of(
+        spec, [1.0, 1.0], 1e9, process_bytes=1000, load_bytes=800, loading_bytes=40, run_bytes=50
+    )  # fmt: skip
+    segments = cut(spec, [0, 1])
+    first, second = memory_use(spec, segments, cluster, [0, 1])
+    assert (first.weights, second.weights) == (200, 600)  # they took twice their bytes when the graph was profiled
+    assert first.workspace == 1000 + 10 + (8 << 20)
+    assert first.activations == 50 // 2 + in_flight(segments) * 2 * 10  # what leaves, and its encrypted copy
+    assert memory_use(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100  # from a file
+
+
+def test_a_plan_that_finds_no_room_beside_the_weights_is_made_anew() -> None:
+    spec = chain(1, [1000] * 8, weights=[1 << 20] * 8)
+    budget = (8 << 20) + (5 << 20)
+    cluster = cluster_of(spec, [10.0, 10.0], 1e9, budget, process_bytes=0, load_bytes=8 << 20, run_bytes=4000)
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput")).chosen.plan
+    assert plan is not None
+    assert plan.num_ranks == 2
+    assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+
+
+# ---- strategies -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12)
+@given(graphs(), st.sampled_from(["latency", "throughput"]), st.integers(60, 400))
+def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, objective: Any, budget: int) -> None:
+    cluster = cluster_of(spec, [1.0, 2.0, 1.5], 40.0, budget)
+    try:
+        planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=1.0))
+    except (ModelDoesNotFit, NoPlacement):
+        assert spec.parameter_bytes(range(spec.num_operators)) > budget
+        return
+    for each in planned.candidates:
+        if each.plan is None or each.answer is None:
+            assert each.reason
+            continue
+        check_segments(spec, each.plan.segments)
+        assert all(device.memory.total <= device.budget_bytes for device in each.plan.devices)
+        assert seconds_of(each.plan) >= (each.answer.bound or 0.0) - 1e-6
+    chosen = planned.chosen.plan
+    assert chosen is not None
+    least = min(seconds_of(each.plan) for each in planned.candidates if each.plan)
+    assert seconds_of(chosen) <= 1.01 * least + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "num_devices"), [(1e9, 2), (1.0, 1)], ids=["fast links", "slow links"]
+)  # fmt: skip
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_auto_shares_the_work_where_that_pays_and_only_there(
+    objective: Any, bytes_per_second: float, num_devices: int
+) -> None:
+    spec = two_branches()
+    cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second)
+    planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=2.0))
+    plan = planned.chosen.plan
+    assert plan is not None
+    assert plan.num_ranks == num_devices
+    assert plan.planner == "local" if num_devices == 1 else plan.planner != "local"
+    # A pipeline gives one device a branch and what is before, the other the other branch and what is after.
+    expected = {("latency", 2): 4.0, ("throughput", 2): 3.0}.get((objective, num_devices), 6.0)
+    assert seconds_of(plan) == pytest.approx(expected, rel=1e-3)
+    assert {"local on a", "local on b"} <= {each.label for each in planned.candidates}
+    assert len(plan.alternatives) == len(planned.candidates) - 1
+
+
+@pytest.mark.parametrize("strategy", [*LATENCY, *THROUGHPUT])
+def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
+    spec = two_branches()
+    objective: Any = "latency" if strategy in LATENCY else "throughput"
+    request = GraphRequest(spec, cluster_of(spec, [1.0, 3.0], 50.0), objective, strategy, time_limit_seconds=1.0)
+    chosen = plan_graph(request).chosen
+    assert chosen.plan is not None
+    assert chosen.answer is not None
+    assert chosen.answer.strategy == chosen.plan.planner == strategy
+    assert set(chosen.answer.assignment) <= {0, 1}
+
+
+def test_a_model_larger_than_all_devices_says_by_how_many_bytes() -> None:
+    spec = chain(1, [1, 1, 1], weights=[100, 100, 100])
+    with pytest.raises(ModelDoesNotFit) as error:
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 120)))
+    assert error.value.missing_bytes == 60
+    with pytest.raises(ModelDoesNotFit) as error:
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, [200, 250]), strategy="local"))
+    assert error.value.missing_bytes == 50
+    with pytest.raises(NoPlacement):  # 300 bytes of room, but each device has it for one operator only
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 150), "throughput"))
+
+
+def test_what_no_message_has_room_for_is_not_sent() -> None:
+    spec = chain(1, [100 << 20, 100 << 20])
+    cluster = cluster_of(spec, [1.0, 1.0], 1e15, 1 << 40, process_bytes=1)
+    planned = plan_graph(GraphRequest(spec, cluster, "throughput"))
+    assert planned.chosen.num_devices == 1
+    assert any("more than a message takes" in each.reason for each in planned.candidates)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "objective", "reason"),
+    [
+        ("best", "latency", "'best' is none of auto, moirai"),
+        ("pipeline", "latency", "pipeline is not for latency"),
+        ("moirai", "throughput", "moirai is not for throughput"),
+        ("auto", "power", "'power' is none of latency, throughput"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_named(strategy: str, objective: str, reason: str) -> None:
+    with pytest.raises(BadSetting, match=reason):
+        check_strategy(strategy, objective)
+
+
+def test_the_planners_process_gives_what_planning_here_gives() -> None:
+    spec = two_branches()
+    cluster = cluster_of(spec, [1.0, 3.0], 50.0, latency_seconds=0.125, run_bytes=3)
+    request = GraphRequest(spec, cluster, "throughput", time_limit_seconds=1.0, model_hash="ab" * 32)
+    seen: list[str] = []
+    there, here = asyncio.run(solve(request, seen.append)), plan_graph(request)
+    assert there.chosen.plan == here.chosen.plan
+    assert [each.label for each in there.candidates] == [each.label for each in here.candidates]
+    assert there.chosen.answer is not None
+    assert here.chosen.answer is not None
+    assert there.chosen.answer._replace(planning_seconds=0) == here.chosen.answer._replace(planning_seconds=0)
+    assert seen == ["pipeline-exact", "pipeline", "joint"]
+
+
+def test_an_error_in_the_planners_process_is_the_same_error_here() -> None:
+    spec = chain(1, [1, 1], weights=[100, 100])
+    with pytest.raises(ModelDoesNotFit) as error:
+        asyncio.run(solve(GraphRequest(spec, cluster_of(spec, [1.0], 1e9, 120))))
+    assert error.value.missing_bytes == 80
+
+
+# ---- clusters ---------------------------------------------------------------------------------------------------------
+
+CLUSTER = """
+mbit_per_second = [[0, 80], [8, 0]]
+latency_seconds = 0.5
+[[devices]]
+name = "kitchen"
+memory = "1KiB"
+flops_per_second = 2.0
+seconds_per_operator = 0.25
+[[devices]]
+name = "hall"
+memory = 500
+[devices.operator_seconds]
+op0 = 7
+op1 = 8
+"""
+
+
+def test_a_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
+    spec = chain(3, [1, 1])
+    toml = tmp_path / "home.toml"
+    toml.write_text(CLUSTER)
+    device = {"memory": 500, "operator_seconds": {"op0": 7, "op1": 8}}
+    values = {
+        "mbit_per_second": [[0, 80], [8, 0]], "latency_seconds": [[0, 0.5], [0.5, 0]],
+        "devices": [
+            {"name": "kitchen", "memory": "1KiB", "flops_per_second": 2.0, "seconds_per_operator": 0.25},
+            {"name": "hall", **device},
+        ],
+    }  # fmt: skip
+    (tmp_path / "home.json").write_text(json.dumps(values))
+    read = read_cluster(tmp_path / "home.json", spec)
+    assert read.seconds == ((1.75, 7.0), (1.75, 8.0))
+    assert read.bytes_per_second == ((math.inf, 1e7), (1e6, math.inf))
+    assert read.latency_seconds == ((0.0, 0.5), (0.5, 0.0))
+    assert [(device.name, device.budget_bytes) for device in read.devices] == [("kitchen", 1024), ("hall", 500)]
+    try:
+        import tomllib  # noqa: F401
+    except ModuleNotFoundError:
+        with pytest.raises(BadSetting, match=r"Python 3\.11"):
+            read_cluster(toml, spec)
+    else:
+        assert read_cluster(toml, spec) == read
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mbit_per_second": None}, "lacks mbit_per_second"),
+        ({"mbit_per_second": [[0, 1]]}, "must have 2 rows of 2 numbers"),
+        ({"mbit_per_second": [[0, 0], [1, 0]]}, "from a to b must be above 0"),
+        ({"mbit_per_second": -1}, "mbit_per_second"),
+        ({"devices": []}, "devices"),
+        ({"devices": [{"name": "a", "memory": 1, "flops": 3}]}, "devices.0.flops"),
+        ({"devices": [{"name": "a", "memory": "much", "flops_per_second": 3}]}, "memory of a"),
+        ({"devices": [{"name": "a", "memory": 1}]}, "a needs flops_per_second, or operator_seconds for op0"),
+        ({"devices": [{"name": "a", "memory": 1, "operator_seconds": {"conv": 1}}]}, "conv, which is no operator"),
+        ({"devices": [{"name": "a", "memory": 1, "flops_per_second": 1}] * 2}, "names a device twice"),
+    ],
+)
+def test_a_cluster_that_is_none_is_told_with_its_place(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    devices = [{"name": name, "memory": 1, "flops_per_second": 1} for name in "ab"]
+    path = tmp_path / "home.json"
+    path.write_text(json.dumps({"mbit_per_second": 1, "devices": devices, **change}))
+    with pytest.raises(BadSetting, match=reason):
+        read_cluster(path, chain(1, [1]))
+    path.write_text("{")
+    with pytest.raises(BadSetting, match="is no JSON"):
+        read_cluster(path, chain(1, [1]))
+
+
+def test_limits_lower_budgets() -> None:
+    spec = chain(1, [1])
+    cluster: GraphCluster = cluster_of(spec, [1.0, 1.0], 1.0, 100 << 20)
+    limited = with_limits(cluster, [parse_limit("b=25%"), parse_limit("id-a=2MiB")])
+    assert [device.budget_bytes for device in limited.devices] == [2 << 20, 25 << 20]
+
+
+def test_operators_share_the_seconds_of_their_kernel_and_of_the_whole_run() -> None:
+    spec = chain(1, [1, 1, 1, 1])
+    operators = tuple(
+        operator._replace(flops=flops) for operator, flops in zip(spec.operators, (3.0, 1.0, 0.0, 0.0), strict=True)
+    )
+    spec = replace(spec, operators=operators)
+    kernels = (
+        Kernel(name="fused", kind="Conv", provider="cpu", seconds=4.0, operators=("op0", "op1")),
+        Kernel(name="both", kind="Add", provider="cpu", seconds=2.0, operators=("op2", "op3")),
+        Kernel(name="reorder", kind="Reorder", provider="cpu", seconds=1.0),
+    )
+    profiled = GraphProfiled(
+        kernels=kernels, run_seconds=12.0, provider="cpu", process_bytes=1, load_bytes=1, peak_bytes=1, run_bytes=1,
+        wire=WireCost(),
+    )  # fmt: skip
+    assert operator_seconds(spec, profiled) == pytest.approx((6.0, 2.0, 2.0, 2.0))
+    nothing = profiled.model_copy(update={"kernels": ()})
+    assert operator_seconds(spec, nothing) == pytest.approx((3.0,) * 4)
+
+
+@pytest.mark.parametrize("strategy", ["moirai", "heft"])
+def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
+    """Two branches of a convolution and its activation: a plan for latency never parts the two."""
+    kinds = ["Split", "Conv", "Relu", "Conv", "Relu", "Concat"]
+    edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
+    operators = [Operator(f"op{index}", kind, 1.0, (index,)) for index, kind in enumerate(kinds)]
+    spec = from_edges("branches", operators, [100] * 6, edges, [Parameter(f"w{index}", 10) for index in range(6)])
+    cluster = cluster_of(spec, [1.0, 0.9], bytes_per_second=1000.0)
+    planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy=strategy))
+    answer = planned.chosen.answer
+    assert answer is not None
+    device = answer.assignment
+    assert (device[1], device[3]) == (device[2], device[4])
+    assert device[1] != device[3]
+    for first, second in ((1, 2), (3, 4)):
+        assert answer.starts[second] == pytest.approx(answer.starts[first] + cluster.seconds[first][device[first]])
+    assert planned.chosen.plan is not None
+    assert sum(len(segment.operators) for segment in planned.chosen.plan.segments) == 6
+
+
+@pytest.mark.parametrize("seconds_of_an_end", [0.5, 2.0, 3.0])
+def test_a_stage_that_receives_and_sends_gets_less_to_compute(seconds_of_an_end: float) -> None:
+    """What transfers take of the cores is shared out too: no other pair of cuts is better under the simulator."""
+    spec = chain(1, [100] * 14)
+    wire = WireCost(encrypted_seconds_per_byte=seconds_of_an_end / 100 / 4)
+    cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=1e6, wire=wire)
+    planned = plan_graph(GraphRequest(spec, cluster, "throughput", strategy="pipeline-exact"))
+    answer, plan = planned.chosen.answer, planned.chosen.plan
+    assert answer is not None
+    assert plan is not None
+    least = min(
+        price(spec, cut(spec, [0] * a + [1] * (b - a) + [2] * (14 - b)), cluster, [0, 1, 2]).bottleneck_seconds
+        for a in range(1, 13)
+        for b in range(a + 1, 14)
+    )
+    assert answer.objective_value == pytest.approx(least)
+    assert seconds_of(plan) == pytest.approx(least)
+    assert 14 / 3 <= answer.bound <= least

@@ -1,0 +1,116 @@
+"""Tensors in a plan are as large as they travel, and a graph's inputs and outputs come and go over the devices' links."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.graphs import chain, cluster_of
+
+from coordinator.models.onnx.cutting import cut
+from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph.price import price, transfers_of
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.graph.wire import num_converted, on_wire, wire_bytes
+from hearth.plan.graph_spec import GraphSpec, Tensor
+from hearth.plan.profile import WireCost
+from hearth.plan.transformer import Values, WireFormat
+from hearth.wire.codec import Codec
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.sampled_from(["float32", "float16", "int64"]),
+    st.sampled_from(get_args(Values)),
+)
+def test_tensors_are_as_large_as_the_codec_makes_them(shape: list[int], dtype: str, values: Values) -> None:
+    array = np.ones(shape, dtype)
+    encoded = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter).encode("", array)
+    tensor = Tensor("t", array.nbytes, 0, (), dtype, tuple(shape))
+    assert wire_bytes(tensor, values) == sum(len(buffer) for buffer in encoded.buffers)
+    assert num_converted(tensor, values) == (array.size if dtype == "float32" and values != "exact" else 0)
+
+
+def test_a_cut_that_is_too_large_in_full_is_taken_where_tensors_travel_in_half() -> None:
+    """Compute 3 + 3 or 6 alone; the cut in the middle takes 8 s exact, 4 s in half the bytes."""
+    spec = chain(1, [800, 800, 400, 800, 800, 800])
+    cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
+
+    def planned(wire: WireFormat) -> float:
+        request = GraphRequest(spec, cluster, "throughput", "pipeline-exact", wire=wire)
+        plan = plan_graph(request).chosen.plan
+        assert plan is not None
+        return plan.predicted.bottleneck_seconds
+
+    assert planned(WireFormat()) == pytest.approx(4.0)  # 4 s of transfer after the third, 3 s of compute
+    assert planned(WireFormat(values="fp16")) == pytest.approx(3.0)
+    segments = cut(spec, [0, 0, 0, 1, 1, 1])
+    assert [each.num_bytes for each in transfers_of(spec, segments, "fp16")] == [200]
+    assert price(on_wire(spec, "fp16"), segments, cluster, [0, 1]).bottleneck_seconds == pytest.approx(3.0)
+
+
+def test_converting_takes_compute_at_both_ends() -> None:
+    spec = chain(1, [400, 400])
+    cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
+    wire = WireCost(convert_seconds_per_value={"fp16": 0.02})
+    costly = replace(cluster, devices=tuple(replace(device, wire=wire) for device in cluster.devices))
+    segments = cut(spec, [0, 1])
+    assert price(spec, segments, costly, [0, 1], values="fp16").busy_seconds == pytest.approx((2.0, 2.0))
+    assert price(spec, segments, costly, [0, 1], values="fp16").latency_seconds == pytest.approx(1 + 2 + 2 + 1)
+    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((1.0, 1.0))
+
+
+def with_input(num_bytes: int) -> GraphSpec:
+    """A chain of two; the first takes an input of the graph, the second makes its output of 100 bytes."""
+    spec = chain(1, [200, 100])
+    first, last = spec.tensors
+    given_input = Tensor("image", num_bytes, None, (0,))
+    return replace(spec, tensors=(given_input, first, last._replace(is_output=True)))
+
+
+def test_inputs_and_outputs_keep_links_busy_on_live_devices_only() -> None:
+    spec = with_input(500)
+    segments = cut(spec, [0, 1])
+    out_of_a_file = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
+    assert price(spec, segments, out_of_a_file, [0, 1]).latency_seconds == pytest.approx(1 + 2 + 1)
+    live = replace(out_of_a_file, measured=True)
+    priced = price(spec, segments, live, [0, 1])
+    assert priced.latency_seconds == pytest.approx(5 + 1 + 2 + 1 + 1)
+    assert (priced.bottleneck, priced.bottleneck_seconds) == ("receive:0", pytest.approx(5.0))
+    wire = WireCost(encrypted_seconds_per_byte=0.001, plain_seconds_per_byte=0.0005, seconds_per_message=0.1)
+    costly = replace(live, devices=tuple(replace(device, wire=wire) for device in live.devices))
+    # In, across, and out, in small pieces; what the coordinator is at the other end of passes the daemon too, and so does
+    # the request itself.
+    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx(
+        (
+            1 + (500 * (4 * 0.001 + 0.001) + 0.3) + (200 * 4 * 0.001 + 0.1) + 3.6,
+            1 + (200 * 4 * 0.001 + 0.1) + (100 * (4 * 0.001 + 0.001) + 0.3) + 3.6,
+        )
+    )
+    # Alone, a request waits for the last piece only.
+    assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
+        (5 + 500 * 0.002 + 0.3) + 1 + (2 + 2 * (200 * 0.001 + 0.1)) + 1 + (1 + 100 * 0.002 + 0.3)
+    )
+
+
+def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
+    """Eight operators of 1 s on two devices; the first device's inputs take it 2 s of compute."""
+    spec = chain(1, [1] * 8)
+    first, *others = spec.tensors
+    spec = replace(spec, tensors=(Tensor("image", 500, None, (0,)), first, *others))
+    cluster = cluster_of(spec, [1.0, 1.0], 1e6, wire=WireCost(encrypted_seconds_per_byte=0.001))
+    assert cluster.measured
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput", "pipeline-exact")).chosen.plan
+    assert plan is not None
+    assert [len(segment.operators) for segment in plan.segments] == [3, 5]
+
+
+def test_a_device_without_links_gets_its_inputs_at_once() -> None:
+    spec = with_input(500)
+    alone = replace(cluster_of(spec, [1.0], bytes_per_second=100.0), measured=True)
+    assert price(spec, cut(spec, [0, 0]), alone, [0]).latency_seconds == pytest.approx(2.0)

@@ -1,0 +1,117 @@
+"""Pipelines of graphs whose branches run side by side: cut where several tensors pass, against trying every cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import two_branches
+
+from coordinator.models.onnx.cutting import cut
+from coordinator.plan.graph.throughput.planners import PLANNERS, pipeline_problem, plan_pipeline, refined
+from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from coordinator.plan.graph.throughput.published import published_stages
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+
+SEEDS = st.integers(0, 10**9)
+
+
+def random_case(chance: Random) -> tuple[GraphSpec, list[list[float]], list[int], list[list[float]]]:
+    """A graph with branches, seconds, memory and rates of up to three devices."""
+    count, devices = chance.randint(1, 7), chance.randint(1, 3)
+    edges = {(max(0, target - chance.randint(1, 3)), target) for target in range(1, count)}
+    edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.3}
+    operators = [Operator(f"op{index}", "X", 1.0, (index,)) for index in range(count)]
+    weights = [Parameter(f"w{index}", chance.randint(1, 9)) for index in range(count)]
+    spec = from_edges("random", operators, [chance.randint(1, 9) for _ in range(count)], sorted(edges), weights)
+    seconds = [[chance.uniform(0.5, 3) for _ in range(devices)] for _ in range(count)]
+    rate = [[chance.choice([1.0, 4.0, 20.0]) for _ in range(devices)] for _ in range(devices)]
+    return spec, seconds, [chance.randint(8, 50) for _ in range(devices)], rate
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_every_cut_counts_and_no_planner_is_below_the_bound(seed: int) -> None:
+    spec, seconds, memory, rate = random_case(Random(seed))
+    fine = pipeline_problem(spec, seconds, memory, rate, chain=fine_chain(spec))
+    n, k = fine.num_blocks, fine.num_devices
+    best = min(
+        (
+            fine.bottleneck_seconds(stages)
+            for count in range(1, min(n, k) + 1)
+            for cuts in itertools.combinations(range(1, n), count - 1)
+            for devices in itertools.permutations(range(k), count)
+            if _fits(fine, stages := _stages([0, *cuts, n], devices))
+        ),
+        default=None,
+    )
+    for strategy in PLANNERS:
+        try:
+            found = plan_pipeline(spec, seconds, memory, rate, strategy, 60.0, seed)
+        except ModelDoesNotFit:
+            assert best is None or strategy != "pipeline-exact"
+            continue
+        assert best is not None
+        assert found.bound_seconds <= best * (1 + 1e-9)
+        assert found.bottleneck_seconds >= best * (1 - 1e-9)
+        if strategy == "pipeline-exact":
+            assert found.bottleneck_seconds == pytest.approx(best)
+
+
+def _stages(ends: Sequence[int], devices: Sequence[int]) -> Stages:
+    return tuple(Stage(a, b - 1, device) for (a, b), device in zip(itertools.pairwise(ends), devices, strict=True))
+
+
+def _fits(problem: PipelineProblem, stages: Stages) -> bool:
+    held = [problem.stage_bytes[stage.first, stage.last] for stage in stages]
+    return all(size <= problem.memory_bytes[stage.device] for size, stage in zip(held, stages, strict=True))
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_stages_between_points_are_the_same_among_all_cuts(seed: int) -> None:
+    spec, seconds, memory, rate = random_case(Random(seed))
+    coarse = pipeline_problem(spec, seconds, memory, rate, chain=candidate_chain(spec))
+    fine = pipeline_problem(spec, seconds, memory, rate, chain=fine_chain(spec))
+    try:
+        stages = published_stages(coarse, Random(seed))
+    except ModelDoesNotFit:
+        return
+    same = refined(coarse, stages)
+    fine.check(same)
+    assert fine.bottleneck_seconds(same) == pytest.approx(coarse.bottleneck_seconds(stages))
+    assert fine.assignment(same) == coarse.assignment(stages)
+
+
+def test_what_passes_a_stage_by_is_not_in_the_bound() -> None:
+    """0 -> 1 -> 2 -> 3, and what 0 makes goes to 3 as well: with a stage for each it need not pass the others."""
+    operators = [Operator(f"op{index}", "X", 1.0) for index in range(4)]
+    spec = from_edges("skip", operators, [100, 10, 10, 1], [(0, 1), (1, 2), (2, 3), (0, 3)])
+    chain = fine_chain(spec)
+    assert chain.boundary_bytes(spec) == (100, 110, 110)
+    assert chain.adjacent_bytes(spec) == (100, 10, 10)
+    args = (spec, [[1.0] * 4] * 4, [1000] * 4, [[100.0] * 4] * 4)
+    found = plan_pipeline(*args, "pipeline-exact", 10.0, 1)
+    assert found.bottleneck_seconds == pytest.approx(1.1)
+    assert (found.bound_seconds, found.proven_optimal) == (1.0, False)
+
+
+def test_branches_that_run_side_by_side_are_shared() -> None:
+    """0 -> (1 -> 2 | 3 -> 4) -> 5: no operator is passed by all but the ends, and yet two devices halve it."""
+    spec = two_branches()
+    args = (spec, [[1.0, 1.0]] * 6, [1000, 1000], [[1e6, 1e6]] * 2)
+    published, exact = (plan_pipeline(*args, strategy, 10.0, 1) for strategy in ("pipeline", "pipeline-exact"))
+    # The published one cuts at points only, and for the least transfers not at all.
+    assert published.bottleneck_seconds == 6.0
+    assert not published.proven_optimal
+    assert published.bound_seconds <= 3.0
+    assert (exact.bottleneck_seconds, exact.proven_optimal) == (3.0, True)
+    segments = cut(spec, exact.assignment)
+    assert [segment.operators for segment in segments] == [(0, 1, 2), (3, 4, 5)]
+    assert segments[1].inputs == ("op0", "op2")

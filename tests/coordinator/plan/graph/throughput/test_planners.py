@@ -1,0 +1,318 @@
+"""Throughput pipelines: partitions, k-paths, the published planner, baselines and the exact one, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import chain
+
+from coordinator.plan.graph.throughput.baselines import nearest_stages
+from coordinator.plan.graph.throughput.exact import best_stages
+from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
+from coordinator.plan.graph.throughput.partitions import classes_of, least_transfers
+from coordinator.plan.graph.throughput.planners import PLANNERS, PipelineProblem, pipeline_problem
+from coordinator.plan.graph.throughput.problem import Stage, Stages
+from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of, theorem_bound
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+
+SEEDS = st.integers(0, 10**9)
+
+
+def random_problem(chance: Random, equal: bool = False) -> PipelineProblem:
+    """Up to 6 blocks on up to 5 devices; weights, times and rates of few values, so that equal ones come up."""
+    n, k = chance.randint(1, 6), chance.randint(1, 5)
+    ends = np.cumsum([0, *(chance.randint(1, 9) for _ in range(n))])
+    rate = np.array([[chance.choice([1.0, 2.0, 3.0, 7.5]) for _ in range(k)] for _ in range(k)])
+    if chance.random() < 0.5:
+        rate = np.minimum(rate, rate.T)
+    np.fill_diagonal(rate, np.inf)
+    memory = (chance.randint(6, 25),) * k if equal else tuple(chance.randint(4, 25) for _ in range(k))
+    seconds = np.array([[chance.uniform(0.1, 2) for _ in range(k)] for _ in range(n)]) * chance.choice([0, 1])
+    return PipelineProblem(
+        name="random",
+        blocks=tuple((index,) for index in range(n)),
+        boundary_bytes=tuple(float(chance.randint(0, 9)) for _ in range(n - 1)),
+        seconds=seconds,
+        stage_bytes=np.triu(ends[None, 1:] - ends[:-1, None]),
+        memory_bytes=memory,
+        rate=rate,
+    )
+
+
+def pipelines(problem: PipelineProblem) -> Iterator[Stages]:
+    """All there are."""
+    n = problem.num_blocks
+    for count in range(1, min(n, problem.num_devices) + 1):
+        for cuts in itertools.combinations(range(n - 1), count - 1):
+            firsts, lasts = [0, *(cut + 1 for cut in cuts)], [*cuts, n - 1]
+            for devices in itertools.permutations(range(problem.num_devices), count):
+                held = [problem.stage_bytes[a, b] for a, b in zip(firsts, lasts, strict=True)]
+                if all(held[i] <= problem.memory_bytes[device] for i, device in enumerate(devices)):
+                    yield tuple(map(Stage, firsts, lasts, devices))
+
+
+def bottleneck(problem: PipelineProblem, stages: Sequence[Stage]) -> float:
+    """From the problem's own numbers, block by block."""
+    compute = [sum(problem.seconds[b, s.device] for b in range(s.first, s.last + 1)) for s in stages]
+    links = [problem.boundary_bytes[a.last] / problem.rate[a.device, b.device] for a, b in itertools.pairwise(stages)]
+    return float(max([*compute, *links]))
+
+
+# ---- the exact planner and its bounds -----------------------------------------------------------------------------------
+
+
+@given(SEEDS)
+@settings(max_examples=150, deadline=None)
+def test_exact_finds_and_proves_what_trying_everything_finds(seed: int) -> None:
+    problem = random_problem(Random(seed))
+    values = [bottleneck(problem, stages) for stages in pipelines(problem)]
+    if not values:
+        with pytest.raises(ModelDoesNotFit) as error:
+            PLANNERS["pipeline-exact"](problem, 60.0, seed)
+        assert error.value.missing_bytes > 0
+        return
+    found = PLANNERS["pipeline-exact"](problem, 60.0, seed)
+    assert found.proven_optimal
+    assert found.bottleneck_seconds == pytest.approx(min(values))
+    assert found.bound_seconds == pytest.approx(min(values))
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> None:
+    problem = random_problem(Random(seed), equal=True)
+    values = [bottleneck(problem, stages) for stages in pipelines(problem)]
+    for name, planner in PLANNERS.items():
+        if not values:
+            with pytest.raises(ModelDoesNotFit):
+                planner(problem, 60.0, seed)
+            continue
+        found = planner(problem, 60.0, seed)
+        problem.check(found.stages)
+        assert found.bottleneck_seconds == pytest.approx(bottleneck(problem, found.stages))
+        assert found.bound_seconds <= min(values) + 1e-9, name
+        assert [found.assignment[block] for block in range(problem.num_blocks)] == [
+            stage.device for stage in found.stages for _ in range(stage.first, stage.last + 1)
+        ]
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_joint_with_the_published_partitions_follows_the_fastest_links_from_the_best_start(seed: int) -> None:
+    problem = random_problem(Random(seed), equal=True)
+    try:
+        partitioning, devices = equal_partitions(problem)
+    except ModelDoesNotFit:
+        return
+    found = nearest_stages(problem, partitioning, devices)
+    problem.check(found)
+    assert tuple(stage.last for stage in found) == partitioning.last
+    taken = [stage.device for stage in found]
+    for index, (device, after) in enumerate(itertools.pairwise(taken)):
+        left = [each for each in devices if each not in taken[: index + 1]]
+        assert problem.rate[device, after] == max(problem.rate[device, each] for each in left)
+    walks = (_nearest_walk(problem, start, devices, len(found)) for start in devices)
+    every = [tuple(stage._replace(device=device) for stage, device in zip(found, walk, strict=True)) for walk in walks]
+    assert problem.bottleneck_seconds(found) == min(map(problem.bottleneck_seconds, every))
+
+
+def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], count: int) -> list[int]:
+    walk = [start]
+    while len(walk) < count:
+        left = [each for each in devices if each not in walk]
+        walk.append(min(left, key=lambda each: (-problem.rate[walk[-1], each], each)))
+    return walk
+
+
+@given(SEEDS)
+@settings(max_examples=30, deadline=None)
+def test_exact_is_never_worse_than_published_not_even_without_time(seed: int) -> None:
+    chance = Random(seed)
+    problem = larger_problem(chance, num_blocks=12, num_devices=9)
+    published = published_stages(problem, Random(seed))
+    for stop in (lambda: True, lambda: False):
+        answer = best_stages(problem, Random(seed), stop)
+        problem.check(answer.stages)
+        value = problem.bottleneck_seconds(answer.stages)
+        assert answer.bound_seconds <= value <= problem.bottleneck_seconds(published)
+    assert answer.bound_seconds == value  # with time, proven
+
+
+def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> PipelineProblem:
+    spec = chain(1, [chance.randint(1, 50) for _ in range(num_blocks)], [1] * num_blocks)
+    rate = [[chance.uniform(1, 10) for _ in range(num_devices)] for _ in range(num_devices)]
+    seconds = [[chance.uniform(0.1, 3) for _ in range(num_devices)] for _ in range(num_blocks)]
+    return pipeline_problem(spec, seconds, [num_blocks // 3] * num_devices, rate)
+
+
+def test_a_slow_device_is_left_out_and_a_fast_link_is_found() -> None:
+    spec = chain(1, [8, 8, 8], [10, 10, 10])
+    seconds = [[1.0, 1.0, 9.0]] * 3
+    found = PLANNERS["pipeline-exact"](pipeline_problem(spec, seconds, [100] * 3, [[8.0] * 3] * 3), 10.0, 0)
+    assert {stage.device for stage in found.stages} == {0, 1}
+    assert (found.bottleneck_seconds, found.proven_optimal) == (2.0, True)
+    slow = PLANNERS["pipeline-exact"](pipeline_problem(spec, seconds, [100] * 3, [[1.0] * 3] * 3), 10.0, 0)
+    assert len(slow.stages) == 1
+    assert slow.bottleneck_seconds == 3.0
+
+
+# ---- partitions ---------------------------------------------------------------------------------------------------------
+
+
+@given(SEEDS, st.integers(1, 6))
+@settings(deadline=None)
+def test_partitions_have_the_least_sum_of_transfers(seed: int, max_stages: int) -> None:
+    problem = random_problem(Random(seed))
+    n, budget = problem.num_blocks, max(problem.memory_bytes)
+    sums: dict[int, list[float]] = {}
+    for count in range(1, n + 1):
+        for cuts in itertools.combinations(range(n - 1), count - 1):
+            firsts, lasts = [0, *(cut + 1 for cut in cuts)], [*cuts, n - 1]
+            if all(problem.stage_bytes[a, b] <= budget for a, b in zip(firsts, lasts, strict=True)):
+                sums.setdefault(count, []).append(sum(problem.boundary_bytes[cut] for cut in cuts))
+    within = [each for count, found in sums.items() if count <= max_stages for each in found]
+    found = least_transfers(problem, budget, max_stages)
+    if found is None:
+        assert not within
+        return
+    assert len(found.last) <= max_stages
+    assert sum(found.transfers) == min(within)
+
+
+def test_classes_are_equal_steps_or_equal_shares_of_the_cuts() -> None:
+    problem = pipeline_problem(chain(1, [10, 20, 30, 100, 5]), [[1.0]] * 5, [1], [[1.0]])
+    assert classes_of(problem, [10, 20, 30, 100], 3, "width") == (1, 1, 1, 3)
+    assert classes_of(problem, [10, 20, 30, 100], 4, "quantile") == (1, 2, 3, 4)
+    assert classes_of(problem, [10], 1, "width") == (1,)
+
+
+def test_runs_go_from_the_highest_class_and_the_longest() -> None:
+    assert runs_of([2, 3, 3, 1, 3, 2, 2]) == [(1, 2), (4, 4), (5, 6), (0, 0), (3, 3)]
+
+
+def test_shared_weights_are_held_once_by_a_stage() -> None:
+    operators = [Operator("a", "X", 1.0, (0,)), Operator("b", "X", 1.0, (1,)), Operator("c", "X", 1.0, (0,))]
+    spec: GraphSpec = from_edges("tied", operators, [1, 1, 1], [(0, 1), (1, 2)], [Parameter("w", 7), Parameter("v", 2)])
+    problem = pipeline_problem(spec, [[1.0]] * 3, [9], [[1.0]], compression=2.0)
+    assert problem.stage_bytes.tolist() == [[7, 9, 9], [0, 2, 9], [0, 0, 7]]
+    assert problem.boundary_bytes == (0.5, 0.5)
+    assert PLANNERS["pipeline"](problem, 1.0, 0).stages == (Stage(0, 2, 0),)
+
+
+# ---- k-paths ------------------------------------------------------------------------------------------------------------
+
+
+def random_digraph(chance: Random, n: int) -> list[int]:
+    share = chance.uniform(0.1, 0.6)
+    return [sum(1 << b for b in range(n) if a != b and chance.random() < share) for a in range(n)]
+
+
+def has_path(graph: Sequence[int], k: int, start: int | None, end: int | None) -> bool:
+    return any(
+        (start is None or path[0] == start)
+        and (end is None or path[-1] == end)
+        and all(graph[a] >> b & 1 for a, b in itertools.pairwise(path))
+        for path in itertools.permutations(range(len(graph)), k)
+    )
+
+
+def assert_path(graph: Sequence[int], path: Sequence[int], k: int) -> None:
+    assert len(path) == len(set(path)) == k
+    assert all(graph[a] >> b & 1 for a, b in itertools.pairwise(path))
+
+
+@given(SEEDS)
+@settings(max_examples=150, deadline=None)
+def test_a_k_path_is_found_where_trying_everything_finds_one(seed: int) -> None:
+    chance = Random(seed)
+    n = chance.randint(2, 7)
+    graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
+    start = chance.choice([None, *range(n)])
+    end = chance.choice([None, *(each for each in range(n) if each != start)])
+    # So unlikely to be missed that a miss is a fault.
+    path = k_path(graph, (1 << n) - 1, k, start, end, chance, failure_probability=1e-9)
+    assert (path is not None) == has_path(graph, k, start, end)
+    if path is not None:
+        assert_path(graph, path, k)
+        assert start in (None, path[0])
+        assert end in (None, path[-1])
+
+
+@given(SEEDS)
+@settings(max_examples=100, deadline=None)
+def test_colour_coding_alone_finds_them_too(seed: int) -> None:
+    chance = Random(seed)
+    n = chance.randint(2, 7)
+    graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
+    path = colour_coded_path(graph, [(1 << n) - 1] * k, chance, 1e-9)
+    assert (path is not None) == has_path(graph, k, None, None)
+    if path is not None:
+        assert_path(graph, path, k)
+
+
+def test_colour_coding_misses_no_more_often_than_it_says() -> None:
+    """One path of 5 in 70 vertices (more than a machine word), nothing else."""
+    graph = [0] * 70
+    for a, b in itertools.pairwise((3, 68, 12, 66, 40)):
+        graph[a] |= 1 << b
+    chance, tries = Random(5), 60
+    found = [colour_coded_path(graph, [(1 << 70) - 1] * 5, chance, 0.2) for _ in range(tries)]
+    assert {each for each in found if each} == {(3, 68, 12, 66, 40)}
+    missed = found.count(None) / tries
+    # The trials are what 0.2 asks for, rounded up; three standard errors around it.
+    success = math.perm(7, 5) / 7**5
+    expected = (1 - success) ** num_trials(5, 0.2)
+    assert abs(missed - expected) <= 3 * math.sqrt(expected * (1 - expected) / tries)
+    assert num_trials(5, FAILURE_PROBABILITY) > num_trials(5, 0.2)
+
+
+# ---- the published planner ------------------------------------------------------------------------------------------------
+
+
+@given(SEEDS, st.sampled_from([1, 3, 20]))
+@settings(max_examples=60, deadline=None)
+def test_published_keeps_its_own_bound_and_repeats_with_its_seed(seed: int, num_classes: int) -> None:
+    problem = larger_problem(Random(seed), num_blocks=15, num_devices=8)
+    stages = published_stages(problem, Random(seed), num_classes)
+    problem.check(stages)
+    partitioning, _ = equal_partitions(problem)
+    assert tuple(stage.last for stage in stages) == partitioning.last
+    links = [problem.transfer_seconds(a.last, a.device, b.device) for a, b in itertools.pairwise(stages)]
+    assert max(links) >= theorem_bound(problem, partitioning)
+    assert stages == published_stages(problem, Random(seed), num_classes)
+
+
+def test_one_class_gives_the_path_whose_slowest_link_is_fastest() -> None:
+    """Four partitions; the only path with all links at 9 is 4, 2, 0, 3."""
+    rate = np.ones((5, 5))
+    for a, b in itertools.pairwise((4, 2, 0, 3)):
+        rate[a, b] = rate[b, a] = 9.0
+    problem = pipeline_problem(chain(1, [7] * 4, [10] * 4), [[0.0] * 5] * 4, [10] * 5, rate.tolist())
+    devices = [stage.device for stage in published_stages(problem, Random(0), 1)]
+    assert devices in ([4, 2, 0, 3], [3, 0, 2, 4])
+
+
+def test_published_counts_every_device_as_the_smallest_that_it_needs() -> None:
+    problem = pipeline_problem(chain(1, [7] * 4, [10] * 4), [[0.0] * 3] * 4, [25, 3, 20], [[1.0] * 3] * 3)
+    assert [stage.device in (0, 2) for stage in published_stages(problem, Random(0))] == [True, True]
+    too_large = pipeline_problem(chain(1, [7] * 4, [10] * 4), [[0.0] * 2] * 4, [25, 3], [[1.0] * 2] * 2)
+    with pytest.raises(ModelDoesNotFit):
+        published_stages(too_large, Random(0))
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    spec = chain(1, [1, 1])
+    with pytest.raises(ValueError, match="compression"):
+        pipeline_problem(spec, [[1.0]] * 2, [1], [[1.0]], compression=0.0)
+    with pytest.raises(ValueError, match="rate"):
+        pipeline_problem(spec, [[1.0, 1.0]] * 2, [1, 1], [[1.0, 0.0], [1.0, 1.0]])
+    with pytest.raises(ValueError, match="time"):
+        pipeline_problem(spec, [[1.0], [math.nan]], [1], [[1.0]])

@@ -1,0 +1,173 @@
+"""Candidate partition points: those of the paper, those of graphs with several sources and sinks, and what crosses a cut."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import chain, two_branches
+
+from coordinator.plan.graph.throughput.points import candidate_chain, candidate_points, fine_chain, published_points
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor, from_edges
+
+
+def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:
+    operators = [Operator(f"op{index}", "Add", 1.0) for index in range(num_operators)]
+    return from_edges("graph", operators, [100 + index for index in range(num_operators)], edges)
+
+
+def random_graph(chance: Random, one_source: bool) -> GraphSpec:
+    """Dense enough that some operators are passed by, sparse enough that some are not."""
+    count = chance.randint(1, 12)
+    edges = {(max(0, target - 1 - int(chance.expovariate(1.2))), target) for target in range(1, count)}
+    edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.2}
+    if not one_source:
+        edges = {edge for edge in edges if chance.random() < 0.85}
+    return graph(count, sorted(edges))
+
+
+def on_every_path(spec: GraphSpec, source: int, sinks: set[int]) -> list[int]:
+    """Independent: by counting paths. A vertex is on all of them when as many go through it as there are."""
+    n = spec.num_operators
+    to = [0] * n
+    to[source] = 1
+    for vertex in range(n):
+        for after in spec.successors[vertex]:
+            to[after] += to[vertex]
+    on = [0] * n
+    for vertex in reversed(range(n)):
+        on[vertex] = (vertex in sinks) + sum(on[after] for after in spec.successors[vertex])
+    total = sum(to[sink] for sink in sinks)
+    return [vertex for vertex in range(n) if to[vertex] * on[vertex] == total]
+
+
+@given(st.integers(0, 10**9))
+def test_with_one_source_the_points_are_the_papers_and_those_on_every_path(seed: int) -> None:
+    spec = random_graph(Random(seed), one_source=True)
+    sinks = {index for index, after in enumerate(spec.successors) if not after}
+    every = on_every_path(spec, 0, sinks)
+    if len(sinks) == 1:
+        assert list(candidate_points(spec)) == list(published_points(spec)) == every
+    else:  # a virtual sink: where heads begin, it sees no point any more, and the main sink does
+        assert set(published_points(spec)) == set(every) <= set(candidate_points(spec))
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200)
+def test_points_are_on_every_path_from_the_first_to_the_last(seed: int) -> None:
+    spec = random_graph(Random(seed), one_source=False)
+    points = candidate_points(spec)
+    assert list(points) == on_every_path(spec, points[0], {points[-1]})
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200)
+def test_blocks_hold_each_operator_once_and_no_edge_leads_back(seed: int) -> None:
+    spec = random_graph(Random(seed), one_source=False)
+    found = candidate_chain(spec)
+    assert sorted(itertools.chain(*found.blocks)) == list(range(spec.num_operators))
+    block = {operator: index for index, block in enumerate(found.blocks) for operator in block}
+    assert [block[point] for point in found.points] == list(range(len(found.blocks)))
+    for operator, after in enumerate(spec.successors):
+        assert all(block[operator] <= block[each] for each in after)
+    for cut, crossing in enumerate(found.crossing):
+        expected = [
+            index
+            for index, tensor in enumerate(spec.tensors)
+            if tensor.source is not None
+            and block[tensor.source] <= cut < max((block[each] for each in tensor.consumers), default=-1)
+        ]
+        assert list(crossing) == expected
+
+
+def test_a_chain_can_be_cut_everywhere_and_branches_only_where_they_meet() -> None:
+    assert candidate_points(chain(1, [10, 20, 30])) == (0, 1, 2)
+    found = candidate_chain(two_branches())
+    assert found.points == (0, 5)
+    assert found.blocks == ((0,), (1, 2, 3, 4, 5))
+    assert found.boundary_bytes(two_branches()) == (100,)  # both branches take the one tensor
+
+
+def test_a_mask_that_every_layer_takes_is_carried_along() -> None:
+    """input -> embed -> layer -> layer -> layer, and a mask, widened once, into each layer."""
+    kinds = ("embed", "widen", "layer0", "layer1", "layer2")
+    tensors = (
+        Tensor("ids", 64, None, (0,), "int64"),
+        Tensor("mask", 64, None, (1,), "int64"),
+        Tensor("hidden", 4000, 0, (2,)),
+        Tensor("wide", 512, 1, (2, 3, 4)),
+        *(Tensor(f"out{i}", 4000, 2 + i, (3 + i,) if i < 2 else (), is_output=i == 2) for i in range(3)),
+    )
+    spec = GraphSpec("masked", tuple(Operator(kind, kind, 1.0) for kind in kinds), tensors)
+    found = candidate_chain(spec)
+    assert found.points == (0, 2, 3, 4)
+    # The mask waits for the layer that takes it first: until there, what is carried is as it came in.
+    assert [[tensors[index].name for index in crossing] for crossing in found.crossing] == [
+        ["mask", "hidden"],
+        ["wide", "out0"],
+        ["wide", "out1"],
+    ]
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200)
+def test_a_fine_chain_runs_each_block_in_an_order_that_can_be_run(seed: int) -> None:
+    spec = random_graph(Random(seed), one_source=False)
+    coarse, fine = candidate_chain(spec), fine_chain(spec)
+    order = [operator for block in fine.blocks for operator in block]
+    assert all(len(block) == 1 for block in fine.blocks)
+    ends = [0, *itertools.accumulate(map(len, coarse.blocks))]
+    assert [set(order[a:b]) for a, b in itertools.pairwise(ends)] == [set(block) for block in coarse.blocks]
+    assert [fine.crossing[end - 1] for end in ends[1:-1]] == list(coarse.crossing)  # the points are among the cuts
+    place = {operator: index for index, operator in enumerate(order)}
+    for operator, after in enumerate(spec.successors):
+        assert all(place[operator] < place[each] for each in after)
+
+
+def test_a_fine_chain_follows_one_branch_to_its_end_before_the_next() -> None:
+    spec = two_branches()
+    found = fine_chain(spec)
+    assert found.blocks == ((0,), (1,), (2,), (3,), (4,), (5,))
+    # Of branch 1 -> 2 and 3 -> 4: while one runs, what both take is still needed, and then the one's result.
+    assert found.boundary_bytes(spec) == (100, 200, 200, 200, 200)
+
+
+def test_a_fine_chain_keeps_little_alive() -> None:
+    """0 -> 1 (large) -> 2 (small), and 0 -> 3 (small): what is small comes before what is large, what frees comes at once."""
+    operators = [Operator(f"op{index}", "X", 1.0) for index in range(5)]
+    spec = from_edges("wide", operators, [100, 1000, 5, 5, 1], [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
+    found = fine_chain(spec)
+    assert [block[0] for block in found.blocks] == [0, 3, 1, 2, 4]
+    assert found.boundary_bytes(spec) == (100, 105, 1005, 10)
+
+
+def test_a_head_on_the_side_stays_with_what_feeds_it() -> None:
+    #   0 -> 1 -> 2 -> 3, and from 1 a head 4 that gives out something of its own
+    spec = graph(5, [(0, 1), (1, 2), (2, 3), (1, 4)])
+    found = candidate_chain(spec)
+    assert found.points == (0, 1, 2, 3)
+    assert found.blocks == ((0,), (1,), (2, 4), (3,))
+    assert found.boundary_bytes(spec) == (100, 101, 102)
+
+
+def test_shapes_do_not_decide_where_a_graph_is_cut() -> None:
+    """Operator 1 looks at the shape of what 0 makes; the last operator takes that shape, past all others."""
+    tensors = (
+        Tensor("a", 5000, 0, (1, 2)),
+        Tensor("shape", 32, 1, (4,), "int64"),
+        Tensor("b", 5000, 2, (3,)),
+        Tensor("c", 5000, 3, (4,)),
+        Tensor("d", 5000, 4, (), is_output=True),
+    )
+    spec = GraphSpec("shapes", tuple(Operator(f"op{i}", "X", 1.0) for i in range(5)), tensors)
+    found = candidate_chain(spec)
+    assert found.points == (0, 2, 3, 4)
+    assert [found.boundary_bytes(spec)[0], found.boundary_bytes(spec)[1]] == [5000, 5032]
+
+
+def test_the_papers_rule_is_for_one_source() -> None:
+    with pytest.raises(ValueError, match="has 2"):
+        published_points(graph(3, [(0, 2), (1, 2)]))

@@ -1,0 +1,545 @@
+"""Plans for decoders: grouped queries and gated MLPs in memory, the KV cache, what a token costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from support.checkpoints import write_model
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan
+from typer.testing import CliRunner
+
+from coordinator.cli.app import app
+from coordinator.cli.output import out
+from coordinator.cli.tables import generation_lines, plan_tables
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.predict import predict, seconds_of
+from coordinator.plan.transformer.cost.step_graph import StepGraph
+from coordinator.plan.transformer.explain import bottleneck, option_as_json, options, why_lost, why_won
+from coordinator.plan.transformer.make import GenerationRequest, PlanRequest, plan_strategy
+from coordinator.plan.transformer.make import make_plan as plan_for
+from coordinator.plan.transformer.refine.replicate import replicate
+from coordinator.plan.transformer.request import over_budget
+from coordinator.plan.transformer.shares import Budget, body_of
+from coordinator.serve.goal import open_model, plan_request
+from coordinator.serve.prompts import TextTokenizer
+from coordinator.serve.state import ServingGoal
+from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan.geometry import largest_remainder
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile, WireCost
+from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan, WireFormat, plan_from_json
+
+EXACT = WireFormat()
+# Two KV groups of four query heads; Q is wider than the model.
+SMALL = LLAMA_1B.model_copy(
+    update={
+        "name": "small", "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 96,
+        "ffn_size": 320, "vocab_size": 2500, "max_positions": 128,
+    }
+)  # fmt: skip
+PROMISE = Generation(kv_tokens=256, max_sequences=4, prefill_rows=32, context=64)
+
+
+def request(
+    speeds: Sequence[float],
+    mbit: float = 1000,
+    budgets: Sequence[int] | None = None,
+    spec: ModelSpec = LLAMA_1B,
+    seq_len: int = 512,
+    generation: GenerationRequest | None = None,
+    round_trip_seconds: float = 3e-4,
+    **changes: Any,
+) -> PlanRequest:
+    devices = [
+        device_profile(index, speed, spec, seq_len, budgets[index] if budgets else 16 << 30)
+        for index, speed in enumerate(speeds)
+    ]
+    home = cluster(devices, mbit, round_trip_seconds)
+    return PlanRequest(spec, home, seq_len, generation=generation or GenerationRequest(2048), **changes)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_llama_is_counted_by_hand() -> None:
+    body = make_plan(SMALL, "hmp", (1, 1)).body
+    assert (body.heads, body.columns, body.vocabulary) == ((4, 4), (192, 128), (2048, 452))
+    first, second = (memory_use(SMALL, body, rank, 32, PROMISE) for rank in range(2))
+    qkv, out, norms = (64 + 16 + 16) * 96, 96 * 64, 2 * 96
+    assert first.weights == 2 * (qkv + out + 3 * 192 * 96 + norms) * 4
+    assert second.weights == 2 * (qkv + out + 3 * 128 * 96 + norms) * 4
+    assert first.embeddings == (2 * 2048 * 96 + 96) * 4  # word and head rows, and the last norm
+    assert second.embeddings == (2 * 452 * 96 + 96) * 4
+    assert first.kv_cache == second.kv_cache == 2 * 16 * 2 * 256 * 4  # one KV head each
+    attention = 32 * (2 * (64 + 16 + 16) + 64) + 2 * 32 * 64
+    for use, columns, vocabulary, candidates in ((first, 192, 2048, 2500), (second, 128, 452, 0)):
+        sampling = (4 + 12) * vocabulary + 12 * candidates
+        decoding = 2 * 4 * 96 + sampling
+        assert use.activations == (7 * 32 * 96 + max(attention, 3 * 32 * columns) + decoding) * 4
+    assert first.total == first.weights + first.embeddings + first.activations + first.workspace + first.kv_cache
+
+
+def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
+    def total(spec: ModelSpec = SMALL, promise: Generation | None = PROMISE) -> int:
+        return memory_use(spec, make_plan(spec, "local", (1,)).body, 0, 32, promise).total
+
+    tied = SMALL.model_copy(update={"tied_head": True})
+    ungated = SMALL.model_copy(update={"gated": False})
+    assert total() - total(tied) == 2500 * 96 * 4
+    assert total() - total(ungated) == 2 * 320 * 96 * 4 + 32 * 320 * 4
+    half = PROMISE.model_copy(update={"kv_tokens": 128})
+    assert total() - total(promise=half) == 2 * 32 * 2 * 128 * 4
+    assert total(promise=None) < total(promise=half)
+
+
+def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
+    body = make_plan(LLAMA_1B, "local", (1,)).body
+    short, long = (
+        memory_use(LLAMA_1B, body, 0, 512, GenerationRequest(context, 1).promise(512)).activations
+        for context in (16384, 32768)
+    )
+    assert long - short == 2 * 512 * 16384 * 4
+
+
+def test_replicated_weights_leave_the_cache_by_heads() -> None:
+    body = make_plan(SMALL, "sp", (1, 1)).body
+    uses = [memory_use(SMALL, body, rank, 32, PROMISE) for rank in range(2)]
+    local = memory_use(SMALL, make_plan(SMALL, "local", (1,)).body, 0, 32, PROMISE)
+    assert [use.weights for use in uses] == [local.weights] * 2
+    assert sum(use.kv_cache for use in uses) == local.kv_cache
+
+
+@given(
+    st.sampled_from([SMALL, LLAMA_1B, BERT_LARGE]),
+    st.lists(st.integers(0, 5), min_size=2, max_size=3).filter(any),
+    st.sampled_from(["hmp", "megatron-tp"]),
+    st.integers(1, 600),
+    st.integers(1, 64),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_budget_never_promises_more_than_there_is(
+    spec: ModelSpec, weights: list[int], strategy: Any, seq_len: int, sequences: int
+) -> None:
+    """What planners count linearly covers what a device will hold."""
+    generation = GenerationRequest(128, sequences) if spec.causal else None
+    devices = [device_profile(index, 1.0, spec, seq_len, 1 << 40) for index in range(len(weights))]
+    asked = PlanRequest(spec, cluster(devices, 100), seq_len, generation=generation)
+    budget = Budget(asked, strategy)
+    shares = [
+        largest_remainder(weights, -(-total // grain))
+        for total, grain in ((spec.num_kv_heads, 1), (spec.ffn_size, 64), (spec.vocab_size, 1024))
+    ]
+    body = body_of(asked, strategy, *shares)
+    for rank, (a, b, v) in enumerate(zip(*shares, strict=True)):
+        counted = a * budget.head_grain + b * budget.column_grain + v * budget.vocabulary_grain
+        assert counted <= budget.total(rank)
+        assert over_budget(asked, asked.cluster, body, rank) <= counted - budget.total(rank)
+
+
+# ---- the KV cache decides what fits ---------------------------------------------------------------------------------
+
+
+def test_what_the_kv_cache_lacks_is_named_to_the_byte() -> None:
+    roomy = plan_for(request([1.0]))
+    assert roomy.devices[0].memory.kv_cache == 2 * 8 * 64 * 16 * 4 * 2048 * 4
+    held = roomy.devices[0].memory.total
+    assert plan_for(request([1.0], budgets=[held])).devices[0].memory.total == held
+    with pytest.raises(ModelDoesNotFit) as error:
+        plan_for(request([1.0], budgets=[held - 1000]))
+    assert error.value.missing_bytes == 1000
+    fewer = request([1.0], budgets=[held - 1000], generation=GenerationRequest(2048, 3))
+    assert plan_for(fewer).generation == roomy.generation.model_copy(  # type: ignore[union-attr]
+        update={"kv_tokens": 3 * 2048, "decode_seconds": roomy.generation.decode_seconds}  # type: ignore[union-attr]
+    )
+
+
+def test_a_model_that_fits_only_with_its_cache_spread_is_spread() -> None:
+    generation = GenerationRequest(8192, 16)  # 8 GiB of keys and values
+    for strategy in ("hmp", "megatron-tp", "auto"):
+        spread = request([1.0, 1.0], budgets=[8 << 30] * 2, generation=generation, strategy=strategy)
+        plan = plan_for(spread)
+        assert sum(device.memory.kv_cache for device in plan.devices) == 8 << 30
+        assert all(device.memory.total <= 8 << 30 for device in plan.devices)
+    for device in spread.cluster.devices:
+        with pytest.raises(ModelDoesNotFit) as error:
+            plan_strategy(replace(spread, cluster=spread.cluster.subset((device.device_id,))), "local")
+        assert error.value.missing_bytes > 1 << 30
+
+
+def test_a_device_without_room_for_a_cache_gets_columns_and_vocabulary_only() -> None:
+    generation = GenerationRequest(8192, 32)  # 16 GiB: a group's cache is 2 GiB
+    plan = plan_for(request([1.0, 1.0], budgets=[24 << 30, 2 << 30], generation=generation, strategy="hmp"))
+    small = next(device for device in plan.devices if device.budget_bytes == 2 << 30)
+    rank = plan.devices.index(small)
+    assert (plan.body.heads[rank], small.memory.kv_cache) == (0, 0)
+    assert plan.body.columns[rank] > 0
+    assert plan.body.vocabulary[rank] > 0
+
+
+def test_a_budget_that_nobody_can_meet_names_the_missing_bytes_of_all() -> None:
+    with pytest.raises(ModelDoesNotFit) as error:
+        plan_for(request([1.0, 1.0], budgets=[3 << 30] * 2, generation=GenerationRequest(8192, 16)))
+    # 4.1 GiB of weights and embeddings, 8 GiB of cache and two processes against 6 GiB.
+    assert 6 << 30 < error.value.missing_bytes < 8 << 30
+
+
+# ---- what a token costs ---------------------------------------------------------------------------------------------
+
+
+def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = SMALL, **wire: float) -> float:
+    devices = [device_profile(index, speed, spec, 32) for index, speed in enumerate(speeds)]
+    devices = [
+        device.model_copy(update={"blocks": device.blocks.model_copy(update={"wire": WireCost.model_validate(wire)})})
+        for device in devices
+    ]
+    body = make_plan(spec, "local" if len(speeds) == 1 else "hmp", speeds).body
+    return decode_seconds(spec, body, cluster(devices, mbit, rtt), EXACT, 100)
+
+
+def test_a_token_on_one_device_costs_what_it_reads_and_its_calls() -> None:
+    weights = 2 * ((128 + 32 + 32) * 96 + 96 * 128 + 3 * 320 * 96) * 4
+    cached = 2 * 2 * 32 * 100 * 4
+    assert 2 * (attention_bytes(SMALL, 8, 100) + mlp_bytes(SMALL, 320)) == weights + cached
+    assert head_bytes(SMALL, 2500) == 2500 * 96 * 4
+    expected = (weights + cached + 2500 * 96 * 4) * 1e-10 + (2 + 4) * 5e-5
+    assert priced([1.0], 100, 1e-3) == pytest.approx(expected)
+    assert priced([0.5], 100, 1e-3) == pytest.approx(2 * expected)
+
+
+def test_a_token_on_two_devices_pays_two_exchanges_a_layer_and_three_hops() -> None:
+    even = SMALL.model_copy(update={"ffn_size": 256, "vocab_size": 2048})
+    rate, latency, message, per_byte = 1e6, 5e-4, 1e-4, 1e-8
+    wire = {"seconds_per_message": message, "encrypted_seconds_per_byte": per_byte}
+
+    def hop(num_values: int) -> float:
+        """Both ends' work, the bytes, and half a round trip."""
+        return 2 * (message + num_values * 4 * per_byte) + num_values * 4 / rate + latency
+
+    layer = (attention_bytes(even, 4, 100) + mlp_bytes(even, 128)) * 1e-10 + 5e-5 + 2 * hop(96)
+    head = head_bytes(even, 1024) * 1e-10 + 4 * 5e-5
+    expected = 2 * layer + head + 2 * hop(16) + hop(96)
+    assert priced([1.0, 1.0], 8, 2 * latency, even, **wire) == pytest.approx(expected)
+    deep = even.model_copy(update={"num_layers": 12})
+    assert priced([1.0, 1.0], 8, 2 * latency, deep, **wire) == pytest.approx(expected + 10 * layer)
+
+
+def test_messages_to_several_peers_follow_each_other() -> None:
+    """Bytes share a sender's side, round trips do not."""
+    even = SMALL.model_copy(update={"num_heads": 12, "num_kv_heads": 3, "ffn_size": 192, "vocab_size": 3072})
+    layers = [
+        priced([1.0] * 3, mbit, rtt, even.model_copy(update={"num_layers": 3}))
+        - priced([1.0] * 3, mbit, rtt, even.model_copy(update={"num_layers": 2}))
+        for mbit, rtt in ((8, 0.0), (1e9, 0.0), (1e9, 1e-2))
+    ]
+    assert layers[0] - layers[1] == pytest.approx(2 * 2 * 96 * 4 / 1e6, rel=1e-3)
+    assert layers[2] - layers[1] == pytest.approx(2 * 5e-3, rel=1e-3)
+
+
+def test_who_has_no_heads_sends_no_partial_sums_of_attention() -> None:
+    home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
+    body = make_plan(SMALL, "hmp", (1, 1)).body
+    alone = body.model_copy(update={"heads": (8, 0)})
+    slow_back = home.model_copy(
+        update={
+            "links": tuple(
+                link.model_copy(update={"bytes_per_second": 1e3}) if link.source == "id1" else link
+                for link in home.links
+            )
+        }
+    )
+    assert decode_seconds(SMALL, body, slow_back, EXACT, 100) > 3 * 96 * 4 / 1e3
+    assert decode_seconds(SMALL, alone, slow_back, EXACT, 100) < decode_seconds(SMALL, body, slow_back, EXACT, 100)
+
+
+def test_a_lossy_format_shortens_the_exchanges_of_its_links() -> None:
+    home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
+    body = make_plan(SMALL, "hmp", (1, 1)).body
+    exact, lossy, excepted = (
+        decode_seconds(SMALL, each, home, wire, 100)
+        for each, wire in (
+            (body, EXACT),
+            (body, WireFormat(values="fp16")),
+            (body.model_copy(update={"exact_links": ((0, 1), (1, 0))}), WireFormat(values="fp16")),
+        )
+    )
+    assert exact - lossy == pytest.approx(5 * 96 * 2 / 1e6)
+    assert excepted == exact
+
+
+@given(st.lists(st.floats(0.2, 4), min_size=1, max_size=4), st.floats(1, 10_000), st.floats(0, 0.01))
+@settings(deadline=None)
+def test_no_token_is_faster_than_its_slowest_share_or_its_round_trips(
+    speeds: list[float], mbit: float, rtt: float
+) -> None:
+    body = make_plan(SMALL, "local" if len(speeds) == 1 else "hmp", speeds).body
+    devices = [device_profile(index, speed, SMALL, 32) for index, speed in enumerate(speeds)]
+    seconds = decode_seconds(SMALL, body, cluster(devices, mbit, rtt), EXACT, 100)
+    shares = [
+        2 * (attention_bytes(SMALL, body.heads[rank], 100) + mlp_bytes(SMALL, body.columns[rank])) * 1e-10 / speed
+        for rank, speed in enumerate(speeds)
+    ]
+    waits = (2 * 2 + 1) * rtt / 2 if sum(heads > 0 for heads in body.heads) > 1 else 0.0
+    assert seconds >= max(shares)
+    assert seconds >= waits * (1 - 1e-9)
+
+
+# ---- prefill --------------------------------------------------------------------------------------------------------
+
+
+def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[str, float]:
+    """Values that rank 0 sends to rank 1 in one layer, by phase."""
+    spec = LLAMA_1B.model_copy(update={"num_layers": 1})
+    home = cluster([device_profile(index, 1.0, spec, 512) for index in range(2)], 8)
+    body = make_plan(spec, strategy, (3, 1), row_weights=(1, 1), modes=(modes,) if strategy == "hmp" else ()).body
+    found: dict[str, float] = {}
+    for task in StepGraph(spec, body, home, 512, EXACT).tasks:
+        if task.resources[0] == "send:0":
+            phase = task.name.split()[2]
+            found[phase] = found.get(phase, 0.0) + task.num_bytes / 4
+    return found
+
+
+def test_grouped_queries_travel_with_their_own_keys_and_values() -> None:
+    exchanged = sent_values(LayerMode(qkv="replicated", out="replicated", mlp="replicated"))
+    assert exchanged["exchange_qkv"] == 256 * (8 + 2 * 2) * 64  # the other's 8 heads and 2 KV heads
+    assert exchanged["exchange_heads"] == 256 * 24 * 64
+    by_rows = sent_values(SEQUENCE, "sp")
+    assert by_rows["gather_keys"] == by_rows["gather_values"] == 256 * 8 * 64
+    gathered = sent_values(LayerMode())
+    assert gathered["gather_attention"] == gathered["reduce_attention"] == 256 * 2048
+
+
+def test_a_prefill_ends_with_the_head() -> None:
+    home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
+    body = make_plan(LLAMA_1B, "local", (1,)).body
+    blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
+    prediction, _ = predict(LLAMA_1B, body, home, 512, EXACT)
+    assert prediction.total_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_compared_by_the_request_that_is_expected() -> None:
+    plan = plan_for(request([1.0], generation=GenerationRequest(2048, prompt_tokens=1024, new_tokens=10)))
+    assert plan.generation is not None
+    assert (plan.generation.prompt_tokens, plan.generation.new_tokens) == (1024, 10)
+    expected = 2 * plan.predicted.total_seconds + 10 * plan.generation.decode_seconds
+    assert seconds_of(plan) == pytest.approx(expected)
+    default = plan_for(request([1.0]))
+    assert default.generation is not None
+    assert (default.generation.prompt_tokens, default.generation.new_tokens) == (512, 128)
+    encoder = make_plan(BERT_LARGE, "hmp", (1, 1))
+    assert seconds_of(encoder) == encoder.predicted.total_seconds
+
+
+def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> None:
+    for mbit, rtt, num_devices in ((10_000, 5e-5, 2), (20, 1e-2, 1)):
+        plan = plan_for(request([1.0, 1.0], mbit, round_trip_seconds=rtt))
+        assert plan.num_ranks == num_devices
+        alone = plan_for(request([1.0]))
+        assert seconds_of(plan) <= seconds_of(alone) * 1.0001
+        assert plan_from_json(plan.model_dump_json()) == plan
+
+
+def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() -> None:
+    tiny = SMALL.model_copy(update={"num_layers": 6})
+    asked = request([1.0, 1.0], 1000, spec=tiny, seq_len=64, generation=GenerationRequest(64))
+    devices = tuple(
+        device.model_copy(
+            update={"blocks": device.blocks.scaled(0.02).model_copy(update={"decode_layer_seconds": 5e-5})}
+        )
+        for device in asked.cluster.devices
+    )
+    asked = replace(asked, cluster=asked.cluster.model_copy(update={"devices": devices}))
+    plan = plan_for(asked)
+    assert plan.body.strategy == "local"
+    prefill = min(each.predicted.total_seconds for each in (plan_strategy(asked, "hmp"), plan_strategy(asked, "sp")))
+    assert prefill < plan.predicted.total_seconds
+    shared = [other for other in plan.alternatives if not other.strategy.startswith("local")]
+    assert shared
+    assert all("slower" in other.reason for other in shared)
+
+
+def test_shares_follow_the_memory_where_answers_are_long_and_the_compute_where_prompts_are() -> None:
+    def groups(prompt_tokens: int, new_tokens: int) -> tuple[int, ...]:
+        asked = request([1.0, 1.0], 10_000, generation=GenerationRequest(2048, 4, prompt_tokens, new_tokens))
+        slow_memory = asked.cluster.devices[1]
+        blocks = slow_memory.blocks.model_copy(update={"decode_seconds_per_byte": 3e-10})
+        devices = (asked.cluster.devices[0], slow_memory.model_copy(update={"blocks": blocks}))
+        home = ClusterProfile(devices=devices, links=asked.cluster.links)
+        body = plan_strategy(replace(asked, cluster=home), "hmp").body
+        return tuple(heads // 4 for heads in body.heads)
+
+    assert groups(2000, 1) == (4, 4)
+    assert groups(10, 1000) == (6, 2)
+
+
+def test_attention_by_rows_is_for_contexts_of_one_step() -> None:
+    long = request([1.0, 1.0], 20)
+    plan = plan_for(long)
+    assert [other.reason for other in plan.alternatives if other.strategy == "sp"] == [
+        "needs a context (2048 tokens) that is prefilled in one step (of 512 rows)"
+    ]
+    assert all(mode.attention == "heads" for mode in plan.body.modes)
+    with pytest.raises(BadSetting, match="one step"):
+        plan_for(replace(long, strategy="sp"))
+    short = request([1.0, 1.0], 20, generation=GenerationRequest(512))
+    assert any(other.strategy.startswith("sp on") for other in plan_for(short).alternatives)
+
+
+def test_sp_decodes_with_a_share_on_every_device() -> None:
+    body = plan_for(request([3.0, 1.0], generation=GenerationRequest(512), strategy="sp")).body
+    assert body.heads == (24, 8)
+    assert body.columns == (6144, 2048)
+    assert body.vocabulary[0] > 2 * body.vocabulary[1]
+    assert min(body.row_weights) > 0
+
+
+@given(
+    st.lists(st.floats(0.05, 4), min_size=1, max_size=4),
+    st.floats(5, 10_000),
+    st.sampled_from([300, 500, 900, 16_000]),
+    st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_auto_fits_decodes_with_what_it_holds_and_is_never_slower_than_one_device(
+    speeds: list[float], mbit: float, mib: int, short: bool
+) -> None:
+    spec = LLAMA_1B.model_copy(update={"num_layers": 2})
+    generation = GenerationRequest(512 if short else 2048)
+    asked = request(speeds, mbit, [mib << 20] * len(speeds), spec, generation=generation)
+    try:
+        plan = plan_for(asked)
+    except ModelDoesNotFit as error:
+        assert error.missing_bytes > 0
+        return
+    assert sum(device.memory.kv_cache for device in plan.devices) == 2 * 512 * 2 * 4 * generation.context * 4
+    for rank, device in enumerate(plan.devices):
+        assert device.memory.total <= device.budget_bytes
+        for layer in range(spec.num_layers):
+            held = plan.body.holding(rank, layer)
+            assert held.qkv.size >= plan.body.heads[rank] <= held.out.size
+            assert held.columns.size >= plan.body.columns[rank]
+    for device in asked.cluster.devices:
+        try:
+            alone = plan_strategy(replace(asked, cluster=asked.cluster.subset((device.device_id,))), "local")
+        except ModelDoesNotFit:
+            continue
+        assert seconds_of(plan) <= 1.011 * seconds_of(alone)
+
+
+def test_encoders_are_planned_as_before() -> None:
+    budgets = (900, 1200, 8000)
+    devices = [device_profile(i, speed, budget_bytes=budgets[i] << 20) for i, speed in enumerate((1, 0.7, 0.4))]
+    asked = PlanRequest(BERT_LARGE, cluster(devices, 60), 284)
+    assert plan_for(asked).body.strategy == "pipeline"
+    asked = replace(asked, cluster=asked.cluster.subset(("id1", "id2")))
+    plan = replicate(asked, plan_strategy(asked, "hmp"))
+    assert plan.generation is None
+    assert (plan.body.heads, plan.body.columns, plan.body.vocabulary) == ((10, 6), (2624, 1472), (15360, 15162))
+    assert [mode.mlp for mode in plan.body.modes] == ["replicated"] * 5 + ["sharded"] * 19
+    assert {mode.out for mode in plan.body.modes} == {"replicated"}
+    assert plan.predicted.total_seconds == pytest.approx(9.124620369319377, rel=1e-12)
+    assert [device.memory.total for device in plan.devices] == [1254152960, 998376704]
+    assert [device.memory.kv_cache for device in plan.devices] == [0, 0]
+
+
+# ---- goals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_goal_comes_to_a_context_and_sequences(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model", "llama")
+    spec = read_spec(model_dir)
+    model = open_model(ServingGoal(model_dir=str(model_dir)))
+    assert model.generation == GenerationRequest(min(spec.max_positions, 2048), 4)
+    assert model.seq_len == spec.max_positions
+    assert model.tokenizer is None
+    asked = ServingGoal(model_dir=str(model_dir), context=8, sequences=2, seq_len=100)
+    model = open_model(asked)
+    assert (model.seq_len, model.generation) == (8, GenerationRequest(8, 2))
+    home = cluster([device_profile(0, 1.0, spec, 8)], 100)
+    assert plan_request(asked, model, home).generation == GenerationRequest(8, 2)
+    with pytest.raises(BadSetting, match=f"at most {spec.max_positions}"):
+        open_model(asked.model_copy(update={"context": spec.max_positions + 1}))
+    encoder = write_model(tmp_path / "encoder")
+    for option in ("context", "sequences"):
+        with pytest.raises(BadSetting, match="generates no text"):
+            open_model(ServingGoal.model_validate({"model_dir": str(encoder), option: 2}))
+    with pytest.raises(ValidationError):
+        ServingGoal(model_dir="/m", sequences=0)
+
+
+def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    model_dir = write_model(tmp_path / "model", "llama")
+    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(model_dir / "tokenizer.json"))
+    (model_dir / "modules.json").write_text("[")
+    assert isinstance(open_model(ServingGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
+
+
+# ---- for people -----------------------------------------------------------------------------------------------------
+
+
+def shown(plan: Plan) -> str:
+    with out.capture() as captured:
+        out.print(*plan_tables(plan), *generation_lines(plan), sep="\n")
+    return captured.get()
+
+
+def test_tables_show_the_cache_the_rate_and_the_promise() -> None:
+    text = shown(plan_for(request([1.0, 1.0], 10_000)))
+    for expected in ("cache", "256 MiB", "tokens/s", "8192 tokens, for 4 sequences of 2048 at once", "128 of answer"):
+        assert expected in text
+    assert "cache" not in shown(make_plan(BERT_LARGE, "hmp", (1, 1)))
+
+
+def test_an_explanation_says_what_a_decoder_is_bound_by() -> None:
+    asked = request([1.0, 1.0], 10_000)
+    chosen = plan_for(asked)
+    found = options(asked, chosen)
+    assert [option.seconds for option in found[1:]] == sorted(option.seconds for option in found[1:])
+    assert bottleneck(chosen, asked.cluster).sentence == "decoding, token by token"
+    won = why_won(found, asked.cluster, "auto")
+    assert "for 512 tokens of prompt and 128 of answer" in won
+    ruled_out = [option for option in found if option.strategy == "sp"]
+    assert ruled_out
+    for option in ruled_out:
+        assert why_lost(option, chosen, asked.cluster, "auto").startswith("needs a context")
+        assert option_as_json(option, chosen, asked.cluster, "auto")["predicted_seconds"] is None
+    prompts = replace(asked, generation=GenerationRequest(2048, new_tokens=1))
+    assert bottleneck(plan_for(prompts), asked.cluster).sentence.startswith("the compute of")
+
+
+def test_a_decoder_is_planned_offline_on_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = write_model(tmp_path / "model", "llama")
+    spec = read_spec(model_dir)
+    home = cluster([device_profile(index, index + 1.0, spec, 8) for index in range(3)], 1000)
+    (tmp_path / "home.json").write_text(home.model_dump_json())
+    encoders = cluster([device_profile(index, 1.0) for index in range(3)], 1000)
+    (tmp_path / "encoders.json").write_text(encoders.model_dump_json())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str, profile: str = "home.json") -> Any:
+        command = ["plan", str(model_dir), "--load-profile", str(tmp_path / profile), *arguments]
+        return CliRunner().invoke(app, command)
+
+    for arguments in ((), ("--explain",), ("--context", "8", "--sequences", "2")):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert max(map(len, result.output.splitlines())) <= 80
+        assert "tokens/s" in result.output
+    assert "16 tokens, for 2 sequences of 8 at once" in result.output
+    assert "--context cannot be used" in run("--context", "9999").output
+    assert "how fast its devices decode" in run(profile="encoders.json").output

@@ -1,0 +1,171 @@
+"""The exact planner against brute force and against Galaxy; the sharded/replicated choice; ring order."""
+
+from __future__ import annotations
+
+from itertools import pairwise, permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
+
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.predict import seconds_of
+from coordinator.plan.transformer.make import ExactPlanner, GalaxyPlanner, GenerationRequest, PlanRequest, make_plan
+from coordinator.plan.transformer.planners.exact import best_shares
+from coordinator.plan.transformer.refine.replicate import replicate
+from coordinator.plan.transformer.ring import best_ring
+from coordinator.plan.transformer.shares import Budget, Work
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.rotary import RotarySpec
+
+TINY = BERT_LARGE.model_copy(
+    update={
+        "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "hidden_size": 256, "ffn_size": 256, "vocab_size": 3000,
+        "max_positions": 64,
+    }
+)  # fmt: skip
+# Four KV groups of two heads, whose cache weighs more than their weights, and a head of its own.
+TINY_DECODER = TINY.model_copy(
+    update={
+        "num_heads": 8, "head_dim": 32, "causal": True, "norm": "rms", "norm_place": "pre", "gated": True,
+        "qkv_bias": False, "out_bias": False, "mlp_bias": False, "rotary": RotarySpec(), "tied_head": False,
+    }
+)  # fmt: skip
+speeds = st.lists(st.floats(0.2, 4), min_size=2, max_size=3)
+
+
+def request(speeds: list[float], budgets: list[int], mbit: float = 100, spec=TINY, seq_len: int = 64) -> PlanRequest:
+    devices = [
+        device_profile(i, speed, spec=spec, seq_len=seq_len, budget_bytes=budget)
+        for i, (speed, budget) in enumerate(zip(speeds, budgets, strict=True))
+    ]
+    generation = GenerationRequest(1024, 4, new_tokens=32) if spec.causal else None
+    return PlanRequest(spec, cluster(devices, mbit), seq_len, generation=generation)
+
+
+def splits(total: int, parts: int) -> list[tuple[int, ...]]:
+    return [s for s in product(range(total + 1), repeat=parts) if sum(s) == total]
+
+
+def brute_force(problem: PlanRequest) -> float:
+    """The least objective over every split of every kind, or infinity."""
+    blocks = [device.blocks for device in problem.cluster.devices]
+    budget, work = Budget(problem, "hmp"), Work(problem)
+    group = problem.spec.num_heads // 4
+    num = len(blocks)
+    best = float("inf")
+    for a in splits(4, num):
+        for b in splits(4, num):
+            seconds = max(work.attention(blocks[d], a[d] * group) for d in range(num)) + max(
+                work.mlp(blocks[d], b[d] * 64) for d in range(num)
+            )
+            if seconds < best and any(
+                all(
+                    a[d] * budget.head_grain + b[d] * budget.column_grain + v[d] * budget.vocabulary_grain
+                    <= budget.total(d)
+                    for d in range(num)
+                )
+                for v in splits(3, num)
+            ):
+                best = seconds
+    return best
+
+
+@pytest.mark.parametrize(("spec", "most_extra"), [(TINY, 7 << 20), (TINY_DECODER, 14 << 20)])
+@given(speeds=speeds, data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_brute_force_finds_nothing_better(
+    spec: ModelSpec, most_extra: int, speeds: list[float], data: st.DataObject
+) -> None:
+    base = 289 << 20  # about what a worker needs with no share at all: in a third of the cases memory binds
+    extra = st.one_of(st.just(1 << 30), *[st.integers(0, most_extra)] * 3)
+    problem = request(speeds, [base + data.draw(extra) for _ in speeds], spec=spec)
+    expected = brute_force(problem)
+    try:
+        found = best_shares(problem, "hmp")
+    except ModelDoesNotFit as error:
+        assert expected == float("inf")
+        assert error.missing_bytes > 0
+        return
+    assert found.seconds == pytest.approx(expected)
+    assert found.bound_seconds <= found.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("spec", [BERT_LARGE, LLAMA_1B.model_copy(update={"num_layers": 4})])
+@given(speeds=st.lists(st.floats(0.1, 4), min_size=2, max_size=4), mbit=st.floats(10, 1000), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_exact_is_never_worse_than_galaxy_under_the_simulator(
+    spec: ModelSpec, speeds: list[float], mbit: float, data: st.DataObject
+) -> None:
+    budgets = [data.draw(st.sampled_from([400 << 20, 600 << 20, 1 << 30, 8 << 30])) for _ in speeds]
+    problem = request(speeds, budgets, mbit, spec=spec, seq_len=284)
+    try:
+        galaxy = GalaxyPlanner().plan(problem)
+    except ModelDoesNotFit as error:
+        assert error.missing_bytes > 0
+        return
+    exact = ExactPlanner().plan(problem)
+    assert seconds_of(exact) <= seconds_of(galaxy)
+    for rank, device in enumerate(exact.devices):
+        assert memory_use(spec, exact.body, rank, 284, exact.generation).total <= device.budget_bytes
+
+
+def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> None:
+    def planned(budget: int) -> tuple[float, int]:
+        problem = request([1.0] * 4, [budget] * 4, mbit=60, spec=BERT_LARGE, seq_len=284)
+        plan = replicate(problem, ExactPlanner().plan(problem))
+        for device in plan.devices:
+            assert device.memory.total <= budget
+        return plan.predicted.total_seconds, sum(mode.mlp == "replicated" for mode in plan.body.modes)
+
+    plans = [planned(budget << 20) for budget in (900, 1300, 8000)]
+    assert all(more[0] < less[0] for less, more in pairwise(plans))
+    assert plans[-1][1] == BERT_LARGE.num_layers
+
+
+def test_on_a_fast_link_nothing_is_replicated_for_nothing() -> None:
+    problem = request([1.0] * 2, [8 << 30] * 2, mbit=100_000, spec=BERT_LARGE, seq_len=284)
+    plan = ExactPlanner().plan(problem)
+    assert replicate(problem, plan).predicted.total_seconds >= 0.97 * plan.predicted.total_seconds
+
+
+def slow_links(profile: ClusterProfile, slow: set[frozenset[str]]) -> ClusterProfile:
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": link.bytes_per_second / 10})
+        if frozenset((link.source, link.target)) in slow
+        else link
+        for link in profile.links
+    )
+    return profile.model_copy(update={"links": links})
+
+
+@given(st.integers(3, 6), st.data())
+@settings(max_examples=30, deadline=None)
+def test_no_order_of_the_ring_has_a_faster_slowest_hop(num: int, data: st.DataObject) -> None:
+    profile = cluster([device_profile(i, 1.0) for i in range(num)], 100)
+    pairs = [frozenset((f"id{a}", f"id{b}")) for a in range(num) for b in range(a)]
+    profile = slow_links(profile, set(data.draw(st.lists(st.sampled_from(pairs), max_size=num))))
+
+    def slowest(order: tuple[str, ...]) -> float:
+        hops = zip(order, (*order[1:], order[0]), strict=True)
+        return min(profile.link(a, b).bytes_per_second for a, b in hops)
+
+    ids = tuple(device.device_id for device in profile.devices)
+    found = tuple(device.device_id for device in best_ring(profile).devices)
+    assert slowest(found) == max(slowest((ids[0], *rest)) for rest in permutations(ids[1:]))
+
+
+def test_a_large_ring_is_improved_by_swaps() -> None:
+    profile = cluster([device_profile(i, 1.0) for i in range(10)], 100)
+    profile = slow_links(profile, {frozenset((f"id{i}", f"id{i + 1}")) for i in range(0, 8, 2)})
+    order = [device.device_id for device in best_ring(profile).devices]
+    hops = zip(order, [*order[1:], order[0]], strict=True)
+    assert min(profile.link(a, b).bytes_per_second for a, b in hops) == 100e6 / 8
+
+
+def test_the_plan_says_who_made_it_and_how_good_it_is() -> None:
+    plan = make_plan(request([1.0, 1.0], [8 << 30] * 2, mbit=500, spec=BERT_LARGE, seq_len=284))
+    assert plan.planner.startswith("auto: ")

@@ -1,0 +1,85 @@
+"""Micro-batches of a prefill under the simulator: when they help, and what they keep to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.plans import LLAMA_1B, cluster, device_profile
+
+from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
+from coordinator.plan.transformer.cost.predict import predict, seconds_of
+from coordinator.plan.transformer.cost.step_graph import step_tasks
+from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from hearth.plan.transformer import Plan
+
+SPEC = LLAMA_1B.model_copy(update={"num_layers": 4})
+
+
+def request(mbit: float, num_devices: int = 2) -> PlanRequest:
+    devices = [device_profile(index, 1.0, SPEC, 256) for index in range(num_devices)]
+    return PlanRequest(SPEC, cluster(devices, mbit), 256, generation=GenerationRequest(320, 1, 256, 64))
+
+
+def test_one_hides_its_communication_under_the_other() -> None:
+    asked = request(250)
+    whole = plan_strategy(asked, "megatron-tp")
+    cut = in_micro_batches(asked, whole)
+    assert cut.body.micro_batches == 2
+    assert cut.predicted.total_seconds < 0.95 * whole.predicted.total_seconds
+    # Nothing is faster than the busiest link and the busiest device.
+    assert cut.predicted.total_seconds >= max(whole.predicted.compute_seconds, whole.predicted.transfer_seconds) * 0.999
+
+
+def test_the_same_work_is_done() -> None:
+    asked = request(250)
+    body = plan_strategy(asked, "hmp").body
+    bytes_of, layers_of = [], []
+    for count in (1, 2):
+        tasks, by_layer = step_tasks(
+            SPEC, body.model_copy(update={"micro_batches": count}), asked.cluster, 256, asked.wire
+        )
+        bytes_of.append(sum(task.num_bytes for task in tasks))
+        layers_of.append(len(by_layer))
+    assert bytes_of[0] == pytest.approx(bytes_of[1])
+    assert layers_of == [SPEC.num_layers] * 2
+
+
+def test_a_later_one_attends_to_what_came_before() -> None:
+    asked = request(250)
+    body = plan_strategy(asked, "hmp").body.model_copy(update={"micro_batches": 2})
+    tasks, by_layer = step_tasks(SPEC, body, asked.cluster, 256, asked.wire)
+    for layer, indices in enumerate(by_layer):
+        on_one = [index for index in indices if tasks[index].resources == ("compute:0",)]
+        projected = [index for index in on_one if tasks[index].name.startswith(f"layer {layer} qkv")]
+        attended = [index for index in on_one if tasks[index].name.startswith(f"layer {layer} out")]
+        first, second = projected[: len(projected) // 2], attended[len(attended) // 2 :]
+        assert all(set(first) <= set(tasks[index].after) for index in second)
+
+
+def test_where_nothing_is_hidden_there_is_one() -> None:
+    alone = request(250, num_devices=1)
+    local = plan_strategy(alone, "local")
+    assert in_micro_batches(alone, local) is local
+    encoder = replace(request(250), generation=None)
+    plan = plan_strategy(encoder, "hmp")
+    assert in_micro_batches(encoder, plan) is plan
+
+
+def test_auto_is_never_slower_for_them() -> None:
+    for mbit in (60, 500):
+        asked = request(mbit)
+        plan = AutoPlanner().plan(asked)
+        one = plan.body.model_copy(update={"micro_batches": 1})
+        subset = asked.cluster.subset(tuple(device.device_id for device in plan.devices))
+        in_one_piece = predict(SPEC, one, subset, 256, asked.wire)[0].total_seconds
+        assert plan.predicted.total_seconds <= in_one_piece * 1.001
+        assert seconds_of(plan) > 0
+
+
+def test_a_plan_names_them() -> None:
+    plan = in_micro_batches(request(250), plan_strategy(request(250), "megatron-tp"))
+    assert plan.body.title == "megatron-tp, 2 micro-batches"
+    with pytest.raises(ValueError, match="micro_batches are for hmp"):
+        Plan.model_validate({**plan.model_dump(), "body": {**plan.body.model_dump(), "strategy": "sp"}})

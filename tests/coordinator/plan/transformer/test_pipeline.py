@@ -1,0 +1,372 @@
+"""Plans for pipelines of layers: what they cost, what they hold, and that no better split was passed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import write_model
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
+from typer.testing import CliRunner
+
+from coordinator.cli.app import app
+from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.sharding import all_chunks, chunks_for_rank
+from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
+from coordinator.plan.transformer.explain import options
+from coordinator.plan.transformer.make import GenerationRequest, PipelinePlanner, PlanRequest, plan_strategy
+from coordinator.plan.transformer.make import make_plan as plan_for
+from coordinator.plan.transformer.planners.pipeline import Split, best_split
+from coordinator.plan.transformer.request import price
+from hearth.errors import BadPlan, ModelDoesNotFit
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile, WireCost
+from hearth.plan.transformer import STRATEGIES, Plan, TransformerPlan, WireFormat, plan_from_json
+from hearth.trace import transfers
+from hearth.wire.messages import ChunkRef
+
+EXACT = WireFormat()
+FEW = LLAMA_1B.model_copy(update={"name": "few", "num_layers": 5})
+BERT_FEW = BERT_LARGE.model_copy(update={"name": "bert-few", "num_layers": 5})
+PROFILED = 512
+
+
+def home(
+    speeds: Sequence[float],
+    mbit: float = 1000.0,
+    round_trip_seconds: float = 3e-4,
+    budgets: Sequence[int] | None = None,
+    spec: ModelSpec = LLAMA_1B,
+    wire: WireCost | None = None,
+) -> ClusterProfile:
+    devices = [
+        device_profile(index, speed, spec, PROFILED, budgets[index] if budgets else 16 << 30)
+        for index, speed in enumerate(speeds)
+    ]
+    if wire is not None:
+        devices = [
+            each.model_copy(update={"blocks": each.blocks.model_copy(update={"wire": wire})}) for each in devices
+        ]
+    return cluster(devices, mbit, round_trip_seconds)
+
+
+def request(devices: ClusterProfile, spec: ModelSpec = LLAMA_1B, **changes: Any) -> PlanRequest:
+    generation = GenerationRequest(1024, 2) if spec.causal else None
+    return PlanRequest(spec, devices, PROFILED, generation=changes.pop("generation", generation), **changes)
+
+
+# ---- the split ------------------------------------------------------------------------------------------------------
+
+
+def splits(num_layers: int, num_ranks: int) -> Iterator[tuple[int, ...]]:
+    for counts in product(range(1, num_layers + 1), repeat=num_ranks):
+        if sum(counts) == num_layers:
+            yield counts
+
+
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0, 5), st.floats(0, 5), st.floats(0, 3)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.5, 7.0]),
+    st.floats(0, 10),
+)
+def test_no_split_is_better(
+    num_layers: int, devices: list[tuple[int, float, float, float]], repeats: float, least_bound: float
+) -> None:
+    most, weights, chunk_weights, extras = (list(each) for each in zip(*devices, strict=True))
+
+    def seconds(layers: tuple[int, ...]) -> float:
+        slowest = max(n * p + e for n, p, e in zip(layers, chunk_weights, extras, strict=True))
+        return sum(n * w for n, w in zip(layers, weights, strict=True)) + repeats * max(slowest, least_bound)
+
+    allowed = [
+        layers for layers in splits(num_layers, len(most)) if all(n <= m for n, m in zip(layers, most, strict=True))
+    ]
+    found = best_split(num_layers, most, weights, chunk_weights, extras, repeats, least_bound)
+    if not allowed:
+        assert found is None
+        return
+    assert found is not None
+    assert found.layers in allowed
+    assert found.seconds == pytest.approx(seconds(found.layers))
+    assert found.seconds == pytest.approx(min(map(seconds, allowed)))
+
+
+def test_one_step_goes_to_the_fast_device_and_many_chunks_are_balanced() -> None:
+    assert best_split(8, [8, 8], [1, 2], [1, 2], [0, 0]) == Split((7, 1), 9)
+    assert best_split(8, [5, 8], [1, 2], [1, 2], [0, 0]) == Split((5, 3), 11)
+    balanced = best_split(9, [9, 9], [1, 2], [1, 2], [0, 0], repeats=100)
+    assert balanced == Split((6, 3), 12 + 600)
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def all_pipelines(asked: PlanRequest) -> Iterator[Plan]:
+    """Every order, split and size of chunks, priced by the simulator, where it fits."""
+    ids = [device.device_id for device in asked.cluster.devices]
+    sizes = [0, 64, 128, 256] if asked.generation else [0]
+    for order in permutations(ids):
+        devices = asked.cluster.subset(order)
+        for layers, rows in product(splits(asked.spec.num_layers, len(ids)), sizes):
+            body = TransformerPlan.pipeline(asked.spec, layers, rows)
+            plan = price(asked, devices, body, "brute force")
+            if all(device.memory.total <= device.budget_bytes for device in plan.devices):
+                yield plan
+
+
+speeds = st.lists(st.sampled_from([0.3, 0.5, 1.0, 2.0]), min_size=2, max_size=3)
+
+
+@given(speeds, st.sampled_from([5.0, 50.0, 1000.0]), st.sampled_from([1e-4, 2e-2]), st.data())
+@settings(max_examples=30, deadline=None)
+def test_no_pipeline_is_better_under_the_simulator(
+    speeds: list[float], mbit: float, rtt: float, data: st.DataObject
+) -> None:
+    spec = data.draw(st.sampled_from([FEW, BERT_FEW]))
+    budgets = data.draw(st.lists(st.integers(700, 2200), min_size=len(speeds), max_size=len(speeds)))
+    asked = request(home(speeds, mbit, rtt, [mib << 20 for mib in budgets], spec), spec)
+    best = min((seconds_of(plan) for plan in all_pipelines(asked)), default=None)
+    try:
+        plan = plan_strategy(asked, "pipeline")
+    except ModelDoesNotFit as error:
+        assert best is None
+        assert error.missing_bytes > 0
+        return
+    assert best is not None
+    assert seconds_of(plan) <= 1.005 * best  # the estimate leaves out what little overlaps otherwise
+    assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 4), st.integers(500, 6000)), min_size=1, max_size=6),
+    st.sampled_from([LLAMA_1B, BERT_LARGE]),
+    st.floats(1, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_pipelines_fit_and_cover_the_model_or_name_the_missing_bytes(
+    devices: list[tuple[float, int]], spec: ModelSpec, mbit: float
+) -> None:
+    budgets = [mib << 20 for _, mib in devices]
+    asked = request(home([speed for speed, _ in devices], mbit, budgets=budgets, spec=spec), spec)
+    try:
+        plan = plan_strategy(asked, "pipeline")
+    except ModelDoesNotFit as error:
+        assert error.missing_bytes > 0
+        return
+    assert {device.device_id for device in plan.devices} == {device.device_id for device in asked.cluster.devices}
+    assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+    assert plan_from_json(plan.model_dump_json()) == plan  # which checks that the stages cover the model
+    assert plan_strategy(asked, "pipeline") == plan
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.2, 3), st.integers(1200, 9000)), min_size=1, max_size=4),
+    st.sampled_from([FEW, BERT_FEW, LLAMA_1B]),
+    st.floats(2, 2000),
+    st.sampled_from([1e-4, 5e-3, 5e-2]),
+)
+@settings(max_examples=12, deadline=None)
+def test_auto_is_never_worse_than_any_one_strategy(
+    devices: list[tuple[float, int]], spec: ModelSpec, mbit: float, rtt: float
+) -> None:
+    budgets = [mib << 20 for _, mib in devices]
+    asked = request(home([speed for speed, _ in devices], mbit, rtt, budgets, spec), spec)
+    found = []
+    for strategy in STRATEGIES:
+        if strategy == "sp" and not asked.attention_by_rows:
+            continue
+        alone = asked.cluster.subset((asked.cluster.devices[0].device_id,))
+        try:
+            found.append(plan_strategy(request(alone if strategy == "local" else asked.cluster, spec), strategy))
+        except ModelDoesNotFit:
+            pass
+    if not found:
+        return
+    assert seconds_of(plan_for(asked)) <= 1.0101 * min(map(seconds_of, found))
+
+
+def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
+    """Two devices that must share: tensor parallelism waits for every layer, a pipeline once for each stage."""
+    budgets = [4 << 30] * 2
+    laggy, quick = (
+        plan_for(request(home([1.0, 1.0], 20, rtt, budgets), generation=GenerationRequest(2048)))
+        for rtt in (10e-3, 0.1e-3)
+    )
+    assert laggy.body.strategy == "pipeline"
+    assert laggy.body.chunk_rows > 0  # both compute at once, at least while a prompt passes
+    assert laggy.generation is not None
+    assert laggy.generation.prefill_rows == laggy.body.chunk_rows
+    fast_link = plan_for(request(home([1.0, 1.0], 2000, 0.1e-3, budgets), generation=GenerationRequest(2048)))
+    assert fast_link.body.strategy == "hmp"
+    assert seconds_of(quick) < seconds_of(laggy)
+    named = [each for each in fast_link.alternatives if each.strategy.startswith("pipeline")]
+    assert named[0].predicted_seconds is not None
+    assert named[0].predicted_seconds > 1.2 * seconds_of(fast_link)
+
+
+def test_an_encoder_that_fits_no_device_is_staged_over_slow_links() -> None:
+    asked = request(home([1.0, 1.0, 0.5], 10, 5e-3, [900 << 20] * 3, BERT_LARGE), BERT_LARGE)
+    plan = plan_for(asked)
+    assert plan.body.strategy == "pipeline"
+    assert sum(plan.body.layers) == 24
+    assert plan.body.chunk_rows == 0  # its rows see each other
+    assert {option.strategy for option in options(asked, plan)} == set(STRATEGIES)
+
+
+def test_more_devices_than_layers_are_not_all_used() -> None:
+    spec = LLAMA_1B.model_copy(update={"num_layers": 2})
+    plan = plan_for(request(home([0.5, 1.0, 2.0], spec=spec), spec, strategy="pipeline"))
+    assert plan.body.layers == (1, 1)
+    assert {device.name for device in plan.devices} == {"device1", "device2"}
+
+
+def test_six_devices_are_planned_along_a_ring_that_avoids_slow_links() -> None:
+    devices = home([1.0] * 6, 1000, budgets=[2 << 30] * 6)
+    slow = {frozenset((f"id{a}", f"id{b}")) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0))}
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": 1e5}) if frozenset((link.source, link.target)) in slow else link
+        for link in devices.links
+    )
+    plan = plan_strategy(request(devices.model_copy(update={"links": links})), "pipeline")
+    ids = [device.device_id for device in plan.devices]
+    assert not {frozenset(pair) for pair in zip(ids, (*ids[1:], ids[0]), strict=True)} & slow
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+def test_a_token_passes_each_stage_and_each_hop_once() -> None:
+    rate, latency, message = 1e6, 4e-3, 1e-4
+    devices = home([1.0, 0.5, 2.0], 8, 2 * latency, wire=WireCost(seconds_per_message=message))
+    body = TransformerPlan.pipeline(LLAMA_1B, (8, 3, 5))
+    H = LLAMA_1B.hidden_size
+    layer = (attention_bytes(LLAMA_1B, 32, 100) + mlp_bytes(LLAMA_1B, 8192)) * 1e-10 + 5e-5
+    hop = 2 * message + 4 * H / rate + latency
+    order = 2 * message  # rank 0 tells the others first
+    head = head_bytes(LLAMA_1B, 32000) * 1e-10 + 4 * 5e-5
+    expected = order + 8 * layer + hop + 3 * 2 * layer + hop + 5 * layer / 2 + hop + head
+    assert decode_seconds(LLAMA_1B, body, devices, EXACT, 100) == pytest.approx(expected)
+    alone = home([1.0])
+    whole = TransformerPlan.pipeline(LLAMA_1B, (16,))
+    assert decode_seconds(LLAMA_1B, whole, alone, EXACT, 100) == pytest.approx(16 * layer + head)
+
+
+def test_chunks_hide_each_other() -> None:
+    devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
+    spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
+    whole, chunked = (
+        predict(spec, TransformerPlan.pipeline(spec, (4, 4), rows), devices, PROFILED, EXACT)[0].total_seconds
+        for rows in (0, 64)
+    )
+    hop = PROFILED * 1024 * 4 / 1e9
+    layer = 0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002
+    assert whole == pytest.approx(8 * layer + hop + 1024 * 4 / 1e9 + 0.002)
+    # 8 chunks: each stage is busy for 8 of 9 parts of the time, but for attention, of which the last chunk has most.
+    assert 0.5 * whole < chunked < 0.62 * whole
+
+
+def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
+    devices, body = home([1.0, 1.0], 10), TransformerPlan.pipeline(LLAMA_1B, (8, 8), 128)
+    exact, half = (predict(LLAMA_1B, body, devices, PROFILED, WireFormat(values=v))[0] for v in ("exact", "fp16"))
+    assert half.total_seconds < 0.8 * exact.total_seconds
+    excepted = body.model_copy(update={"exact_links": ((0, 1),)})
+    same = predict(LLAMA_1B, excepted, devices, PROFILED, WireFormat(values="fp16"))[0]
+    assert exact.total_seconds == pytest.approx(same.total_seconds, rel=0.01)
+
+
+def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
+    devices, body = home([1.0, 1.0, 1.0]), TransformerPlan.pipeline(LLAMA_1B, (6, 5, 5), 128)
+    found = transfers(predicted_timeline(LLAMA_1B, body, devices, PROFILED, EXACT))
+    assert len(found) == 4 * 2 + 1  # and the last row, back to the head
+
+
+# ---- what it holds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
+def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
+    promise = GenerationRequest(1024).promise(PROFILED) if spec.causal else None
+    alone = memory_use(spec, TransformerPlan.pipeline(spec, (spec.num_layers,)), 0, PROFILED, promise)
+    body = TransformerPlan.pipeline(spec, (3, 7, spec.num_layers - 10))
+    uses = [memory_use(spec, body, rank, PROFILED, promise) for rank in range(3)]
+    assert sum(use.weights for use in uses) == alone.weights
+    assert sum(use.kv_cache for use in uses) == alone.kv_cache
+    assert [use.embeddings for use in uses] == [alone.embeddings, 0, 0]
+    assert uses[1].weights * 3 == uses[0].weights * 7
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([LLAMA_1B, BERT_LARGE]))
+@settings(max_examples=25, deadline=None)
+def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: ModelSpec) -> None:
+    spec = spec.model_copy(update={"num_layers": sum(layers)})
+    budgets = home([1.0] * len(layers), spec=spec)
+    plan = price(request(budgets, spec), budgets, TransformerPlan.pipeline(spec, layers), "test")
+    refs = tuple(
+        ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
+        for index, (kind, layer, grain) in enumerate(all_chunks(spec))
+    )
+    held = [set(chunks_for_rank(refs, plan, rank)) for rank in range(len(layers))]
+    stage_of = [rank for rank, count in enumerate(layers) for _ in range(count)]
+    for ref in refs:
+        owner = 0 if ref.kind in ("vocabulary", "head", "embedding") else stage_of[ref.layer]
+        assert [rank for rank, chunks in enumerate(held) if ref in chunks] == [owner], ref
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"layers": [8, 7]}, "sum to 16"),
+        ({"layers": [16, 0]}, "positive"),
+        ({"layers": [16]}, "1 stages for 2 devices"),
+        ({"layers": []}, "0 stages"),
+        ({"heads": [16, 16]}, "heads of a pipeline"),
+        ({"vocabulary": [16000, 16000]}, "vocabulary of a pipeline"),
+        ({"row_weights": [0.0, 1.0]}, "row_weights of this pipeline"),
+        ({"strategy": "hmp", "layers": [8, 8]}, "for the strategy pipeline"),
+    ],
+)
+def test_a_plan_that_was_edited_wrongly_says_where(change: dict[str, Any], match: str) -> None:
+    data = json.loads(plan_strategy(request(home([1.0, 1.0])), "pipeline").model_dump_json())
+    data["body"].update(change)
+    with pytest.raises(BadPlan, match=match):
+        plan_from_json(json.dumps(data))
+
+
+# ---- on the command line ----------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_planned_and_explained_on_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_dir = write_model(tmp_path / "model", "llama")
+    spec = read_spec(model_dir)
+    devices = cluster([device_profile(index, index + 1.0, spec, 8) for index in range(2)], 1000)
+    (tmp_path / "home.json").write_text(devices.model_dump_json())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    command = [
+        "plan", str(model_dir), "--load-profile", str(tmp_path / "home.json"), "--strategy", "pipeline", "--explain",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "by pipeline on 2 devices" in result.output
+    for stage in ("0 to 0", "1 to 1"):
+        assert stage in result.output
+    printed = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert printed["body"]["layers"] == [1, 1]
+
+
+def test_the_planner_chooses_the_devices_that_suit_it() -> None:
+    asked = request(home([1.0, 0.2, 2.0, 0.3], budgets=[3 << 30, 16 << 30, 3 << 30, 3 << 30]))
+    plan = PipelinePlanner().on_some(asked, 2)
+    assert {device.name for device in plan.devices} == {"device0", "device2"}
+    with pytest.raises(ModelDoesNotFit):
+        PipelinePlanner().on_some(request(home([1.0, 1.0], budgets=[1 << 30] * 2)), 2)

@@ -1,0 +1,383 @@
+"""The simulator, the task graphs, memory accounting, Galaxy's Algorithm 1 and `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import BERT_LARGE, cluster, device_profile, make_plan
+
+from coordinator.plan.simulator import Task, simulate
+from coordinator.plan.transformer.auto import plan_strategy
+from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
+from coordinator.plan.transformer.cost.step_graph import StepGraph
+from coordinator.plan.transformer.make import PlanRequest
+from coordinator.plan.transformer.make import make_plan as plan_for
+from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
+from coordinator.plan.transformer.refine.replicate import replicate
+from coordinator.plan.transformer.request import missing_bytes
+from hearth.errors import ModelDoesNotFit
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.plan.profile import ClusterProfile
+from hearth.plan.transformer import Strategy, WireFormat, plan_from_json
+from hearth.trace import chrome_trace, transfers
+
+EXACT = WireFormat()
+SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
+
+# ---- simulator ------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_runs_one_task_at_a_time_in_order() -> None:
+    timeline = simulate([Task("a", ("cpu",), 2.0), Task("b", ("cpu",), 3.0), Task("c", ("gpu",), 1.0)])
+    assert timeline.starts == (0.0, 2.0, 0.0)
+    assert timeline.makespan == 5.0
+    assert timeline.busy == {"cpu": 5.0, "gpu": 1.0}
+
+
+def test_work_is_conserved_a_later_task_runs_while_an_earlier_one_waits() -> None:
+    tasks = [Task("slow", ("net",), 5.0), Task("waits", ("cpu",), 1.0, (0,)), Task("free", ("cpu",), 2.0)]
+    assert simulate(tasks).starts == (0.0, 5.0, 0.0)
+
+
+def test_two_transfers_share_a_senders_side_but_not_two_different_pairs() -> None:
+    shared = [Task("0->1", ("send:0", "receive:1"), 1.0), Task("0->2", ("send:0", "receive:2"), 1.0)]
+    assert simulate(shared).makespan == 2.0
+    apart = [Task("0->1", ("send:0", "receive:1"), 1.0), Task("2->3", ("send:2", "receive:3"), 1.0)]
+    assert simulate(apart).makespan == 1.0
+
+
+def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
+    tasks = [
+        Task("first", ("send:0",), 1.0, latency=10.0),
+        Task("second", ("send:0",), 1.0, latency=10.0),
+        Task("use", ("cpu",), 1.0, (0,)),
+    ]
+    timeline = simulate(tasks)
+    assert timeline.starts == (0.0, 1.0, 11.0)
+    assert timeline.makespan == 12.0
+
+
+def test_impossible_graphs_are_refused() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        simulate([Task("a", (), 1.0, (1,)), Task("b", (), 1.0, (0,))])
+    with pytest.raises(ValueError, match="does not exist"):
+        simulate([Task("a", (), 1.0, (7,))])
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.integers(0, 3)), min_size=1, max_size=15))
+def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, int]]) -> None:
+    tasks = [
+        Task(str(i), (f"r{resource}",), seconds, tuple(range(max(i - after, 0), i)))
+        for i, (resource, seconds, after) in enumerate(drawn)
+    ]
+    timeline = simulate(tasks)
+    for i, task in enumerate(tasks):
+        assert timeline.ends[i] == pytest.approx(timeline.starts[i] + task.seconds)
+        assert all(timeline.ends[before] <= timeline.starts[i] + 1e-9 for before in task.after)
+        for j in range(i):
+            if tasks[j].resources == task.resources and min(task.seconds, tasks[j].seconds) > 0:
+                assert timeline.ends[j] <= timeline.starts[i] + 1e-9 or timeline.ends[i] <= timeline.starts[j] + 1e-9
+
+
+# ---- task graphs ----------------------------------------------------------------------------------------------------
+
+
+def test_local_costs_the_sum_of_its_blocks() -> None:
+    body = make_plan(BERT_LARGE, "local", (1,)).body
+    prediction, busy = predict(BERT_LARGE, body, cluster([device_profile(0, 1.0)], 125), 284, EXACT)
+    expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
+    assert prediction.total_seconds == pytest.approx(expected)
+    assert busy == pytest.approx((expected,))
+
+
+@pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> None:
+    """Units of S·h·(D-1)/D elements per layer and device: Megatron 4, HMP 4, SP 2."""
+    devices = [device_profile(i, 1.0) for i in range(num_devices)]
+    seq_len = 60 * num_devices
+    body = make_plan(SMALL, strategy, [1] * num_devices).body  # type: ignore[arg-type]
+    graph = StepGraph(SMALL, body, cluster(devices, 8), seq_len, EXACT)
+    sent = [0.0] * num_devices
+    for task in graph.tasks:
+        if task.resources[0].startswith("send"):
+            sent[int(task.resources[0].split(":")[1])] += task.seconds * 1e6  # 8 Mbit/s is 1e6 bytes/s
+    units = {"megatron-tp": 4, "hmp": 4, "sp": 2}[strategy]
+    unit_bytes = seq_len * SMALL.hidden_size * 4 * (num_devices - 1) / num_devices
+    embedding = (num_devices if strategy == "megatron-tp" else 1) * unit_bytes / num_devices
+    for total in sent:
+        assert total - SMALL.num_layers * units * unit_bytes == pytest.approx(embedding, rel=0.1)
+
+
+@given(st.lists(st.floats(0.2, 3), min_size=2, max_size=4), st.floats(20, 1000))
+def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: float) -> None:
+    devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
+    seconds = [
+        predict(SMALL, make_plan(SMALL, "hmp", speeds, overlap=overlap).body, devices, 284, EXACT)[0].total_seconds
+        for overlap in (True, False)
+    ]
+    assert seconds[0] <= seconds[1] * 1.0001
+
+
+def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
+    devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
+    body = make_plan(SMALL, "hmp", (1, 1)).body
+    seconds = [
+        predict(SMALL, body, devices, 284, WireFormat(values=v))[0].total_seconds for v in ("exact", "fp16", "int8")
+    ]
+    assert seconds[0] > seconds[1] > seconds[2]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_weight_is_counted_once_over_the_devices() -> None:
+    body = make_plan(BERT_LARGE, "hmp", (3, 1, 2)).body
+    uses = [memory_use(BERT_LARGE, body, rank, 284) for rank in range(3)]
+    h, f = 1024, 4096
+    sharded = 24 * (4 * h * h + 3 * h + 2 * h * f + f) * 4
+    replicated = 24 * (2 * h + 4 * h) * 4
+    assert sum(use.weights for use in uses) == sharded + 3 * replicated
+    embedding = (512 + 2 + 2) * h * 4
+    assert sum(use.embeddings for use in uses) == 30522 * h * 4 + 3 * embedding
+
+
+def test_sp_holds_all_weights_everywhere() -> None:
+    sp, local = (make_plan(BERT_LARGE, s, w).body for s, w in (("sp", (1, 1)), ("local", (1,))))  # type: ignore[arg-type]
+    assert memory_use(BERT_LARGE, sp, 1, 284).weights == memory_use(BERT_LARGE, local, 0, 284).weights
+
+
+# ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
+
+
+def test_workload_is_proportional_to_capacity() -> None:
+    assert balanced_partition(16, [2.0, 1.0, 1.0]) == [8.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("shares", "capacities", "rooms", "expected"),
+    [
+        ([5, 5], [1, 1], [10, 10], [5, 5]),  # nobody is over
+        ([6, 3, 1], [6, 3, 1], [4, 9, 9], [4, 4.5, 1.5]),  # 2 units shifted 3 : 1
+        ([8, 2], [4, 1], [3, 20], [3, 7]),
+        ([6, 3, 1], [6, 3, 1], [2, 4, 9], [2, 4, 4]),  # the shift overloads the second: recursion hands it on
+        (
+            [8, 2],
+            [4, 1],
+            [3, 2],
+            [8, 2],
+        ),  # no free device: what cannot be placed stays, for the caller to refuse
+        ([8, 2], [4, 1], [0, 20], [0, 10]),
+    ],
+)
+def test_overflow_goes_to_devices_with_room_in_proportion_to_capacity(
+    shares: list[float], capacities: list[float], rooms: list[float], expected: list[float]
+) -> None:
+    result = memory_aware_balancing(shares, capacities, lambda d: rooms[d], range(len(shares)))
+    assert result == pytest.approx(expected)
+
+
+def request(speeds: list[float], budgets: list[int] | None = None, mbit: float = 125, **changes: object) -> PlanRequest:
+    devices = [
+        device_profile(i, speed, budget_bytes=budgets[i] if budgets else 8 << 30) for i, speed in enumerate(speeds)
+    ]
+    return PlanRequest(spec=BERT_LARGE, cluster=cluster(devices, mbit), seq_len=284, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "heads", "columns"),
+    [
+        ([1.0, 1.0], (8, 8), (2048, 2048)),
+        ([1.0] * 4, (4, 4, 4, 4), (1024,) * 4),
+        ([0.8, 0.45, 0.22], (9, 5, 2), (2240, 1280, 576)),
+        ([3.0, 1.0], (12, 4), (3072, 1024)),
+    ],
+)
+def test_galaxy_by_table(speeds: list[float], heads: tuple[int, ...], columns: tuple[int, ...]) -> None:
+    plan = GalaxyPlanner().plan(request(speeds))
+    assert plan.body.heads == heads
+    assert plan.body.columns == columns
+    assert plan.body.row_weights == (1.0,) * len(speeds)
+
+
+def test_a_small_device_gives_columns_away_before_heads() -> None:
+    roomy = GalaxyPlanner().plan(request([1.0, 1.0]))
+    need = roomy.devices[0].memory.total
+    tight = GalaxyPlanner().plan(request([1.0, 1.0], [need - (100 << 20), 8 << 30]))
+    assert tight.body.heads == roomy.body.heads
+    assert tight.body.columns[0] < roomy.body.columns[0]
+    assert tight.devices[0].memory.total <= need - (100 << 20)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 4), st.integers(300, 3000)), min_size=1, max_size=6),
+    st.sampled_from(["hmp", "megatron-tp"]),
+)
+def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
+    devices: list[tuple[float, int]], strategy: str
+) -> None:
+    asked = request([speed for speed, _ in devices], [mib << 20 for _, mib in devices], strategy=strategy)
+    try:
+        plan = GalaxyPlanner(strategy).plan(asked)  # type: ignore[arg-type]
+    except ModelDoesNotFit as error:
+        assert error.missing_bytes > 0
+        return
+    assert missing_bytes(asked, asked.cluster, plan.body) == 0
+    for device in plan.devices:
+        assert device.memory.total <= device.budget_bytes
+    for shares, total, grain in (
+        (plan.body.heads, 16, 1),
+        (plan.body.columns, 4096, COLUMN_GRAIN),
+        (plan.body.vocabulary, 30522, VOCABULARY_GRAIN),
+    ):
+        assert sum(shares) == total
+        for span in spans(shares):
+            grains_of(span, total, grain)
+    assert GalaxyPlanner(strategy).plan(asked) == plan  # type: ignore[arg-type]
+
+
+def test_what_cannot_fit_names_how_much_is_missing() -> None:
+    with pytest.raises(ModelDoesNotFit) as error:
+        plan_for(request([1.0, 1.0], [600 << 20, 600 << 20]))
+    # 1.34 GB of weights and embeddings and two processes do not fit in 1.2 GiB.
+    assert 300 << 20 < error.value.missing_bytes < 2 << 30
+
+
+# ---- auto -----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_says_one_device_is_faster_on_a_slow_link() -> None:
+    plan = plan_for(request([1.0, 1.0, 1.0], mbit=5))
+    assert plan.body.strategy == "local"
+    assert all("slower" in other.reason or "no faster" in other.reason for other in plan.alternatives)
+
+
+def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> None:
+    plan = plan_for(request([1.0, 1.0, 1.0], mbit=1000))
+    assert plan.num_ranks == 3
+    assert {other.strategy.split()[0] for other in plan.alternatives} >= {"local", "hmp", "megatron-tp"}
+    assert all(
+        other.predicted_seconds >= 0.99 * plan.predicted.total_seconds
+        for other in plan.alternatives
+        if other.predicted_seconds
+    )
+    assert plan_from_json(plan.model_dump_json()) == plan
+
+
+def test_auto_leaves_out_a_device_that_would_slow_the_others_down() -> None:
+    assert plan_for(request([1.0, 1.0, 0.02], mbit=1000)).num_ranks < 3
+
+
+def test_auto_splits_what_fits_no_single_device() -> None:
+    plan = plan_for(request([1.0, 1.0], [1200 << 20, 1200 << 20], mbit=5))
+    assert plan.num_ranks == 2
+    assert any("does not fit" in other.reason for other in plan.alternatives)
+
+
+@given(st.lists(st.floats(0.1, 4), min_size=1, max_size=4), st.floats(1, 1000))
+def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], mbit: float) -> None:
+    plan = plan_for(request(speeds, mbit=mbit))
+    best = min(
+        predict(
+            BERT_LARGE,
+            make_plan(BERT_LARGE, "local", (1,)).body,
+            cluster([device_profile(0, s)], 1),
+            284,
+            EXACT,
+        )[0].total_seconds
+        for s in speeds
+    )
+    assert plan.predicted.total_seconds <= best * 1.0001
+
+
+@given(st.floats(10, 500), st.sampled_from([900 << 20, 1300 << 20, 8 << 30]))
+@settings(max_examples=20, deadline=None)
+def test_auto_sees_that_replicating_pays_on_more_devices_than_sharding(mbit: float, budget: int) -> None:
+    problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
+    on_all = replicate(problem, plan_strategy(problem, "hmp"))
+    assert seconds_of(plan_for(problem)) <= 1.04 * seconds_of(on_all)
+
+
+def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
+    """All links fast but those from and to one device."""
+    profile = cluster([device_profile(i, 1.0) for i in range(num_devices)], fast_mbit)
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": slow_mbit * 1e6 / 8})
+        if slow in (link.source, link.target)
+        else link
+        for link in profile.links
+    )
+    return profile.model_copy(update={"links": links})
+
+
+def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
+    profile = unequal_links("id2", 60, 20_000)
+    asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp", spare_accuracy=True)
+    plan = plan_for(asked)
+    names = [device.device_id for device in plan.devices]
+    exact = {(names[a], names[b]) for a, b in plan.body.exact_links}
+    assert exact == {("id0", "id1"), ("id1", "id0")}
+    assert plan.wire_on(names.index("id0"), names.index("id1")).values == "exact"
+    assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
+    lossy = plan.body.model_copy(update={"exact_links": ()})
+    everywhere = predict(BERT_LARGE, lossy, profile.subset(tuple(names)), 284, asked.wire)[0]
+    assert plan.predicted.total_seconds <= 1.0051 * everywhere.total_seconds
+    assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
+
+
+def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
+    slow = request([1.0, 1.0, 1.0], mbit=60, strategy="hmp", wire=WireFormat(values="fp16"), spare_accuracy=True)
+    assert plan_for(slow).body.exact_links == ()
+    assert plan_for(replace(slow, wire=EXACT)).body.exact_links == ()
+
+
+@given(
+    rates=st.lists(st.floats(5, 5000), min_size=6, max_size=6),
+    values=st.sampled_from(["fp16", "int8"]),
+    strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
+)
+@settings(max_examples=25)
+def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strategy: Strategy) -> None:
+    devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
+    links = tuple(
+        link.model_copy(update={"bytes_per_second": rate * 1e6 / 8})
+        for link, rate in zip(devices.links, rates, strict=True)
+    )
+    profile = devices.model_copy(update={"links": links})
+    wire = WireFormat.model_validate({"values": values})
+    plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy, spare_accuracy=True))
+    ordered = profile.subset(tuple(device.device_id for device in plan.devices))
+    lossy = plan.body.model_copy(update={"exact_links": ()})
+    at_most = 1.0051 * predict(SMALL, lossy, ordered, 284, wire)[0].total_seconds
+    assert plan.predicted.total_seconds <= at_most
+    exact = set(plan.body.exact_links)
+    by_rank = {
+        (a, b): ordered.link(ordered.devices[a].device_id, ordered.devices[b].device_id).bytes_per_second
+        for a in range(3) for b in range(3) if a != b
+    }  # fmt: skip
+    slowest_exact = min((by_rank[link] for link in exact), default=float("inf"))
+    assert all(by_rank[link] <= slowest_exact for link in by_rank if link not in exact)
+
+
+def test_a_strategy_asked_for_is_taken_and_the_better_one_named() -> None:
+    plan = plan_for(request([1.0, 1.0], mbit=5, strategy="hmp"))
+    assert plan.body.strategy == "hmp"
+    assert plan.planner == "exact (proven best)"
+    assert "was asked for" in plan.alternatives[0].reason
+
+
+def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> None:
+    """It goes through the same code as a measured trace: every transfer has both ends, and overlap shows."""
+    profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
+    for strategy in ("hmp", "sp", "megatron-tp"):
+        body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]
+        traces = predicted_timeline(SMALL, body, profile, 284, EXACT)
+        sent = [event for trace in traces for event in trace.events if event.lane == "send"]
+        assert len(transfers(traces)) == len(sent) > 0
+        assert chrome_trace(traces)["traceEvents"]
+        end = max(event.end_seconds for trace in traces for event in trace.events)
+        assert end == pytest.approx(predict(SMALL, body, profile, 284, EXACT)[0].total_seconds, rel=1e-3)

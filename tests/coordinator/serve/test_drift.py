@@ -1,0 +1,635 @@
+"""Drift: what counts as one, when a new plan is made, and a server that moves to it while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.checkpoints import write_model
+from support.devices import ready_device
+from support.plans import BERT_LARGE, cluster, device_profile, make_plan
+from support.waiting import until
+
+from coordinator.cli.app import app
+from coordinator.devices.registry import Device
+from coordinator.plan.limits import parse_limit
+from coordinator.serve import replanning
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.drift import (
+    BASELINE_STEPS,
+    LOOK_AGAIN_SECONDS,
+    MAX_STAY_SECONDS,
+    REPLAN_SECONDS,
+    STAY_SECONDS,
+    SUSTAINED_STEPS,
+    DriftMonitor,
+    Finding,
+    Reasons,
+    Watch,
+    explain,
+    pays,
+    with_held_memory,
+)
+from coordinator.serve.state import ServingGoal, StateFile
+from coordinator.serve.transformer import Server
+from hearth.errors import DeviceLost
+from hearth.plan.geometry import rows_for, spans
+from hearth.plan.transformer import MemoryUse, Plan, Prediction
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import (
+    BlocksProfiled,
+    ChunksMissing,
+    ConnectPeers,
+    Done,
+    FindMissing,
+    LinkMeasured,
+    LoadShard,
+    MeasureLink,
+    Message,
+    ProfileBlocks,
+    RunStep,
+    StepDone,
+    Unload,
+    WireStats,
+    WorkerBound,
+)
+from hearth.wire.rpc import Reply
+
+# ---- the monitor ----------------------------------------------------------------------------------------------------
+
+SEQ_LEN = 100
+TOTAL = 1.0
+
+
+def planned(*compute_seconds: float, total: float = TOTAL) -> Plan:
+    plan = make_plan(BERT_LARGE, "hmp", [1] * len(compute_seconds))
+    devices = tuple(
+        device.model_copy(update={"compute_seconds": seconds})
+        for device, seconds in zip(plan.devices, compute_seconds, strict=True)
+    )
+    predicted = Prediction(total_seconds=total, compute_seconds=max(compute_seconds), transfer_seconds=0.1)
+    return plan.model_copy(update={"devices": devices, "predicted": predicted, "seq_len": SEQ_LEN})
+
+
+class Steps:
+    """Feeds a monitor: `slow` multiplies each rank's time, `total` the whole step's; `bias` is what was always so."""
+
+    def __init__(self, monitor: DriftMonitor, compute: Sequence[float], bias: float = 1.0, seed: int = 0) -> None:
+        self.monitor = monitor
+        self.compute = compute
+        self.bias = bias
+        self.random = np.random.default_rng(seed)
+
+    def run(
+        self, count: int, slow: Sequence[float] = (), total: float = 1.0, rows: int = SEQ_LEN, noise: float = 0.0
+    ) -> Finding | None:
+        """The first finding of `count` steps."""
+        slow = slow or [1.0] * len(self.compute)
+        found = None
+        for _ in range(count):
+            share = self.bias * rows / SEQ_LEN
+            shake = 1 + noise * self.random.uniform(-1, 1, len(slow) + 1)
+            times = [c * s * share * n for c, s, n in zip(self.compute, slow, shake[1:], strict=True)]
+            found = self.monitor.observe(rows, times, total * TOTAL * share * shake[0]) or found
+            if found is not None:
+                return found
+        return None
+
+
+def steps(*compute: float, **kwargs: Any) -> Steps:
+    return Steps(DriftMonitor(planned(*compute)), compute, **kwargs)
+
+
+@given(st.integers(1, 5), st.floats(0.1, 10), st.integers(0, 1000))
+def test_steady_steps_are_no_drift_however_wrong_the_prediction(num_devices: int, bias: float, seed: int) -> None:
+    assert steps(*[0.5] * num_devices, bias=bias, seed=seed).run(60, noise=0.1) is None
+
+
+@given(st.integers(2, 5), st.floats(1.5, 20), st.booleans(), st.integers(0, 1000))
+def test_a_device_that_changes_is_found_soon_and_measured_well(n: int, change: float, faster: bool, seed: int) -> None:
+    factor = 1 / change if faster else change
+    feed = steps(*[0.5] * n, seed=seed)
+    assert feed.run(BASELINE_STEPS + 5, noise=0.03) is None
+    found = feed.run(SUSTAINED_STEPS + 4, [factor] + [1.0] * (n - 1), noise=0.03)
+    assert found is not None
+    assert not found.links_suspect
+    assert found.factors["id0"] == pytest.approx(factor, rel=0.1)
+    assert all(found.factors[f"id{rank}"] == pytest.approx(1.0, rel=0.1) for rank in range(1, n))
+    feed.monitor.rebase()
+    assert feed.run(30, [factor] + [1.0] * (n - 1), noise=0.03) is None  # the new normal
+    back = feed.run(SUSTAINED_STEPS + 4, noise=0.03)
+    assert back is not None
+    assert back.factors["id0"] == pytest.approx(1 / factor, rel=0.15)
+
+
+def test_devices_that_move_apart_drift_though_each_alone_does_not() -> None:
+    feed = steps(0.5, 0.5)
+    feed.run(10)
+    assert feed.run(50, [1.15, 1.0]) is None
+    assert feed.run(20, [1.2, 0.85]) is not None
+
+
+@given(st.floats(1.45, 10), st.booleans())
+def test_a_step_that_drifts_without_its_devices_makes_the_links_suspect(change: float, faster: bool) -> None:
+    feed = steps(0.3, 0.3)
+    feed.run(10)
+    assert feed.run(12, total=1 / change if faster else change) == Finding(links_suspect=True)
+    alone = steps(0.3)
+    alone.run(10)
+    assert alone.run(20, total=change) is None  # it has no links
+
+
+@given(st.floats(1.4, 5))
+def test_a_slow_device_that_slows_the_step_does_not_make_the_links_suspect(change: float) -> None:
+    feed = steps(0.9, 0.3)
+    feed.run(10)
+    found = feed.run(20, [change, 1.0], total=change)
+    assert found is not None
+    assert not found.links_suspect
+
+
+@given(st.floats(2, 1e6), st.integers(0, 40))
+def test_one_outlier_is_no_drift(size: float, when: int) -> None:
+    feed = steps(0.5, 0.5)
+    feed.run(1 + when)
+    assert feed.run(1, [size, 1.0], total=size) is None
+    assert feed.run(30) is None
+
+
+def test_short_steps_and_the_first_do_not_count_and_a_drift_that_passes_is_forgotten() -> None:
+    feed = steps(0.5, 0.5)
+    assert feed.run(1, [50.0, 50.0], total=50.0) is None
+    assert feed.run(100, [9.0, 1.0], rows=SEQ_LEN // 2 - 1) is None
+    assert feed.run(BASELINE_STEPS + 1) is None
+    assert feed.run(3, [2.0, 1.0]) is None  # the weighted drift outlasts it, but not long enough
+    assert feed.run(10) is None
+    assert feed.run(20, [2.0, 1.0], rows=SEQ_LEN // 2) is not None
+    for _ in range(20):
+        feed.run(1)
+    assert feed.monitor.finding is None
+
+
+def test_times_that_nobody_reports_or_predicts_are_left_out() -> None:
+    monitor = DriftMonitor(planned(0.0, 0.5, total=0.0))
+    for _ in range(50):
+        assert monitor.observe(SEQ_LEN, (0.3, 0.0), 1.0) is None
+
+
+# ---- when to plan anew ----------------------------------------------------------------------------------------------
+
+
+def test_a_device_joins_after_it_stayed_and_no_sooner() -> None:
+    watch = Watch()
+    watch.planned(["a"], 0.0)
+    assert watch.due(["a"], None, 100.0) is None
+    assert watch.due(["a", "b"], None, 101.0) is None
+    assert watch.due(["a"], None, 105.0) is None  # it went, so the time begins anew
+    assert watch.due(["a", "b"], None, 106.0) is None
+    assert watch.due(["a", "b"], None, 105.9 + STAY_SECONDS) is None
+    assert watch.due(["a", "b"], None, 106.0 + STAY_SECONDS) == Reasons(frozenset("b"))
+    watch.planned(["a", "b"], 117.0)
+    assert watch.due(["a", "b"], None, 1000.0) is None
+    assert watch.due(["a"], None, 1001.0) is None
+    assert watch.due(["a", "b"], None, 1002.0) is None
+    assert watch.due(["a", "b"], None, 1012.0) == Reasons(frozenset("b"))  # back again
+
+
+def test_a_device_that_was_left_out_as_slow_is_looked_at_again() -> None:
+    watch = Watch()
+    watch.planned(["a", "b"], 0.0, slow=["b"])
+    assert watch.due(["a", "b"], None, LOOK_AGAIN_SECONDS) is None
+    assert watch.due(["a", "b"], None, LOOK_AGAIN_SECONDS + STAY_SECONDS) == Reasons(frozenset("b"))
+
+
+@given(st.integers(1, 12))
+def test_a_device_that_is_lost_again_and_again_must_stay_longer(losses: int) -> None:
+    watch = Watch()
+    watch.planned(["a"], 0.0)
+    for _ in range(losses):
+        watch.lost("b", 0.0)
+    stay = min(STAY_SECONDS * 2 ** (losses - 1), MAX_STAY_SECONDS)
+    assert watch.due(["a", "b"], None, 10.0) is None
+    assert watch.due(["a", "b"], None, 9.0 + stay) is None
+    assert watch.due(["a", "b"], None, 10.0 + stay) is not None
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.sets(st.sampled_from("abc"))), max_size=60))
+def test_never_more_often_than_the_pause(looks: list[tuple[float, bool, set[str]]]) -> None:
+    watch, now, answered = Watch(), 0.0, []
+    for pause, drifted, devices in looks:
+        now += pause
+        if watch.due(sorted(devices), Finding(links_suspect=True) if drifted else None, now):
+            answered.append(now)
+            if now % 2 < 1:
+                watch.planned(devices, now)
+    assert all(b - a >= REPLAN_SECONDS for a, b in zip(answered, answered[1:], strict=False))
+
+
+def test_the_reasons_are_said_in_names() -> None:
+    names = {"a": "attic", "b": "barn"}
+    assert explain(Reasons(frozenset("ba")), names) == "attic can join, barn can join"
+    assert explain(Reasons(finding=Finding(links_suspect=True)), names) == "the links have changed"
+    assert explain(Reasons(finding=Finding({"a": 2.0, "b": 1.02})), names) == "attic takes 2.00x its time"
+
+
+def test_a_new_plan_must_gain_a_tenth() -> None:
+    assert pays(0.9, 1.0)
+    assert not pays(0.91, 1.0)
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
+def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offered(
+    free: int, offered: int, held: int
+) -> None:
+    plan = make_plan(BERT_LARGE, "hmp", (1, 1))
+    memory = MemoryUse(weights=held, embeddings=0, activations=0, workspace=0)
+    devices = tuple(d.model_copy(update={"memory": memory, "budget_bytes": offered}) for d in plan.devices)
+    plan = plan.model_copy(update={"devices": devices})
+    now = cluster([device_profile(index, 1.0, budget_bytes=free) for index in range(3)], 100)
+    used, _, other = with_held_memory(now, plan).devices
+    assert other.budget_bytes == free
+    assert free <= used.budget_bytes <= max(free, offered, free + held)
+    assume(free + held >= offered >= free)
+    assert used.budget_bytes == offered
+
+
+# ---- a server over a fleet in this process --------------------------------------------------------------------------
+
+LINK_BYTES_PER_SECOND = 1e12  # so that sharing always pays
+ERRORS = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
+SECONDS = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
+
+
+class FakeFleet:
+    """Answers as agents do, at once: a step takes what the plan predicts, times `slow`."""
+
+    holder = "test"
+    last_epoch = 0
+
+    def __init__(self, names: str) -> None:
+        self.devices = {name: ready_device(name) for name in names}
+        self.slow = dict.fromkeys(names, 1.0)
+        self.link_factor = 1.0
+        self.loads: dict[str, LoadShard] = {}
+        self.asked: list[tuple[str, Message]] = []
+
+    def usable(self) -> list[Device]:
+        return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
+
+    async def settle(self, *_: float) -> list[Device]:
+        return self.usable()
+
+    async def refresh_telemetry(self) -> None:
+        pass
+
+    def punish(self, device_id: str) -> None:
+        pass
+
+    async def ask(self, device_id: str, message: Message, expected: type, timeout_seconds: float = 0.0) -> Any:
+        return (await self.call(device_id, message)).message
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
+    ) -> Reply:
+        self.asked.append((device_id, message))
+        await asyncio.sleep(0)
+        if self.devices[device_id].health == "dead":
+            raise DeviceLost(device=device_id, reason="it is gone")
+        if isinstance(message, ProfileBlocks):
+            return Reply(BlocksProfiled(blocks=device_profile(0, 1.0, message.model, message.seq_len).blocks))
+        if isinstance(message, MeasureLink):
+            rate = LINK_BYTES_PER_SECOND / self.link_factor
+            measured = LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True)
+            return Reply(measured)
+        if isinstance(message, FindMissing):
+            return Reply(ChunksMissing(hashes=()))
+        if isinstance(message, LoadShard):
+            self.loads[device_id] = message
+            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, RunStep):
+            return self._run(device_id, message, payload)
+        return Reply(Done())
+
+    def _run(self, device_id: str, message: RunStep, payload: Sequence[Any]) -> Reply:
+        load = self.loads[device_id]
+        plan, rank = load.plan, load.rank
+        assert plan.epoch == message.epoch
+        ids = unpack_array(payload[:2])
+        own = spans(rows_for(plan.body.row_weights, len(ids)))[rank]
+        share = len(ids) / plan.seq_len
+        slowest = max(self.slow[device.device_id] for device in plan.devices)
+        done = StepDone(
+            first_row=own.start, num_rows=own.size, began_seconds=0.0,
+            ended_seconds=plan.predicted.total_seconds * share * slowest * self.link_factor * SECONDS[message.values],
+            compute_seconds=plan.devices[rank].compute_seconds * share * self.slow[device_id],
+            wire=WireStats(), dropped_messages=0,
+        )  # fmt: skip
+        num_rows = own.size if message.output == "hidden" else len(unpack_array(payload[2:])) - 1
+        rows = np.ones((num_rows, plan.model.hidden_size), np.float32) * (1 + ERRORS[message.values])
+        return Reply(done, pack_array(rows))
+
+
+class House:
+    """A running server, its fleet, its clock and what it reported."""
+
+    def __init__(self, server: Server, fleet: FakeFleet, lines: list[str]) -> None:
+        self.server = server
+        self.fleet = fleet
+        self.lines = lines
+        self.now = 0.0
+
+    async def until(self, what: Callable[[], object]) -> None:
+        try:
+            await until("what was waited for", what)
+        except AssertionError as error:
+            raise AssertionError(self.lines) from error
+
+    async def ask(self, count: int) -> None:
+        """Requests of full length."""
+        for _ in range(count):
+            ids = np.ones(16, np.int32)
+            answer = await self.server.hidden_states(ids, 10.0)
+            assert answer.vectors.shape == (16, 24)
+
+    def names(self) -> str:
+        return "".join(device.name for device in self.server.plan.devices) if self.server.plan else ""
+
+    def heads(self) -> tuple[int, ...]:
+        return self.server.plan.body.heads if self.server.plan else ()
+
+    def said(self, text: str) -> int:
+        return sum(text in line for line in self.lines)
+
+
+@asynccontextmanager
+async def house(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
+) -> AsyncIterator[House]:
+    monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
+    fleet, lines = FakeFleet(names), []
+    settings = CoordinatorSettings(state_dir=folder / "state", settle_seconds=0)
+    server = Server(settings, fleet, lines.append, clock=lambda: found.now)  # type: ignore[arg-type]
+    found = House(server, fleet, lines)
+    wishes = {"model_dir": str(write_model(folder / "model")), "strategy": "hmp", **goal}
+    server.start(ServingGoal.model_validate(wishes), plan)
+    running = asyncio.create_task(server.run())
+    try:
+        await found.until(lambda: server.ready)
+        yield found
+        assert server.failed == 0
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch) as home:
+            await home.ask(10)
+            before = home.server.plan
+            home.fleet.slow["a"] = 8.0
+            await home.ask(15)
+            await home.until(lambda: home.server.plan is not before and home.server.ready)
+            assert home.heads() == (0, 3)
+            assert home.said("a takes 8.00x its time: changing the plan") == 1
+            assert home.server.profiler.factor("a") == pytest.approx(8.0)
+            # What the new plan predicts holds, so nothing more is done.
+            home.fleet.slow["a"] = 1.0  # (the fake's factor is against the plan, which knows of it now)
+            home.now += 2 * REPLAN_SECONDS
+            await home.ask(30)
+            assert home.said("changing the plan") == 1
+
+    asyncio.run(main())
+
+
+def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch, strategy="auto") as home:
+            assert home.names() == "ab"
+            await home.ask(10)
+            home.fleet.slow["a"] = 1000.0
+            await home.ask(15)
+            await home.until(lambda: home.names() == "b" and home.server.ready)
+            home.fleet.slow["a"] = 1.0
+            home.now += LOOK_AGAIN_SECONDS
+            await asyncio.sleep(0.05)
+            assert home.names() == "b"
+            home.now += STAY_SECONDS
+            await home.until(lambda: home.names() == "ab" and home.server.ready)
+            assert home.server.profiler.factor("a") == 1.0
+
+    asyncio.run(main())
+
+
+def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch) as home:
+            await home.ask(10)
+            before = home.server.plan
+            home.fleet.link_factor = 2.0
+            await home.ask(12)
+            await home.until(lambda: home.said("the links have changed: the plan stays"))
+            rates = {link.bytes_per_second for link in home.server.profiler.links.values()}
+            assert rates == {LINK_BYTES_PER_SECOND / 2}
+            await home.ask(BASELINE_STEPS)  # the new normal
+            home.fleet.link_factor = 4.0
+            await home.ask(30)
+            await asyncio.sleep(0.05)
+            assert home.said("the plan stays") == 1  # not before the pause is over
+            home.now += REPLAN_SECONDS
+            await home.until(lambda: home.said("the plan stays") == 2)
+            assert home.server.plan is before
+
+    asyncio.run(main())
+
+
+def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch) as home:
+            there = home.fleet.devices["b"]
+            home.fleet.devices["b"] = replace(there, health="dead", reason="no answer")
+            home.server.device_changed(home.fleet.devices["b"])
+            await home.until(lambda: home.names() == "a" and home.server.ready)
+            home.now = 100.0
+            home.fleet.devices["b"] = there
+            await asyncio.sleep(0.05)
+            home.now += STAY_SECONDS - 1
+            await asyncio.sleep(0.05)
+            assert home.names() == "a"
+            home.now += 1
+            asking = asyncio.create_task(home.ask(200))  # none of them fails
+            await home.until(lambda: home.names() == "ab" and home.server.ready)
+            await asking
+            assert home.said("b can join: changing the plan") == 1
+            assert StateFile(tmp_path / "state").load().plan == home.server.plan
+            assert not home.said("trying again")
+
+    asyncio.run(main())
+
+
+def test_excluded_devices_do_not_join_and_a_given_plan_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(plan: Plan | None, **goal: Any) -> Plan | None:
+        async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
+            home.fleet.devices["c"] = ready_device("c")
+            home.fleet.slow["c"] = 1.0
+            for _ in range(3):
+                await asyncio.sleep(0.02)
+                home.now += STAY_SECONDS
+            await asyncio.sleep(0.05)
+            assert home.names() == "ab"
+            return home.server.plan
+
+    found = asyncio.run(main(None, exclude=("c",)))
+    assert found is not None
+    asyncio.run(main(found, keep_plan=True))
+
+
+def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
+
+    def budgets(home: House) -> dict[str, int]:
+        return {device.name: device.budget_bytes >> 30 for device in home.server.plan.devices}  # type: ignore[union-attr]
+
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch, limits=limits) as home:
+            assert budgets(home) == {"a": 1, "b": 4}
+            assert home.said("no device here is called cellar yet") == 1
+            home.fleet.devices["c"] = ready_device("c")
+            home.fleet.slow["c"] = 1.0
+            await asyncio.sleep(0.05)
+            home.now += STAY_SECONDS
+            await home.until(lambda: home.names() == "abc" and home.server.ready)
+            assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of that again
+
+    asyncio.run(main())
+
+
+def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(plan: Plan | None, **goal: Any) -> tuple[Plan | None, int]:
+        async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
+            return home.server.plan, home.said("the given plan is not used: a ")
+
+    given, _ = asyncio.run(main(None))
+    assert given is not None
+    held = given.devices[0].memory.total
+    for goal, refused in (
+        ({"limits": (parse_limit(f"a={held}"),)}, 0),
+        ({"limits": (parse_limit(f"a={held - 1}"),)}, 1),
+        ({"exclude": ("a",)}, 1),
+    ):
+        _, said = asyncio.run(main(given, keep_plan=True, **goal))
+        assert said == refused
+
+
+def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch) as home:
+            working = home.fleet.call
+
+            async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+                if device_id == "c" and isinstance(message, ProfileBlocks):
+                    raise DeviceLost(device="c", reason="of all times now")
+                return await working(device_id, message, *rest, **named)
+
+            home.fleet.call = call  # type: ignore[method-assign]
+            home.fleet.devices["c"] = ready_device("c")
+            await asyncio.sleep(0.05)
+            home.now += STAY_SECONDS
+            await home.until(lambda: home.said("c can join: the plan stays"))
+            home.now += 10 * REPLAN_SECONDS
+            await home.ask(5)
+            await asyncio.sleep(0.05)
+            assert home.said("c can join") == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("budget", "chosen"), [(0.2, "int8"), (0.01, "bf16"), (0.005, "fp16"), (1e-4, "exact")])
+def test_the_fastest_format_within_the_budget_is_measured_and_used(
+    budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch, accuracy_budget=budget) as home:
+            await home.ask(1)  # it is served at once, exactly
+            await home.until(lambda: home.said(f"activations travel as {chosen} "))
+            home.fleet.asked.clear()
+            await home.ask(30)
+            steps = [message for _, message in home.fleet.asked if isinstance(message, RunStep)]
+            assert {step.values for step in steps} == {chosen}
+            assert not home.said("the plan stays")  # a faster format is no drift
+
+    asyncio.run(main())
+
+
+def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with house(tmp_path / "plain", monkeypatch) as home:
+            await home.ask(2)
+            values = {message.values for _, message in home.fleet.asked if isinstance(message, RunStep)}
+            assert values == {None}
+        async with house(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
+            await home.ask(2)
+            assert not home.said("activations")
+
+    asyncio.run(main())
+
+
+def test_requests_and_messages_of_a_change_of_plan_are_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch) as home:
+            await home.ask(10)
+            home.fleet.slow["a"] = 8.0
+            before = home.server.plan
+            asking = asyncio.create_task(home.ask(40))
+            await home.until(lambda: home.server.plan is not before and home.server.ready)
+            await asking
+            kinds = [type(message) for _, message in home.fleet.asked]
+            unload = kinds.index(Unload)
+            assert FindMissing in kinds[kinds.index(RunStep) : unload]  # the weights went ahead
+            assert kinds[unload:].index(LoadShard) < kinds[unload:].index(ConnectPeers)
+            assert kinds[unload:].index(ConnectPeers) < kinds[unload:].index(RunStep)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("MODEL", "--accuracy-budget", "0"), "above 0"),
+        (("MODEL", "--accuracy-budget", "nan"), "above 0"),
+        (("--accuracy-budget", "0.1"), "needs the MODEL"),
+        (("MODEL", "--accuracy-budget", "0.1", "--wire", "int8"), "leave --wire out"),
+    ],
+)
+def test_a_budget_that_makes_no_sense_is_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    write_model(tmp_path / "MODEL")
+    places = {"MODEL": str(tmp_path / "MODEL")}
+    runner = CliRunner()
+    assert runner.invoke(app, ["key", "new", "--key", str(tmp_path / "key")]).exit_code == 0
+    command = ["serve", *(places.get(argument, argument) for argument in arguments), "--key", str(tmp_path / "key")]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 1
+    assert said in " ".join(result.output.split())

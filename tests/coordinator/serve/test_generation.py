@@ -1,0 +1,1021 @@
+"""Answers token by token, with a scripted deployment: failover, stop texts, limits; and the client that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoints import write_model
+from support.plans import LLAMA_1B, make_plan
+from support.waiting import until, wait_for
+from typer.testing import CliRunner
+
+from coordinator.cli import chat as chat_command
+from coordinator.cli.app import app
+from coordinator.deploy.transformer import Deployment
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.generation import Deployed, Generations, TextModel, context_tokens, warm_up
+from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
+from coordinator.serve.state import ServingGoal
+from coordinator.serve.transformer import Server
+from hearth.client.answers import Token
+from hearth.client.home import AsyncHome, Home, connect
+from hearth.errors import (
+    AppRevoked,
+    BadPlan,
+    BadRequest,
+    BadSetting,
+    ConnectionLost,
+    ContextTooLong,
+    DeadlineExceeded,
+    DeviceLost,
+    HearthError,
+    InternalError,
+    NotServing,
+    QueueFull,
+    StepFailed,
+    WorkerDied,
+)
+from hearth.plan.transformer import Generation, Plan
+from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, new_home_key, save_credential
+from hearth.wire.framing import unpack_array
+from hearth.wire.messages import (
+    AbortStep,
+    ChatMessage,
+    CoordinatorWelcome,
+    Done,
+    Generate,
+    GenerateTokens,
+    GenerationEnded,
+    Hello,
+    Message,
+    Sampling,
+    SamplingChoice,
+    TextEnded,
+    TextGenerated,
+    TokensGenerated,
+)
+from hearth.wire.rpc import Caller, Reply, Response, RpcServer
+
+VOCAB, POSITIONS, CONTEXT, END_TOKEN = 300, 80, 64, 7
+SPEC = LLAMA_1B.model_copy(update={"vocab_size": VOCAB, "max_positions": POSITIONS})
+PLAN = make_plan(SPEC, "hmp", (1, 1)).model_copy(
+    update={"generation": Generation(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT)}
+)
+DIED = WorkerDied(device="device1", reason="killed")
+MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
+
+
+def following(ids: Sequence[int]) -> int:
+    """The scripted model: the next token depends on every token and on its position."""
+    value = sum((index + 1) * token for index, token in enumerate(ids)) + len(ids)
+    return 10 + value % (VOCAB - 10)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(following(ids))
+    return ids[len(prompt) :]
+
+
+@dataclass
+class Request:
+    ids: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    first_index: int
+
+
+@dataclass
+class Script:
+    """A stand-in for Deployment. `fails` gives, for each request in turn, after how many tokens it gets which error."""
+
+    plan: Plan = PLAN
+    fails: list[tuple[int, HearthError]] = field(default_factory=list)
+    tokens: Sequence[int] = ()  # instead of the scripted model's
+    at_once: int = 1  # tokens in one message
+    silent_after: int | None = None
+    requests: list[Request] = field(default_factory=list)
+    open_now: int = 0
+    tokens_given: int = 0
+
+    async def generate(
+        self,
+        token_ids: np.ndarray[Any, Any],
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        first_index: int,
+        timeout_seconds: float,
+    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+        assert token_ids.dtype == np.int32
+        assert timeout_seconds > 0
+        ids, reason = token_ids.tolist(), "length"
+        self.requests.append(Request(list(ids), sampling, max_tokens, tuple(stop_ids), first_index))
+        limit, error = self.fails.pop(0) if self.fails else (None, None)
+        self.open_now += 1
+        count, batch = 0, []
+        try:
+            while count < max_tokens and reason == "length":
+                await asyncio.sleep(0)
+                if count == limit:
+                    assert error is not None
+                    raise error
+                if count == self.silent_after:
+                    await asyncio.Event().wait()
+                token = self.tokens[first_index + count] if self.tokens else following(ids)
+                ids.append(token)
+                batch.append(token)
+                count += 1
+                reason = "stop" if token in stop_ids else "length"
+                if len(batch) == self.at_once or reason == "stop" or count == max_tokens:
+                    self.tokens_given += len(batch)
+                    yield TokensGenerated(token_ids=tuple(batch))
+                    batch = []
+            if limit == count:
+                assert error is not None
+                raise error
+            yield GenerationEnded(
+                reason=reason, num_prompt_tokens=len(token_ids), num_tokens=count, queued_seconds=0.5,
+                prefill_seconds=0.25, decode_seconds=0.125,
+            )  # fmt: skip
+        finally:
+            self.open_now -= 1
+
+
+class Host:
+    """A stand-in for Server: what failed is replaced by the next deployment, a moment later."""
+
+    def __init__(self, *deployments: Script, pause_seconds: float = 0.0) -> None:
+        self.deployments = list(deployments)
+        self.errors: list[HearthError] = []
+        self.is_ready = True
+        self._pause_seconds = pause_seconds
+
+    async def deployed(self, timeout_seconds: float) -> Script:
+        deadline = time.monotonic() + timeout_seconds
+        while not self.is_ready:
+            if time.monotonic() > deadline:
+                raise NotServing(state="planning anew")
+            await asyncio.sleep(0.001)
+        return self.deployments[0]
+
+    def serves(self, deployment: Deployed) -> bool:
+        return self.is_ready and deployment is self.deployments[0]
+
+    def failed_on(self, deployment: Deployed, error: HearthError) -> None:
+        self.errors.append(error)
+        if self.serves(deployment) and not isinstance(error, BadRequest):
+            self.is_ready = False
+            asyncio.get_running_loop().call_later(self._pause_seconds, self._next)
+
+    def _next(self) -> None:
+        if len(self.deployments) > 1:
+            self.deployments.pop(0)
+        self.is_ready = True
+
+
+@dataclass
+class Outcome:
+    tokens: list[int]
+    text: str
+    end: TextEnded
+
+
+async def ask(
+    host: Host, *, model: TextModel = MODEL, token_ids: Sequence[int] | None = (1, 2, 3), limit: int = 9, **fields: Any
+) -> Outcome:
+    generations = Generations(host, asyncio.Lock(), limit)
+    return await read(generations, model, token_ids, **fields)
+
+
+async def read(generations: Generations, model: TextModel, token_ids: Sequence[int] | None, **fields: Any) -> Outcome:
+    ids = None if token_ids is None else np.asarray(token_ids, np.int32)
+    tokens: list[int] = []
+    text = ""
+    async with aclosing(generations.run(model, Generate(**fields), ids)) as parts:
+        async for part in parts:
+            text += part.text
+            if isinstance(part, TextGenerated):
+                tokens.extend(part.token_ids)
+    assert isinstance(part, TextEnded)
+    return Outcome(tokens, text, part)
+
+
+# ---- on one plan ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_comes_back_token_by_token_with_its_figures() -> None:
+    script = Script()
+    found = asyncio.run(ask(Host(script), max_tokens=6, sampling=SamplingChoice(temperature=0.5, seed=3)))
+    assert found.tokens == expected((1, 2, 3), 6)
+    assert script.requests == [Request([1, 2, 3], Sampling(temperature=0.5, seed=3), 6, (END_TOKEN,), 0)]
+    end = found.end
+    assert (end.reason, end.num_prompt_tokens, end.num_tokens, end.text) == ("length", 3, 6, "")
+    assert (end.first_token_seconds, end.decode_seconds) == (0.25, 0.125)
+    assert end.queued_seconds >= 0.5
+
+
+def test_a_seed_that_nobody_names_is_another_one_each_time() -> None:
+    script = Script()
+    for _ in range(2):
+        asyncio.run(ask(Host(script), max_tokens=1))
+    first, second = (request.sampling.seed for request in script.requests)
+    assert first != second
+
+
+def test_the_tokens_that_end_a_text_are_passed_on() -> None:
+    found = asyncio.run(ask(Host(Script(tokens=[20, 21, END_TOKEN])), max_tokens=9))
+    assert (found.tokens, found.end.reason, found.end.num_tokens) == ([20, 21, END_TOKEN], "stop", 3)
+
+
+def test_without_a_wish_an_answer_is_as_long_as_the_model_says_and_the_context_has_room() -> None:
+    async def length(token_ids: Sequence[int], **defaults: Any) -> int:
+        model = replace(MODEL, defaults=GenerationDefaults(**defaults))
+        return len((await ask(Host(Script()), model=model, token_ids=token_ids)).tokens)
+
+    assert asyncio.run(length([1] * 10)) == CONTEXT - 10
+    assert asyncio.run(length([1] * 10, max_tokens=5)) == 5
+    assert asyncio.run(length([1] * 62, max_tokens=5)) == 2
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, None), (63, 2), (1, 64), (80, None), (81, 1)])
+def test_what_has_no_room_in_the_context_is_refused_with_the_numbers(num_prompt: int, max_tokens: int | None) -> None:
+    script = Script()
+    with pytest.raises(ContextTooLong) as error:
+        asyncio.run(ask(Host(script), token_ids=[1] * num_prompt, max_tokens=max_tokens))
+    context = POSITIONS if num_prompt + (max_tokens or 1) > POSITIONS else CONTEXT
+    assert error.value.details() == {
+        "num_prompt_tokens": num_prompt, "max_tokens": max_tokens or 1, "context_tokens": context,
+    }  # fmt: skip
+    assert not script.requests
+
+
+def test_a_plan_for_no_decoder_is_a_bad_plan() -> None:
+    with pytest.raises(BadPlan):
+        context_tokens(PLAN.model_copy(update={"generation": None}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "token_ids", "said"),
+    [
+        ({}, None, "only one of them"),
+        ({"prompt": "a", "messages": (ChatMessage(role="user", content="a"),)}, None, "only one of them"),
+        ({"prompt": "a"}, [1], "only one of them"),
+        ({"prompt": "a"}, None, "no tokenizer"),
+        ({"stop": ("a",)}, [1], "no tokenizer"),
+        ({}, [], "the prompt is empty"),
+        ({}, [VOCAB], "between 0 and 299"),
+        ({}, [-1], "between 0 and 299"),
+        ({}, [[1]], "a list of 32-bit integers"),
+    ],
+)
+def test_a_bad_request_is_told_before_anything_runs(fields: dict[str, Any], token_ids: Any, said: str) -> None:
+    host = Host(Script())
+    with pytest.raises(BadRequest) as error:
+        asyncio.run(ask(host, token_ids=token_ids, **fields))
+    assert said in str(error.value)
+    assert not host.errors
+    assert not host.deployments[0].requests
+
+
+def test_more_requests_than_allowed_are_refused_at_once() -> None:
+    async def main() -> None:
+        generations = Generations(Host(Script(silent_after=1)), asyncio.Lock(), 2)
+        async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
+            async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
+                await anext(one)
+                await anext(two)
+                with pytest.raises(QueueFull):
+                    await read(generations, MODEL, [1])
+        assert generations.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_request_has_its_own_deadline_and_ends_no_plan_with_it() -> None:
+    async def main() -> None:
+        script = Script(silent_after=2)
+        host = Host(script)
+        with pytest.raises(DeadlineExceeded):
+            await ask(host, timeout_seconds=0.1)
+        assert (script.open_now, host.errors) == (0, [])
+        host.is_ready = False
+        with pytest.raises(NotServing):
+            await ask(host, timeout_seconds=0.1)
+
+    asyncio.run(main())
+
+
+def test_closing_the_answer_ends_the_sequence() -> None:
+    async def main() -> None:
+        script = Script()
+        lock = asyncio.Lock()
+        generations = Generations(Host(script), lock, 2)
+        parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
+        for _ in range(3):
+            await anext(parts)
+        assert (script.open_now, generations.num_running, lock.locked()) == (1, 1, True)
+        await parts.aclose()
+        assert (script.open_now, generations.num_running, lock.locked()) == (0, 0, False)
+
+    asyncio.run(main())
+
+
+def test_a_warm_up_fits_into_any_context() -> None:
+    for context in (1, 2, 3, 9, 64):
+        promise = Generation(kv_tokens=context, max_sequences=1, prefill_rows=1)
+        script = Script(plan=PLAN.model_copy(update={"generation": promise}))
+        asyncio.run(warm_up(script))
+        (request,) = script.requests
+        assert 1 <= len(request.ids) <= 8
+        assert len(request.ids) + request.max_tokens <= max(context, 2)
+
+
+# ---- failover -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DIED,
+        DeviceLost(device="device1", reason="no answer"),
+        StepFailed(device="the coordinator", reason="the plan was taken down"),
+        DeadlineExceeded(action="GenerateTokens", seconds=120),
+    ],
+    ids=lambda error: error.code,
+)
+def test_when_a_plan_fails_the_next_one_goes_on_where_it_was(error: HearthError) -> None:
+    first, second = Script(fails=[(4, error)]), Script()
+    host = Host(first, second, pause_seconds=0.05)
+    found = asyncio.run(ask(host, max_tokens=10, sampling=SamplingChoice(temperature=1.0)))
+    assert found.tokens == expected((1, 2, 3), 10)
+    assert host.errors == [error]
+    (began,), (resumed,) = first.requests, second.requests
+    assert resumed.ids == [1, 2, 3, *found.tokens[:4]]
+    assert (resumed.first_index, resumed.max_tokens, resumed.sampling) == (4, 6, began.sampling)
+    assert (found.end.num_prompt_tokens, found.end.num_tokens, found.end.reason) == (3, 10, "length")
+
+
+@given(st.lists(st.integers(0, 12), max_size=3), st.integers(1, 12), st.integers(1, 5))
+def test_however_often_and_wherever_plans_fail_the_answer_is_the_same(
+    limits: list[int], max_tokens: int, at_once: int
+) -> None:
+    scripts = [*(Script(fails=[(limit, DIED)], at_once=at_once) for limit in limits), Script(at_once=at_once)]
+    found = asyncio.run(ask(Host(*scripts), max_tokens=max_tokens))
+    assert found.tokens == expected((1, 2, 3), max_tokens)
+    assert all(script.open_now == 0 for script in scripts)
+
+
+def test_after_three_failures_one_more_is_told() -> None:
+    scripts = [Script(fails=[(1, WorkerDied(device=f"device{index}", reason="again"))]) for index in range(5)]
+    host = Host(*scripts)
+    with pytest.raises(WorkerDied, match="device3"):
+        asyncio.run(ask(host, max_tokens=20))
+    assert len(host.errors) == 4
+
+
+@pytest.mark.parametrize("error", [InternalError(where="a worker", reason="a fault"), BadRequest(reason="too many")])
+def test_a_fault_of_ours_and_of_the_request_are_not_tried_again(error: HearthError) -> None:
+    host = Host(Script(fails=[(1, error)]), Script())
+    with pytest.raises(type(error)):
+        asyncio.run(ask(host, max_tokens=20))
+    assert host.errors == [error]
+
+
+@pytest.mark.parametrize(("tokens", "reason"), [([20, 21, 22], "length"), ([20, END_TOKEN, 0], "stop")])
+def test_when_only_the_word_of_the_end_was_lost_nothing_is_asked_again(tokens: list[int], reason: str) -> None:
+    count = 2 if reason == "stop" else 3
+    first, second = Script(tokens=tokens, fails=[(count, DIED)]), Script()
+    found = asyncio.run(ask(Host(first, second), max_tokens=3))
+    assert (found.tokens, found.end.reason, second.requests) == (tokens[:count], reason, [])
+
+
+def test_a_smaller_plan_ends_an_answer_that_named_no_length_and_refuses_one_that_did() -> None:
+    promise = Generation(kv_tokens=20, max_sequences=1, prefill_rows=8)
+    small = PLAN.model_copy(update={"generation": promise})
+
+    def scripts() -> tuple[Script, Script]:
+        return Script(fails=[(8, DIED)]), Script(plan=small)
+
+    assert asyncio.run(ask(Host(*scripts()))).tokens == expected((1, 2, 3), 17)
+    with pytest.raises(ContextTooLong):
+        asyncio.run(ask(Host(*scripts()), max_tokens=40))
+
+
+def test_a_better_plan_waits_until_nothing_is_generated_and_generations_wait_for_it() -> None:
+    async def main() -> None:
+        lock, host = asyncio.Lock(), Host(Script(silent_after=2))
+        generations = Generations(host, lock, 9)
+        order: list[str] = []
+
+        async def swap() -> None:
+            async with lock:
+                order.append("swap")
+                host.deployments[:] = [Script()]
+
+        one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
+        two = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
+        await anext(one)
+        swapping = asyncio.create_task(swap())
+        await asyncio.sleep(0.01)
+        await anext(two)  # joins those that run
+        await one.aclose()
+        await asyncio.sleep(0.01)
+        assert not order
+        await two.aclose()
+        await swapping
+        await lock.acquire()
+        asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
+        await asyncio.sleep(0.01)
+        assert not host.deployments[0].requests
+        lock.release()
+        assert (await asking).tokens == expected([1], 3)
+
+    asyncio.run(main())
+
+
+# ---- texts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """Every byte a token, as GPT-2 has it, and two that are special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    inner.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return TextTokenizer(folder)
+
+
+def saying(tokenizer: TextTokenizer, text: str, **more: Any) -> tuple[Script, TextModel]:
+    """A deployment that says a text, and then its end."""
+    end = tokenizer.encode("</s>")[0]
+    script = Script(tokens=[*tokenizer.encode(text), end], **more)
+    return script, TextModel(SPEC, tokenizer, GenerationDefaults(stop_ids=(end,)))
+
+
+def test_a_prompt_or_a_chat_is_answered_with_text(tokenizer: TextTokenizer) -> None:
+    script, model = saying(tokenizer, "Grüße! 🙂")
+    found = asyncio.run(ask(Host(script), model=model, token_ids=None, prompt="Hi"))
+    assert (found.text, found.end.text, found.end.reason) == ("Grüße! 🙂", "", "stop")
+    chat = (ChatMessage(role="user", content="Hi"),)
+    asyncio.run(ask(Host(script), model=model, token_ids=None, messages=chat))
+    assert [tokenizer.decode(request.ids) for request in script.requests] == ["Hi", "user:Hi\n"]
+    with pytest.raises(BadRequest, match="empty"):
+        asyncio.run(ask(Host(script), model=model, token_ids=None, prompt=""))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_a_stop_text_ends_the_answer_and_the_sequence(at_once: int, tokenizer: TextTokenizer) -> None:
+    script, model = saying(tokenizer, "one two three four", at_once=at_once)
+    found = asyncio.run(ask(Host(script), model=model, stop=("thr", "nothing"), max_tokens=18))
+    assert (found.text, found.end.reason, found.end.num_tokens) == ("one two ", "stop", 11)
+    assert found.tokens == script.tokens[:11]
+    assert script.open_now == 0
+    assert script.tokens_given < 11 + at_once
+
+
+def test_what_was_held_back_comes_at_the_end(tokenizer: TextTokenizer) -> None:
+    script, model = saying(tokenizer, "one two th")
+    found = asyncio.run(ask(Host(script), model=model, stop=("thr",), max_tokens=10))
+    assert (found.text, found.end.text, found.end.reason) == ("one two th", "th", "length")
+    script, model = saying(tokenizer, "a€")
+    found = asyncio.run(ask(Host(script), model=model, max_tokens=3))
+    assert (found.text, found.end.text) == ("a\ufffd", "\ufffd")  # cut in the middle of a character
+
+
+@given(limits=st.lists(st.integers(0, 20), max_size=3))
+def test_a_text_goes_on_over_failures_at_any_byte(limits: list[int], tokenizer: TextTokenizer) -> None:
+    script, model = saying(tokenizer, "Grüße! 🙂 END more")
+    script.fails = [(limit, DIED) for limit in limits]
+    found = asyncio.run(ask(Host(script), model=model, stop=("END",)))
+    assert found.text == "Grüße! 🙂 "
+
+
+@pytest.mark.parametrize("stop", ["", "x" * 1001])
+def test_a_stop_text_has_a_length(stop: str, tokenizer: TextTokenizer) -> None:
+    script, model = saying(tokenizer, "a")
+    with pytest.raises(BadRequest, match="1 to 1000 characters"):
+        asyncio.run(ask(Host(script), model=model, stop=(stop,)))
+
+
+# ---- the deployment -------------------------------------------------------------------------------------------------
+
+
+class Agents:
+    """A fleet whose rank 0 streams a script, and whose other ranks answer AbortStep with what they know."""
+
+    holder = "test"
+
+    def __init__(self, script: Script, knows: HearthError | None = None) -> None:
+        self.aborted: list[str] = []
+        self._script = script
+        self._knows = knows
+
+    async def stream(
+        self,
+        device_id: str,
+        message: GenerateTokens,
+        payload: Sequence[Any],
+        last: type[Any],
+        timeout_seconds: float,
+    ) -> AsyncGenerator[Reply, None]:
+        ids = unpack_array([bytes(frame) for frame in payload])
+        assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, GenerationEnded)
+        answers = self._script.generate(
+            ids, message.sampling, message.max_tokens, message.stop_ids, message.first_index, timeout_seconds
+        )
+        async with aclosing(answers):
+            async for answer in answers:
+                yield Reply(answer)
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
+    ) -> Reply:
+        assert isinstance(message, AbortStep)
+        self.aborted.append(device_id)
+        if self._knows is not None and device_id == "id1":
+            raise self._knows
+        return Reply(Done())
+
+
+async def deployed(agents: Agents) -> tuple[Deployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
+    deployment = Deployment(agents, PLAN)  # type: ignore[arg-type]
+    return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Sampling(), 9, (), 0, 5.0)
+
+
+def test_a_deployment_streams_from_its_first_rank() -> None:
+    async def main() -> None:
+        script = Script()
+        deployment, answers = await deployed(Agents(script))
+        found = [answer async for answer in answers]
+        assert [token for answer in found[:-1] for token in answer.token_ids] == expected((1, 2, 3), 9)  # type: ignore[union-attr]
+        assert isinstance(found[-1], GenerationEnded)
+        assert (deployment.failure, script.open_now) == (None, 0)
+
+    asyncio.run(main())
+
+
+def test_the_error_at_the_bottom_is_found_and_all_ranks_are_told_to_abort() -> None:
+    async def main() -> None:
+        agents = Agents(Script(fails=[(2, StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
+        _, answers = await deployed(agents)
+        with pytest.raises(WorkerDied):
+            async for _ in answers:
+                pass
+        assert agents.aborted == ["id0", "id1"]
+
+    asyncio.run(main())
+
+
+def test_a_lost_device_ends_the_stream_at_once() -> None:
+    async def main() -> None:
+        script = Script(silent_after=2)
+        deployment, answers = await deployed(Agents(script))
+        await anext(answers)
+        asyncio.get_running_loop().call_later(0.05, deployment.fail, DIED)
+        began = time.monotonic()
+        with pytest.raises(WorkerDied):
+            async for _ in answers:
+                pass
+        assert time.monotonic() - began < 10
+        assert script.open_now == 0
+        with pytest.raises(WorkerDied):
+            await anext(deployment.generate(np.ones(1, np.int32), Sampling(), 1, (), 0, 1.0))
+
+    asyncio.run(main())
+
+
+def test_an_error_of_one_request_leaves_the_plan_alone() -> None:
+    async def main() -> None:
+        agents = Agents(Script(fails=[(0, BadRequest(reason="no"))]))
+        deployment, answers = await deployed(agents)
+        with pytest.raises(BadRequest):
+            await anext(answers)
+        assert (agents.aborted, deployment.failure) == ([], None)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_is_given_up_ends_at_the_agent() -> None:
+    async def main() -> None:
+        script = Script(silent_after=2)
+        _, answers = await deployed(Agents(script))
+        await anext(answers)
+        waiting = asyncio.create_task(_all(answers))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert (waiting.cancelled(), script.open_now) == (True, 0)
+
+    asyncio.run(main())
+
+
+async def _all(answers: AsyncGenerator[Any, None]) -> list[Any]:
+    return [answer async for answer in answers]
+
+
+# ---- the server -----------------------------------------------------------------------------------------------------
+
+
+def serving(folder: Path, family: str, **goal: Any) -> Server:
+    settings = CoordinatorSettings(state_dir=folder / "state")
+    server = Server(settings, SimpleNamespace(), lambda line: None)  # type: ignore[arg-type]
+    server.start(ServingGoal(model_dir=str(write_model(folder / "model", family)), **goal))
+    return server
+
+
+def test_a_model_is_asked_only_for_what_it_can(tmp_path: Path) -> None:
+    async def main() -> None:
+        decoder, encoder = serving(tmp_path / "d", "llama"), serving(tmp_path / "e", "bert")
+        with pytest.raises(BadRequest, match="hearth generate"):
+            await decoder.embed(("a",), 1.0, False)
+        with pytest.raises(BadRequest, match="hearth generate"):
+            await decoder.hidden_states(np.ones(1, np.int32), 1.0)
+        with pytest.raises(BadRequest, match="hearth embed"):
+            await anext(encoder.generate(Generate(), np.ones(1, np.int32)))
+        with pytest.raises(NotServing):
+            await anext(decoder.generate(Generate(timeout_seconds=0.05), np.ones(1, np.int32)))
+        assert (decoder.failed, decoder.served) == (1, 0)
+        with pytest.raises(BadSetting, match="accuracy-budget"):
+            serving(tmp_path / "b", "llama", accuracy_budget=0.01)
+
+    asyncio.run(main())
+
+
+# ---- the client -----------------------------------------------------------------------------------------------------
+
+KEY = new_home_key()
+
+
+class Coordinator:
+    """The client plane of a coordinator, over a scripted deployment."""
+
+    def __init__(self, script: Script, model: TextModel) -> None:
+        self.script = script
+        self.asked = 0
+        self.error: HearthError | None = None
+        self._model = model
+        self._generations = Generations(Host(script), asyncio.Lock(), 9)
+
+    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+        if isinstance(message, Hello):
+            return CoordinatorWelcome(version="0", name="test")
+        assert isinstance(message, Generate)
+        if self.error is not None:
+            raise self.error
+        self.asked += 1
+        return self._stream(message, unpack_array(payload) if payload else None)
+
+    async def _stream(self, message: Generate, token_ids: Any) -> AsyncGenerator[Reply, None]:
+        async with aclosing(self._generations.run(self._model, message, token_ids)) as parts:
+            async for part in parts:
+                await asyncio.sleep(0.002)
+                yield Reply(part)
+
+
+@asynccontextmanager
+async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -> Any:
+    context = zmq.asyncio.Context()
+    gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper.admit("test", lambda key: True)
+    gatekeeper.start()
+    keys = derive_keypair(KEY.key_bytes(), "coordinator")
+    coordinator = Coordinator(script, model)
+    server = RpcServer(context, "127.0.0.1", port, keys, "test", coordinator.handle)
+    await server.start()
+    try:
+        yield coordinator, server
+    finally:
+        await server.close()
+        gatekeeper.stop()
+        context.destroy(linger=0)
+
+
+def access(key: HomeKey = KEY) -> Access:
+    keys = derive_keypair(key.key_bytes(), "coordinator")
+    return Access(keys, keys.public)
+
+
+def test_an_app_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
+    async def main() -> None:
+        script, model = saying(tokenizer, "Grüße END", at_once=2)
+        async with coordinator(script, model) as (_, server):
+            async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
+                answer = home.generate("Hi", stop="END")
+                tokens = [token async for token in answer]
+                assert "".join(token.text for token in tokens) == "Grüße " == await answer.text()
+                assert [token.token_id for token in tokens] == answer.token_ids == script.tokens[: len(tokens)]
+                assert all(a.seconds <= b.seconds for a, b in zip(tokens, tokens[1:], strict=False))
+                usage = answer.usage
+                assert usage is not None
+                assert (usage.num_prompt_tokens, usage.num_tokens, usage.finish_reason) == (2, len(tokens), "stop")
+                assert usage.first_token_seconds == tokens[0].seconds > 0
+                assert usage.tokens_per_second > 0
+                held = home.generate(messages=[{"role": "user", "content": "Hi"}], stop=["ENDE"], max_tokens=11)
+                assert await held.text() == "Grüße END"
+                last = [token async for token in home.generate(token_ids=[1], stop=("ENDE",), max_tokens=11)][-1]
+                assert last[:2] == ("END", None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -1}, "temperature must be a number of at least 0 and at most 100, not -1"),
+        ({"temperature": float("nan")}, "temperature must be a number of at least 0 and at most 100, not nan"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, not 0"),
+        ({"top_k": 1.5}, "top_k must be a whole number of at least 0 and at most 16777216, not 1.5"),
+        ({"min_p": 2}, "min_p must be a number of at least 0 and at most 1, not 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0 and below"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1 and at most 16777216, not 0"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [3]}, "stop"),
+        ({"timeout_seconds": 1e9}, "timeout_seconds must be a number above 0 and at most 86400"),
+        ({"messages": [{"role": "user"}], "prompt": None}, "content"),
+        ({"messages": ["hello"], "prompt": None}, "a role and a content"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "only one of them"),
+        ({"prompt": None}, "only one of them"),
+        ({"prompt": None, "token_ids": [1.5]}, "32-bit integers"),
+        ({"prompt": None, "token_ids": [1 << 40]}, "32-bit integers"),
+        ({"prompt": None, "token_ids": ["a"]}, "32-bit integers"),
+    ],
+)
+def test_a_value_out_of_range_is_named_before_anything_is_sent(fields: dict[str, Any], said: str) -> None:
+    async def main() -> None:
+        async with AsyncHome(access(), "127.0.0.1:1", None) as home:
+            with pytest.raises(BadRequest) as error:
+                home.generate(**{"prompt": "a", **fields})
+            assert said in str(error.value)
+
+    asyncio.run(main())
+
+
+def test_leaving_an_answer_ends_it_in_the_home() -> None:
+    async def main() -> None:
+        script = Script(silent_after=9)
+        async with coordinator(script) as (_, server):
+            async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
+                async with home.generate(token_ids=[1]) as answer:
+                    async for _ in answer:
+                        break
+                await until("the end after a context", lambda: script.requests and not script.open_now)
+                answer = home.generate(token_ids=[1])
+                reading = asyncio.create_task(answer.text())
+                await until("the silence", lambda: len(answer.token_ids) == 9)
+                await answer.aclose()  # while it is read elsewhere
+                await until("the end after closing", lambda: not script.open_now)
+                await asyncio.wait({reading})
+                reading = asyncio.create_task(home.generate(token_ids=[1]).text())
+                await until("another", lambda: script.open_now)
+                reading.cancel()
+                await until("the end after a cancellation", lambda: not script.open_now)
+                async for _ in home.generate(token_ids=[1]):
+                    break
+                gc.collect()
+                await until("the end of one that was dropped", lambda: not script.open_now)
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
+    async def main() -> None:
+        script = Script(silent_after=2)
+        async with coordinator(script) as (served, server):
+            port = server.port
+            home = await AsyncHome(access(), f"127.0.0.1:{port}", None).open(5)
+            answer = home.generate(token_ids=[1])
+            await anext(answer)
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                await answer.text()
+            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=30)
+            asking = asyncio.create_task(fresh.text())
+            await asyncio.sleep(0.2)
+            assert served.asked == 1
+            async with coordinator(Script(), port=port) as (served, server):
+                await asking
+                assert fresh.token_ids == expected([1], 2)
+                served.error = AppRevoked(app="lamp")
+                with pytest.raises(AppRevoked):
+                    await home.generate(token_ids=[1]).text()
+                await home.close()
+
+    asyncio.run(main())
+
+
+# ---- programs without an event loop ---------------------------------------------------------------------------------
+
+
+class Background:
+    """A coordinator in a thread of its own."""
+
+    def __init__(self, script: Script, model: TextModel = MODEL) -> None:
+        self.script = script
+        self.port = 0
+        self._model = model
+        self._started, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    async def _main(self) -> None:
+        async with coordinator(self.script, self._model) as (_, server):
+            self.port = server.port
+            self._started.set()
+            while not self._stop.is_set():
+                await asyncio.sleep(0.005)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        assert self._started.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def connect(self) -> Home:
+        return connect(f"127.0.0.1:{self.port}", key=KEY)
+
+    def wait_idle(self) -> None:
+        wait_for("the end of the sequence", lambda: not self.script.open_now)
+
+
+def test_an_answer_is_a_plain_iterator() -> None:
+    with Background(Script()) as served, served.connect() as home:
+        answer = home.generate(token_ids=[1, 2, 3], max_tokens=5)
+        tokens = [token for token in answer]  # noqa: C416 (a for loop is what is tested)
+        assert isinstance(tokens[0], Token)
+        assert [token.token_id for token in tokens] == answer.token_ids == expected((1, 2, 3), 5)
+        assert answer.usage is not None
+        assert answer.usage.num_tokens == 5
+        assert list(answer) == []
+        assert home.generate(token_ids=[1], max_tokens=2).text() == ""
+        with pytest.raises(ContextTooLong):
+            home.generate(token_ids=[1] * 70, max_tokens=2).text()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """It interrupts, also where the tests were started by what ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_loop_that_is_left_ends_the_answer() -> None:
+    with Background(Script(silent_after=9)) as served, served.connect() as home:
+        for _ in home.generate(token_ids=[1]):
+            break
+        served.wait_idle()
+        with home.generate(token_ids=[1]) as answer:
+            next(answer)
+        served.wait_idle()
+        assert list(answer) == []
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_ends_the_answer_and_the_connection_lives() -> None:
+    with Background(Script(silent_after=3)) as served, served.connect() as home:
+        interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        tokens = []
+
+        def read() -> None:
+            for token in home.generate(token_ids=[1]):
+                tokens.append(token)
+
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        assert len(tokens) == 3
+        served.wait_idle()
+        assert len(list(home.generate(token_ids=[1], max_tokens=2))) == 2
+
+
+def test_threads_share_a_home_and_none_waits_for_ever_when_it_is_closed() -> None:
+    with Background(Script(silent_after=20)) as served:
+        home = served.connect()
+        found: list[Any] = []
+
+        def read(max_tokens: int) -> None:
+            try:
+                found.append(len(list(home.generate(token_ids=[1], max_tokens=max_tokens))))
+            except HearthError as error:
+                found.append(error.code)
+
+        threads = [threading.Thread(target=read, args=(count,)) for count in (5, 6, 7, 30, 31)]
+        for thread in threads:
+            thread.start()
+        for thread in threads[:3]:
+            thread.join(15)
+        assert sorted(found) == [5, 6, 7]
+        home.close()
+        for thread in threads:
+            thread.join(15)
+        assert sorted(map(str, found)) == ["5", "6", "7", "ConnectionLost", "ConnectionLost"]
+        served.wait_idle()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    save_credential(tmp_path / "key", KEY)
+    return str(tmp_path / "key")
+
+
+def command(served: Background, key: str, *arguments: str, text: str | None = None, code: int = 0) -> Any:
+    result = CliRunner().invoke(
+        app, [*arguments, "--address", f"127.0.0.1:{served.port}", "--key", key], input=text, catch_exceptions=False
+    )
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_generate_prints_the_text_and_one_line_of_usage(tokenizer: TextTokenizer, key: str) -> None:
+    with Background(*saying(tokenizer, "Grüße! 🙂")) as served:
+        result = command(served, key, "generate", "Hi")
+        assert result.stdout == "Grüße! 🙂\n"
+        assert "2 tokens in, 14 out (ended by itself); first token after" in " ".join(result.stderr.split())
+        assert command(served, key, "generate", "-", "--stop", "!", text="from a pipe").stdout == "Grüße\n"
+        found = json.loads(command(served, key, "generate", "Hi", "--json").stdout)
+        assert (found["text"], found["usage"]["finish_reason"], len(found["token_ids"])) == ("Grüße! 🙂", "stop", 14)
+        refused = command(served, key, "generate", "Hi", "--top-p", "2", code=1)
+        assert "top_p must be a number above 0 and at most 1" in " ".join(refused.stderr.split())
+
+
+def test_generate_takes_and_prints_token_ids(key: str) -> None:
+    with Background(Script()) as served:
+        result = command(served, key, "generate", "--token-ids", "1, 2,3", "--max-tokens", "4")
+        assert [int(text) for text in result.stdout.split()] == expected((1, 2, 3), 4)
+        refused = command(served, key, "generate", "Hi", code=1)
+        assert "no tokenizer.json" in " ".join(refused.stderr.split())
+
+
+def test_a_chat_keeps_its_history_until_it_is_reset(tokenizer: TextTokenizer, key: str) -> None:
+    script, model = saying(tokenizer, "Yo!")
+    with Background(script, model) as served:
+        lines = "one\n\n/help\ntwo\n/reset\nthree\n/exit\nfour\n"
+        result = command(served, key, "chat", "--system", "Be.", "--max-tokens", "9", text=lines)
+        asked = [tokenizer.decode(request.ids) for request in script.requests]
+        assert asked == [
+            "system:Be.\nuser:one\n",
+            "system:Be.\nuser:one\nassistant:Yo!\nuser:two\n",
+            "system:Be.\nuser:three\n",
+        ]
+        assert result.stdout.count("Yo!\n") == 3
+        lines = "x" * 100 + "\nshort\n"
+        result = command(served, key, "chat", text=lines)  # ends with the input, as with Ctrl-D
+        assert "of prompt and 1 to generate are more" in " ".join(result.stderr.split())
+        assert result.stdout.count("Yo!\n") == 1
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_in_a_chat_ends_the_answer_and_keeps_the_chat(
+    tokenizer: TextTokenizer, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, model = saying(tokenizer, "one two")
+    script.silent_after = 3
+    lines = iter(["a", "b"])
+
+    def read_line() -> str | None:
+        line = next(lines, None)
+        if line is not None:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return line
+
+    monkeypatch.setattr(chat_command, "_read_line", read_line)
+    with Background(script, model) as served:
+        result = command(served, key, "chat")
+        served.wait_idle()
+    assert result.stdout.count("one") == 2
+    asked = [tokenizer.decode(request.ids) for request in script.requests]
+    assert asked == ["user:a\n", "user:a\nassistant:one\nuser:b\n"]

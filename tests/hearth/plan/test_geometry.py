@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.plan.geometry import (
+    Span,
+    grain_span,
+    grains_of,
+    grains_to_items,
+    largest_remainder,
+    num_grains,
+    rows_for,
+    spans,
+)
+
+weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=8).filter(lambda w: sum(w) > 0)
+
+
+def test_spans_lie_end_to_end_and_may_be_empty() -> None:
+    assert spans((2, 0, 3)) == (Span(0, 2), Span(2, 2), Span(2, 5))
+
+
+def test_negative_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        spans((1, -1))
+
+
+@pytest.mark.parametrize(
+    ("shares", "total", "expected"),
+    [
+        ((1, 1, 1), 10, (4, 3, 3)),
+        ((3, 1), 2, (2, 0)),
+        ((0, 1), 5, (0, 5)),
+        ((1, 1), 0, (0, 0)),
+        ((0.5, 0.3, 0.2), 7, (4, 2, 1)),
+    ],
+)
+def test_largest_remainder_by_table(shares: tuple[float, ...], total: int, expected: tuple[int, ...]) -> None:
+    assert largest_remainder(shares, total) == expected
+
+
+@given(weights, st.integers(0, 10_000))
+def test_largest_remainder_sums_up_and_stays_within_one_of_its_quota(shares: list[float], total: int) -> None:
+    result = largest_remainder(shares, total)
+    assert sum(result) == total
+    for weight, share in zip(shares, result, strict=True):
+        assert share >= 0
+        assert weight > 0 or share == 0
+        assert abs(share - weight / sum(shares) * total) <= 1 + 1e-6 * total
+
+
+@pytest.mark.parametrize("bad", [(0.0, 0.0), (-1.0, 2.0), (float("nan"), 1.0), (float("inf"), 1.0), ()])
+def test_weights_that_mean_nothing_are_refused(bad: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        largest_remainder(bad, 3)
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_grain_shares_become_items_that_lie_on_grains(total: int, grain: int, extra: list[int]) -> None:
+    count = num_grains(total, grain)
+    shares = largest_remainder([value + 1 for value in extra], count)
+    items = grains_to_items(shares, total, grain)
+    assert sum(items) == total
+    found = [index for span in spans(items) for index in grains_of(span, total, grain)]
+    assert found == list(range(count))
+    assert sum(grain_span(index, total, grain).size for index in found) == total
+
+
+def test_a_span_that_cuts_a_grain_is_refused() -> None:
+    with pytest.raises(ValueError, match="grains of 64"):
+        grains_of(Span(0, 65), 128, 64)
+
+
+@given(weights, st.integers(1, 600))
+def test_rows_cover_every_step_exactly(row_weights: list[float], num_rows: int) -> None:
+    assert sum(rows_for(row_weights, num_rows)) == num_rows

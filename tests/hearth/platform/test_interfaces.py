@@ -1,0 +1,86 @@
+"""Which of several equal interfaces is advertised, and what is said when only loopback is left."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from hearth.errors import BadSetting
+from hearth.platform import interfaces
+from hearth.platform.interfaces import Interface, choose, choose_address, default_route_holders, why_skipped
+
+ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+eth1\t00000000\t0100A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0
+eth0\t0000A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+"""
+LOOPBACK = Interface("lo", "127.0.0.1", True, False, 0, "it reaches this machine only")
+
+
+def test_of_equal_interfaces_the_default_routes_is_chosen(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net/route").write_text(ROUTES)
+    holders = default_route_holders(tmp_path)
+    assert holders == {"eth1"}
+    found = [
+        Interface(n, f"192.168.0.{i}", True, False, 1000, "", n in holders) for i, n in enumerate(("eth0", "eth1"))
+    ]
+    assert choose(found, None).name == "eth1"
+    faster = Interface("eth2", "192.168.0.9", True, False, 2500, "")
+    assert choose([*found, faster], None).name == "eth2"
+    assert default_route_holders(tmp_path / "none") == frozenset()
+
+
+def test_loopback_is_used_with_a_word_when_there_is_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK])
+    with caplog.at_level(logging.WARNING):
+        assert choose_address("lo") == "127.0.0.1"
+        assert caplog.text == ""
+        assert choose_address(None) == "127.0.0.1"
+    assert "reaches this machine only" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "is_up", "used"),
+    [
+        ("eth0", "192.168.1.5", True, True),
+        ("wlan0", "10.0.0.3", True, True),
+        ("enP8p1s0", "192.168.1.9", True, True),
+        ("docker0", "172.17.0.1", True, False),
+        ("br-1a2b3c", "172.18.0.1", True, False),
+        ("veth12ab", "172.19.0.1", True, False),
+        ("l4tbr0", "192.168.55.1", True, False),
+        ("usb0", "192.168.55.1", True, False),
+        ("rndis0", "192.168.55.1", True, False),
+        ("wg0", "10.8.0.2", True, False),
+        ("eth1", "169.254.3.4", True, False),
+        ("eth1", "fe80::1%eth1", True, False),
+        ("eth2", "192.168.2.5", False, False),
+        ("lo", "127.0.0.1", True, False),
+    ],
+)
+def test_which_interfaces_are_used(name: str, address: str, is_up: bool, used: bool) -> None:
+    assert (why_skipped(name, address, is_up) == "") is used
+
+
+def interface(name: str, address: str, wireless: bool = False, speed: int = 1000) -> Interface:
+    return Interface(name, address, True, wireless, speed, why_skipped(name, address, True))
+
+
+def test_wired_and_fast_come_first_and_the_user_has_the_last_word() -> None:
+    found = [
+        interface("docker0", "172.17.0.1", speed=10000),
+        interface("wlan0", "192.168.1.7", wireless=True, speed=5000),
+        interface("eth1", "192.168.1.8", speed=100),
+        interface("eth0", "192.168.1.6"),
+        interface("lo", "127.0.0.1"),
+    ]
+    assert choose(found, None).name == "eth0"
+    assert choose(found, "wlan0").name == "wlan0"
+    assert choose(found, "172.17.0.1").name == "docker0"
+    assert choose([found[0], found[4]], None).name == "lo"
+    with pytest.raises(BadSetting, match=r"no 'eth9'.*eth0 \(192.168.1.6\)"):
+        choose(found, "eth9")

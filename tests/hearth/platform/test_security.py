@@ -1,0 +1,230 @@
+"""Keys in files, and CURVE on real sockets: what another key, no key or a revoked key can do."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
+from hearth.platform.security import (
+    Access,
+    AppKey,
+    Credential,
+    Gatekeeper,
+    HomeKey,
+    KeyPair,
+    admin_key,
+    agent_access,
+    asyncio_gatekeeper,
+    coordinator_access,
+    default_key_path,
+    derive_keypair,
+    fingerprint,
+    format_credential,
+    load_credential,
+    new_home_key,
+    new_keypair,
+    parse_credential,
+    save_credential,
+    secure_server,
+)
+from hearth.wire.messages import Done, GetReadiness
+from hearth.wire.rpc import Caller, RpcClient, RpcServer
+
+HOME = new_home_key()
+
+
+def credentials() -> Iterator[Credential]:
+    yield HOME
+    yield admin_key(HOME)
+    yield AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public)
+
+
+@pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
+def test_credentials_survive_text_and_file(credential: Credential, tmp_path: Path) -> None:
+    assert parse_credential(format_credential(credential), "test") == credential
+    path = tmp_path / "deep" / "key"
+    save_credential(path, credential)
+    assert load_credential(path) == credential
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(KeyExists):
+        save_credential(path, credential)
+    save_credential(path, credential, force=True)
+
+
+@pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
+def test_secrets_never_show_when_printed(credential: Credential) -> None:
+    secret = credential.key if isinstance(credential, HomeKey) else credential.secret
+    assert secret not in repr(credential) + str(credential)
+    pair = new_keypair()
+    assert pair.secret not in repr(pair)
+
+
+@given(st.data())
+def test_a_mistyped_character_is_noticed(data: st.DataObject) -> None:
+    text = format_credential(HOME)
+    index = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(min_codepoint=33, max_codepoint=126).filter(lambda c: c != text[index]))
+    damaged = text[:index] + other + text[index + 1 :]
+    try:
+        assert parse_credential(damaged, "test") == HOME  # the last base64 character has bits that mean nothing
+        assert index == len(text) - 2 or index == len(text) - 1
+    except BadKey as error:
+        assert HOME.key not in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"],
+)
+def test_nonsense_is_a_bad_key(text: str) -> None:
+    with pytest.raises(BadKey):
+        parse_credential(text, "test")
+
+
+def test_a_missing_key_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyMissing, match="hearth key new"):
+        load_credential(tmp_path / "none")
+
+
+def test_roles_have_different_keys_and_homes_too() -> None:
+    keys = {
+        derive_keypair(home.key_bytes(), role).public
+        for home in (HOME, new_home_key())
+        for role in ("agent", "coordinator", "admin")
+    }  # type: ignore[arg-type]
+    assert len(keys) == 6
+    assert len({fingerprint(key) for key in keys}) == 6
+    assert coordinator_access(HOME) == coordinator_access(parse_credential(format_credential(HOME), "test"))
+
+
+def test_an_app_key_opens_no_agent() -> None:
+    with pytest.raises(NotAuthorised):
+        agent_access(AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public))
+
+
+def test_the_key_is_where_the_environment_says(tmp_path: Path) -> None:
+    assert default_key_path({"HEARTH_KEY": "/x"}) == Path("/x")
+    assert default_key_path({"HOME": "/home/u"}) == Path("/home/u/.config/hearth/key")
+    (tmp_path / "home.key").touch()
+    assert default_key_path({"CREDENTIALS_DIRECTORY": str(tmp_path), "HOME": "/h"}) == tmp_path / "home.key"
+
+
+# ---- real sockets ---------------------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """A server that admits `admitted`, and what got through to it."""
+
+    def __init__(self) -> None:
+        self.admitted: set[str] = set()
+        self.heard: list[Caller] = []
+        self.keys = new_keypair()
+        self.port = 0
+
+    async def handle(self, caller: Caller, message: Any, payload: Any) -> Done:
+        self.heard.append(caller)
+        return Done()
+
+
+@asynccontextmanager
+async def guarded() -> Any:
+    """The server, and a function that makes clients; everything is closed at the end."""
+    context, clients_context, clients = zmq.asyncio.Context(), zmq.asyncio.Context(), []
+    guard = Guarded()
+    gatekeeper: Gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper.admit("test", lambda key: key in guard.admitted)
+    gatekeeper.start()
+    server = RpcServer(context, "127.0.0.1", 0, guard.keys, "test", guard.handle)
+    await server.start()
+    guard.port = server.port
+
+    def client(own: KeyPair, server_public: str | None = None) -> RpcClient:
+        access = Access(own, server_public or guard.keys.public)
+        clients.append(RpcClient(clients_context, f"tcp://127.0.0.1:{server.port}", access, "test"))
+        return clients[-1]
+
+    try:
+        yield guard, client
+    finally:
+        for each in clients:
+            await each.close()
+        await server.close()
+        gatekeeper.stop()
+        context.destroy(linger=0)
+        clients_context.destroy(linger=0)
+
+
+def test_only_an_admitted_key_gets_through_and_is_named() -> None:
+    async def scenario() -> None:
+        async with guarded() as (guard, client):
+            friend, stranger = new_keypair(), new_keypair()
+            guard.admitted.add(friend.public)
+            with pytest.raises(WrongKey):
+                await client(stranger).call(GetReadiness(), timeout_seconds=30)
+            with pytest.raises(HearthError) as wrong_server:  # a server that cannot prove to be the expected one
+                await client(friend, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
+            assert isinstance(wrong_server.value, WrongKey | Unreachable)
+            assert guard.heard == []
+            await client(friend).call(GetReadiness(), timeout_seconds=30)
+            assert guard.heard == [Caller(friend.public)]
+
+    asyncio.run(scenario())
+
+
+def test_a_key_that_is_shut_out_cannot_connect_again() -> None:
+    async def scenario() -> None:
+        async with guarded() as (guard, client):
+            friend = new_keypair()
+            guard.admitted.add(friend.public)
+            await client(friend).call(GetReadiness(), timeout_seconds=30)
+            guard.admitted.clear()
+            with pytest.raises(WrongKey):
+                await client(friend).call(GetReadiness(), timeout_seconds=30)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_without_any_key_is_not_heard() -> None:
+    async def scenario() -> None:
+        async with guarded() as (guard, _):
+            context = zmq.asyncio.Context()
+            plain = context.socket(zmq.DEALER)
+            plain.linger = 0
+            plain.connect(f"tcp://127.0.0.1:{guard.port}")
+            await plain.send_multipart([bytes(8), b"hello"])
+            assert not await plain.poll(500)
+            assert guard.heard == []
+            context.destroy(linger=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_server_without_a_gatekeeper_admits_nobody() -> None:
+    """The default of ZeroMQ is to let any key in when no handler runs; ZAP_ENFORCE_DOMAIN closes that."""
+
+    async def scenario() -> None:
+        context, client_context = zmq.asyncio.Context(), zmq.asyncio.Context()
+        keys = new_keypair()
+        server = context.socket(zmq.ROUTER)
+        secure_server(server, keys, "test")
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        client = RpcClient(client_context, f"tcp://127.0.0.1:{port}", Access(new_keypair(), keys.public), "test")
+        with pytest.raises((WrongKey, Unreachable)):
+            await client.call(GetReadiness(), timeout_seconds=1)
+        assert not await server.poll(0)
+        await client.close()
+        context.destroy(linger=0)
+        client_context.destroy(linger=0)
+
+    asyncio.run(scenario())

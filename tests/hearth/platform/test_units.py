@@ -1,0 +1,44 @@
+"""Sizes are exact, however large."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hearth.platform.units import format_bytes, format_rate, format_seconds, parse_bytes
+
+
+@given(st.integers(0, 10**400))
+def test_a_plain_number_is_that_many_bytes(num_bytes: int) -> None:
+    assert parse_bytes(str(num_bytes)) == num_bytes
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
+def test_a_suffix_multiplies_exactly(number: int, suffix: str) -> None:
+    assert parse_bytes(f"{number} {suffix}") == number << 10 * (["KiB", "MiB", "GiB", "TiB"].index(suffix) + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)],
+)
+def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "M", "-3", "2 bananas", "1e9", "2GiBi"])
+def test_sizes_that_mean_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_figures_as_people_read_them() -> None:
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == [
+        "12 B",
+        "1.50 KiB",
+        "5.00 MiB",
+        "3.00 TiB",
+    ]
+    assert [format_seconds(s) for s in (2.5, 0.0352, 0.00018)] == ["2.50 s", "35.2 ms", "180 µs"]
+    assert [format_rate(r) for r in (15.625e6, 1.25e8)] == ["125 Mbit/s", "1.00 Gbit/s"]

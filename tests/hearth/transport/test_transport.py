@@ -1,0 +1,171 @@
+"""Both transports under the same tests, and what only the encrypted one must do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from hearth.errors import PortInUse
+from hearth.platform.security import KeyPair, new_keypair, secure_client
+from hearth.transport.base import Transport
+from hearth.transport.memory import MemoryHub
+from hearth.transport.sockets import MAX_FRAMES, SocketTransport
+from hearth.wire.messages import Peer
+
+
+def peer_of(rank: int, transport: SocketTransport) -> Peer:
+    return Peer(
+        rank=rank,
+        host="127.0.0.1",
+        port=transport.port,
+        public_key=transport.public_key,
+        bytes_per_second=1e9,
+    )
+
+
+@contextmanager
+def sockets(num_ranks: int, encrypted: bool, copied_bytes: int | None = None) -> Iterator[list[SocketTransport]]:
+    made = [
+        SocketTransport(rank, num_ranks, "127.0.0.1", (0, 0), new_keypair() if encrypted else None, copied_bytes)
+        for rank in range(num_ranks)
+    ]
+    for transport in made:
+        transport.connect([peer_of(rank, made[rank]) for rank in range(num_ranks) if rank != transport.rank])
+    try:
+        yield made
+    finally:
+        for transport in made:
+            transport.close()
+            transport.release()
+
+
+@contextmanager
+def memory(num_ranks: int) -> Iterator[list[Transport]]:
+    hub = MemoryHub(num_ranks)
+    yield [hub.transport(rank) for rank in range(num_ranks)]
+    hub.close()
+
+
+KINDS = {
+    "memory": lambda n: memory(n),
+    "curve": lambda n: sockets(n, encrypted=True),
+    "plain": lambda n: sockets(n, encrypted=False),
+    "curve, uncopied": lambda n: sockets(n, encrypted=True, copied_bytes=1000),
+    "plain, uncopied": lambda n: sockets(n, encrypted=False, copied_bytes=1000),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_arrive_whole_in_order_and_with_their_source(kind: str) -> None:
+    with KINDS[kind](3) as transports:
+        for i in range(20):
+            transports[0].send(2, [bytes([i]), bytes(100_000), b""])
+        transports[1].send(2, [b"x"])
+        from_zero, from_one = [], []
+        while len(from_zero) + len(from_one) < 21:
+            received = transports[2].receive(10)
+            assert received is not None
+            (from_zero if received.source == 0 else from_one).append([bytes(frame) for frame in received.frames])
+        assert from_zero == [[bytes([i]), bytes(100_000), b""] for i in range(20)]
+        assert from_one == [[b"x"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_receiving_gives_up_in_time(kind: str) -> None:
+    with KINDS[kind](2) as transports:
+        began = time.monotonic()
+        assert transports[0].receive(0.05) is None
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_closing_wakes_the_receiver(kind: str) -> None:
+    import threading
+
+    with KINDS[kind](2) as transports:
+        done = threading.Event()
+
+        def receive() -> None:
+            transports[0].receive(60)
+            done.set()
+
+        threading.Thread(target=receive, daemon=True).start()
+        transports[0].close()
+        assert done.wait(10)
+
+
+def test_only_the_plans_peers_get_in() -> None:
+    with sockets(2, encrypted=True) as transports:
+        context = zmq.Context()
+        stranger = context.socket(zmq.PUSH)
+        secure_client(stranger, new_keypair(), transports[0].public_key)
+        stranger.connect(f"tcp://127.0.0.1:{transports[0].port}")
+        nobody = context.socket(zmq.PUSH)
+        nobody.linger = 0
+        nobody.connect(f"tcp://127.0.0.1:{transports[0].port}")
+        stranger.send(b"let me in")
+        nobody.send(b"me too")
+        assert transports[0].receive(0.5) is None
+        transports[1].send(0, [b"peer"])
+        received = transports[0].receive(10)
+        assert received is not None
+        assert received.source == 1
+        context.destroy(linger=0)
+
+
+def test_a_peer_that_knocks_early_is_let_in_when_we_know_it() -> None:
+    keys: list[KeyPair] = [new_keypair(), new_keypair()]
+    late, early = (SocketTransport(rank, 2, "127.0.0.1", (0, 0), keys[rank]) for rank in range(2))
+    try:
+        early.connect([peer_of(0, late)])
+        early.send(0, [b"early"])
+        assert late.receive(0.2) is None
+        late.connect([peer_of(1, early)])
+        received = late.receive(10)
+        assert received is not None
+        assert bytes(received.frames[0]) == b"early"
+    finally:
+        for transport in (late, early):
+            transport.close()
+            transport.release()
+
+
+def test_messages_of_too_many_frames_are_dropped_and_counted() -> None:
+    with sockets(2, encrypted=True) as transports:
+        transports[1].send(0, [b""] * (MAX_FRAMES + 1))
+        transports[1].send(0, [b"fine"])
+        assert transports[0].receive(10) is None
+        received = transports[0].receive(10)
+        assert received is not None
+        assert bytes(received.frames[0]) == b"fine"
+        assert transports[0].dropped == 1
+
+
+def test_ports_are_tried_in_their_range() -> None:
+    first = SocketTransport(0, 1, "127.0.0.1", (0, 0), None)
+    try:
+        with pytest.raises(PortInUse, match="--data-ports"):
+            SocketTransport(0, 1, "127.0.0.1", (first.port, first.port), None)
+    finally:
+        first.close()
+        first.release()
+
+
+def test_the_memory_twin_is_as_slow_as_it_is_told_and_can_be_cut() -> None:
+    hub = MemoryHub(2, bytes_per_second=1e6)
+    try:
+        began = time.monotonic()
+        hub.transport(0).send(1, [bytes(100_000)])
+        hub.transport(0).send(1, [bytes(100_000)])
+        for _ in range(2):
+            assert hub.transport(1).receive(10) is not None
+        assert time.monotonic() - began >= 0.2
+        hub.cut(0, 1)
+        hub.transport(0).send(1, [b"lost"])
+        assert hub.transport(1).receive(0.05) is None
+    finally:
+        hub.close()

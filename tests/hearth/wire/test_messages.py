@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.messages import EXAMPLES
+
+from hearth import errors
+from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
+from hearth.protocol import MAX_MESSAGE_BYTES
+from hearth.wire.messages import MESSAGE_TYPES, Done, Failed, Hello, Message, PutChunk, decode, encode
+
+# Written once by `python tests/hearth/wire/test_messages.py`; a change here is a change of the protocol version.
+GOLDEN = Path(__file__).parent / "golden_messages.json"
+TYPED = (BadMessage, FrameTooLarge, UnknownMessage)
+
+
+def test_every_message_type_has_an_example() -> None:
+    assert {type(example) for example in EXAMPLES} == set(MESSAGE_TYPES)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.t)
+def test_messages_have_their_golden_bytes(message: Message) -> None:
+    golden = bytes.fromhex(json.loads(GOLDEN.read_text())[message.t])
+    assert encode(message) == golden
+    assert decode(golden) == message
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_truncated_messages_raise_the_typed_error(message: Message, data: st.DataObject) -> None:
+    encoded = encode(message)
+    with pytest.raises(TYPED):
+        decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_flipped_bits_give_a_message_or_the_typed_error(message: Message, data: st.DataObject) -> None:
+    damaged = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        bit = data.draw(st.integers(0, len(damaged) * 8 - 1))
+        damaged[bit // 8] ^= 1 << bit % 8
+    try:
+        decode(bytes(damaged))
+    except TYPED:
+        pass
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_raise_nothing_else(data: bytes) -> None:
+    try:
+        decode(data)
+    except TYPED:
+        pass
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_fields_of_any_value_raise_nothing_else(message: Message, data: st.DataObject) -> None:
+    fields = message.model_dump()
+    name = data.draw(st.sampled_from(sorted(fields)))
+    fields[name] = data.draw(json_like)
+    try:
+        decode(msgpack.packb(fields))
+    except TYPED:
+        pass
+
+
+def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
+    assert decode(msgpack.packb({"t": "done", "new": 1})) == Done()
+    with pytest.raises(UnknownMessage, match="'sing'"):
+        decode(msgpack.packb({"t": "sing"}))
+
+
+def test_oversized_messages_are_refused_before_they_are_read() -> None:
+    with pytest.raises(FrameTooLarge):
+        decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
+    huge = Failed(code="X", details={f"{'k' * 200}{i}": "v" * 200 for i in range(12_000)})
+    with pytest.raises(FrameTooLarge):
+        encode(huge)
+
+
+def test_a_lying_length_allocates_nothing() -> None:
+    lying = b"\x81\xa1t\xdb\xff\xff\xff\xff" + b"x" * 10  # a string of 4 GiB, it says
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage):
+            decode(lying)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_chunks_name_must_be_a_hash() -> None:
+    with pytest.raises(BadMessage, match="hash"):
+        decode(msgpack.packb({"t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
+    assert PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
+
+
+def _all_errors(root: type[HearthError]) -> list[type[HearthError]]:
+    return [root, *(found for child in root.__subclasses__() for found in _all_errors(child))]
+
+
+@pytest.mark.parametrize(
+    "error_type", [e for e in _all_errors(HearthError) if e is not HearthError], ids=lambda e: e.__name__
+)
+def test_errors_cross_the_wire_and_say_what_to_do(error_type: type[HearthError]) -> None:
+    samples = {"int": 3, "float": 1.5, "str": "x"}
+    error = error_type(**{name: samples[kind] for name, kind in error_type.__annotations__.items() if kind in samples})
+    received = decode(encode(Failed.of(error)))
+    assert isinstance(received, Failed)
+    again = received.error()
+    assert type(again) is error_type
+    assert str(again) == str(error)
+    assert error.next_step() != HearthError.advice
+    assert errors.__dict__[error_type.__name__] is error_type
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [("NoSuchError", {}), ("TextTooLong", {}), ("HearthError", {}), ("BadMessage", {"reason": None})],
+)
+def test_an_error_from_another_version_is_still_an_error(code: str, details: dict[str, None]) -> None:
+    assert isinstance(error_from_wire(code, details), HearthError)
+
+
+def test_hello_carries_the_protocol_version() -> None:
+    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 1
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({message.t: encode(message).hex() for message in EXAMPLES}, indent=1) + "\n")

@@ -1,0 +1,390 @@
+"""Requests and answers over real sockets on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+import zmq.asyncio
+from support.waiting import until
+
+from hearth.errors import (
+    BadMessage,
+    ConnectionLost,
+    DeadlineExceeded,
+    InternalError,
+    PortInUse,
+    ProtocolMismatch,
+    TextTooLong,
+    Unreachable,
+)
+from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client
+from hearth.protocol import MAX_PAYLOAD_FRAMES
+from hearth.wire import rpc
+from hearth.wire.messages import (
+    AgentWelcome,
+    Cancel,
+    CoordinatorWelcome,
+    Done,
+    Generate,
+    GetReadiness,
+    GetStatus,
+    Hello,
+    ListApps,
+    ListDevices,
+    Message,
+    TextEnded,
+    TextGenerated,
+    encode,
+)
+from hearth.wire.rpc import Caller, Reply, Response, RpcClient, RpcServer
+
+SERVER, CLIENT = new_keypair(), new_keypair()
+
+
+closed: list[str] = []  # the prompts of streams whose end was reached, one way or another
+END = TextEnded(
+    text="", reason="length", num_prompt_tokens=1, num_tokens=1, queued_seconds=0, first_token_seconds=0,
+    decode_seconds=0,
+)  # fmt: skip
+
+
+async def count(request: Generate) -> AsyncGenerator[Reply, None]:
+    """So many answers as `max_tokens` says. Prompts: `broken` fails after half of them, `large` has a large payload."""
+    assert request.max_tokens is not None
+    try:
+        for index in range(request.max_tokens):
+            if request.prompt == "broken" and index == request.max_tokens // 2:
+                raise TextTooLong(index=index, num_tokens=9, max_tokens=8)
+            await asyncio.sleep(0.001)
+            payload = [bytes(100_000)] if request.prompt == "large" else []
+            yield Reply(TextGenerated(token_ids=(index,), text=request.prompt or ""), payload)
+        yield Reply(END)
+    finally:
+        closed.append(request.prompt or "")
+
+
+async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    if isinstance(message, Generate):
+        return count(message)
+    if isinstance(message, Hello):
+        return CoordinatorWelcome(version="9", name="far", protocol=2 if message.name == "other version" else 1)
+    if isinstance(message, GetReadiness):
+        raise TextTooLong(index=0, num_tokens=9, max_tokens=8)
+    if isinstance(message, GetStatus):
+        raise RuntimeError("a fault")
+    if isinstance(message, ListDevices):
+        await asyncio.sleep(60)
+    return Reply(message, payload)
+
+
+@asynccontextmanager
+async def pair(port: int = 0) -> Any:
+    context, client_context = zmq.asyncio.Context(), zmq.asyncio.Context()
+    gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper.admit("test", lambda key: key == CLIENT.public)
+    gatekeeper.start()
+    server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo)
+    await server.start()
+    client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
+    try:
+        yield server, client, client_context
+    finally:
+        await client.close()
+        await server.close()
+        gatekeeper.stop()
+        context.destroy(linger=0)
+        client_context.destroy(linger=0)
+
+
+def run(scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with pair() as (server, client, context):
+            await asyncio.wait_for(scenario(server, client, context), 30)
+
+    asyncio.run(main())
+
+
+def test_payload_frames_come_back() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        reply = await client.call(Done(), [b"a" * 100_000, b""], timeout_seconds=30)
+        assert reply.message == Done()
+        assert [bytes(frame) for frame in reply.payload] == [b"a" * 100_000, b""]
+
+    run(scenario)
+
+
+def test_many_calls_at_once_get_their_own_answers() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        payloads = [str(i).encode() for i in range(100)]
+        replies = await asyncio.gather(*(client.call(Done(), [p], timeout_seconds=10) for p in payloads))
+        assert [bytes(reply.payload[0]) for reply in replies] == payloads
+
+    run(scenario)
+
+
+def test_errors_arrive_as_what_they_are() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        with pytest.raises(TextTooLong) as error:
+            await client.call(GetReadiness(), timeout_seconds=30)
+        assert error.value.max_tokens == 8
+        with pytest.raises(InternalError, match="a fault"):
+            await client.call(GetStatus(), timeout_seconds=30)
+        assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_every_wait_has_a_deadline() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await client.call(ListDevices(), timeout_seconds=0.2)
+        assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_another_protocol_version_is_named() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        assert (await client.hello(CoordinatorWelcome, timeout_seconds=30)).name == "far"
+        other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other version")
+        with pytest.raises(ProtocolMismatch) as error:
+            await other.hello(CoordinatorWelcome, timeout_seconds=30)
+        assert (error.value.ours, error.value.theirs) == (1, 2)
+        with pytest.raises(BadMessage):
+            await client.hello(AgentWelcome, timeout_seconds=30)
+        await other.close()
+
+    run(scenario)
+
+
+def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = context.socket(zmq.DEALER)
+        secure_client(raw, CLIENT, SERVER.public)
+        raw.connect(client.endpoint)
+        for frames in (
+            [b"short", b""],
+            [b"", b""],
+            [bytes(8), b"\xc1"],
+            [bytes(8), b"\x80", *[b""] * (MAX_PAYLOAD_FRAMES + 1)],
+        ):
+            await raw.send_multipart(frames)
+        answers = [await asyncio.wait_for(raw.recv_multipart(), 30) for _ in range(2)]
+        assert all(b"BadMessage" in answer[1] or b"UnknownMessage" in answer[1] for answer in answers)
+        assert server.dropped == 4
+        await raw.send_multipart([bytes(8), bytes(65 << 20)])  # over MAXMSGSIZE: only this connection is dropped
+        raw.close()
+        assert await client.call(Done(), timeout_seconds=30)
+        assert await client.call(ListApps(), timeout_seconds=30)
+
+    run(scenario)
+
+
+def test_a_lost_server_fails_calls_at_once_and_is_found_again() -> None:
+    async def main() -> None:
+        async with pair() as (server, client, _):
+            await client.call(Done(), timeout_seconds=30)
+            waiting = asyncio.create_task(client.call(ListDevices(), timeout_seconds=30))
+            await asyncio.sleep(0.1)
+            port = server.port
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                await asyncio.wait_for(waiting, 30)
+            with pytest.raises(Unreachable):
+                await client.call(Done(), timeout_seconds=0.3)
+            async with pair(port):
+                assert await client.call(Done(), timeout_seconds=30)
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_names_the_way_out() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        context = zmq.asyncio.Context()
+        with pytest.raises(PortInUse, match="--port"):
+            RpcServer(context, "127.0.0.1", server.port, SERVER, "test", echo)
+        context.destroy(linger=0)
+
+    run(scenario)
+
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+ENDLESS = 1_000_000
+
+
+def stream(client: RpcClient, prompt: str, max_tokens: int, timeout_seconds: float = 5) -> AsyncGenerator[Reply, None]:
+    closed.clear()
+    request = Generate(prompt=prompt, max_tokens=max_tokens)
+    return client.stream(request, timeout_seconds=timeout_seconds, last=TextEnded)
+
+
+def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        messages = [reply.message async for reply in stream(client, "all", 200)]
+        assert messages[-1] == END
+        assert [message.token_ids for message in messages[:-1]] == [(index,) for index in range(200)]  # type: ignore[union-attr]
+        assert closed == ["all"]
+        await until("the request's end", lambda: not server._running and not server._requests)
+
+    run(scenario)
+
+
+def test_an_error_in_the_midst_of_a_stream_ends_it_as_what_it_is() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        came = []
+
+        async def read() -> None:
+            async for reply in stream(client, "broken", 20):
+                came.append(reply)
+
+        with pytest.raises(TextTooLong) as error:
+            await read()
+        assert (len(came), error.value.index) == (10, 10)
+        assert await client.call(Done(), timeout_seconds=30)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("way", ["aclose", "cancel"])
+def test_a_stream_that_is_left_early_is_closed_at_the_server(way: str) -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        began = asyncio.Event()
+
+        async def read() -> None:
+            async with aclosing(stream(client, way, ENDLESS)) as replies:
+                async for _ in replies:
+                    began.set()
+                    if way == "aclose":
+                        break
+
+        reading = asyncio.create_task(read())
+        await began.wait()
+        if way == "cancel":
+            reading.cancel()
+        await asyncio.wait({reading})
+        await until("the generator's end", lambda: closed == [way])
+        await until("the end of all requests", lambda: not server._running)
+        assert not client._pending
+
+    run(scenario)
+
+
+def test_a_stream_whose_next_answer_is_late_is_cancelled() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        late = client.stream(ListDevices(), timeout_seconds=0.2, last=Done)
+        with pytest.raises(DeadlineExceeded):
+            await anext(late)
+        await until("the end of all requests", lambda: not server._running)
+        assert not client._pending
+
+    run(scenario)
+
+
+def test_streams_and_calls_run_side_by_side() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
+        async def read(index: int) -> list[str]:
+            replies = [reply.message async for reply in stream(client, f"stream {index}", 50)]
+            return [message.text for message in replies[:-1] if isinstance(message, TextGenerated)]
+
+        async with aclosing(stream(client, "endless", ENDLESS)) as endless:
+            await anext(endless)
+            found = await asyncio.gather(*(read(index) for index in range(8)), client.call(Done(), timeout_seconds=30))
+            assert found[:8] == [[f"stream {index}"] * 50 for index in range(8)]
+            assert found[8].message == Done()
+            await anext(endless)
+
+    run(scenario)
+
+
+def test_only_the_connection_that_asked_can_cancel() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        async with aclosing(stream(client, "mine", ENDLESS)) as mine:
+            await anext(mine)
+            (request_id,) = client._pending
+            other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
+            await other.call(Done(), timeout_seconds=30)
+            for cancelled in (request_id, bytes(8)):
+                await other._socket.send_multipart([b"12345678", encode(Cancel(request=cancelled))])
+            await other.call(Done(), timeout_seconds=30)
+            for _ in range(20):
+                await anext(mine)
+            assert not closed
+            await other.close()
+        await until("the generator's end", lambda: closed == ["mine"])
+
+    run(scenario)
+
+
+def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        raw = context.socket(zmq.DEALER)
+        secure_client(raw, CLIENT, SERVER.public)
+        raw.connect(client.endpoint)
+        for index in range(50):
+            request_id = index.to_bytes(8, "big")
+            await raw.send_multipart([request_id, encode(Generate(prompt="early", max_tokens=ENDLESS))])
+            await raw.send_multipart([b"a cancel", encode(Cancel(request=request_id))])
+        await raw.send_multipart([b"the last", encode(Done())])
+        while (await asyncio.wait_for(raw.recv_multipart(), 30))[0] != b"the last":
+            pass
+        await until("the end of all requests", lambda: not server._running and not server._requests)
+        raw.close()
+
+    run(scenario)
+
+
+def test_a_caller_that_vanishes_is_noticed_at_the_next_answer() -> None:
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
+        reading = stream(other, "gone", ENDLESS)
+        await anext(reading)
+        other._socket.close()  # as when its process is killed: no Cancel
+        await until("the generator's end", lambda: closed == ["gone"])
+        assert await client.call(Done(), timeout_seconds=30)
+        await reading.aclose()
+        for task in other._tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_STALLED_SECONDS", 3.0)
+
+    async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
+        server._socket.sndhwm = 10
+        raw = context.socket(zmq.DEALER)
+        raw.rcvhwm = 10
+        secure_client(raw, CLIENT, SERVER.public)
+        raw.connect(client.endpoint)
+        closed.clear()
+        await raw.send_multipart([bytes(8), encode(Generate(prompt="large", max_tokens=ENDLESS))])
+        answered_before = 0
+        while not closed:
+            await client.call(Done(), timeout_seconds=30)
+            answered_before += not closed  # while the other's buffer is full
+            await asyncio.sleep(0.01)
+        assert answered_before
+        raw.close()
+
+    run(scenario)
+
+
+def test_a_lost_server_ends_a_stream() -> None:
+    async def main() -> None:
+        async with pair() as (server, client, _):
+            reading = stream(client, "lost", ENDLESS, timeout_seconds=30)
+            await anext(reading)
+            await server.close()
+            with pytest.raises(ConnectionLost):
+                async for _reply in reading:
+                    pass
+            with pytest.raises(Unreachable):
+                await anext(stream(client, "nobody", 1, timeout_seconds=0.3))
+
+    asyncio.run(main())
