@@ -7,13 +7,22 @@ other end as the same class, so an app can catch `ModelDoesNotFit` and read `mis
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+# What an error is a fault of, and with it what ends and what may go on:
+# The fault's place, which decides what ends and what goes on:
+#   request  the request, or a setting or file that it names: only this request ends, and another plan would not help it
+#   worker   a device or its worker: the plan that runs on it ends, its requests may continue on the next plan
+#   plan     the plan, or the lack of one: it ends together with its requests
+#   peer     the other end of a connection or the way there; for a plan that depends on that peer the same as `worker`
+Scope = Literal["request", "worker", "plan", "peer"]
 
 
 @dataclass(eq=False)
 class HearthError(Exception):
     """Root of all errors. `summary` says what is wrong and where, `advice` what to do; both are templates over the fields."""
 
+    scope: ClassVar[Scope] = "plan"
     summary: ClassVar[str] = "Something went wrong."
     advice: ClassVar[str] = "Run `hearth doctor`."
 
@@ -43,6 +52,7 @@ class BadMessage(HearthError):
     """Bytes from a peer that are no valid message or tensor frame."""
 
     reason: str
+    scope = "peer"
     summary = "A message could not be read: {reason}."
     advice = "If both ends run the same Hearth version, report this; otherwise update the older one."
 
@@ -51,6 +61,7 @@ class BadMessage(HearthError):
 class FrameTooLarge(HearthError):
     num_bytes: int
     cap_bytes: int
+    scope = "request"
     summary = "A frame of {num_bytes} bytes is larger than the cap of {cap_bytes} bytes; nothing was allocated for it."
     advice = "Send it in smaller parts."
 
@@ -58,6 +69,7 @@ class FrameTooLarge(HearthError):
 @dataclass(eq=False)
 class UnknownMessage(HearthError):
     tag: str
+    scope = "peer"
     summary = "The peer does not know messages of the kind '{tag}'."
     advice = "Update Hearth on the older device."
 
@@ -67,6 +79,7 @@ class ProtocolMismatch(HearthError):
     peer: str
     ours: int
     theirs: int
+    scope = "peer"
     summary = "{peer} speaks protocol version {theirs}, this side speaks {ours}."
     advice = "Install the same Hearth version on both."
 
@@ -74,6 +87,7 @@ class ProtocolMismatch(HearthError):
 @dataclass(eq=False)
 class WrongKey(HearthError):
     endpoint: str
+    scope = "peer"
     summary = "{endpoint} refused our key: it belongs to another home, or the key was rotated or revoked."
     advice = "Export the key where the home lives (`hearth key export`) and import it here (`hearth key import`)."
 
@@ -82,6 +96,7 @@ class WrongKey(HearthError):
 class NotAuthorised(HearthError):
     role: str
     action: str
+    scope = "request"
     summary = "A key with the role '{role}' may not {action}."
     advice = "Use a key that may, for instance one from `hearth key export --role admin`."
 
@@ -89,6 +104,7 @@ class NotAuthorised(HearthError):
 @dataclass(eq=False)
 class AppRevoked(HearthError):
     app: str
+    scope = "request"
     summary = "The key of the app '{app}' was revoked."
     advice = "Make a new one with `hearth key add-app {app}`."
 
@@ -97,6 +113,7 @@ class AppRevoked(HearthError):
 class Unreachable(HearthError):
     endpoint: str
     seconds: float
+    scope = "peer"
     summary = "{endpoint} could not be reached within {seconds:g} s."
     advice = "Is it switched on, and is the port open? `hearth doctor` checks."
 
@@ -104,6 +121,7 @@ class Unreachable(HearthError):
 @dataclass(eq=False)
 class ConnectionLost(HearthError):
     endpoint: str
+    scope = "peer"
     summary = "The connection to {endpoint} broke while it was working on the request."
     advice = "Try again; the connection is taken up again by itself."
 
@@ -112,6 +130,7 @@ class ConnectionLost(HearthError):
 class DeadlineExceeded(HearthError):
     action: str
     seconds: float
+    scope = "peer"
     summary = "{action} did not finish within {seconds:g} s."
     advice = "Try again with a longer timeout, or see `hearth status` for what is slow."
 
@@ -119,6 +138,7 @@ class DeadlineExceeded(HearthError):
 @dataclass(eq=False)
 class NoCoordinator(HearthError):
     seconds: float
+    scope = "peer"
     summary = "No coordinator of this home was found on the network within {seconds:g} s."
     advice = "Start one with `hearth serve MODEL`, or give its address; `hearth doctor` checks multicast."
 
@@ -126,6 +146,7 @@ class NoCoordinator(HearthError):
 @dataclass(eq=False)
 class NoDevices(HearthError):
     seconds: float
+    scope = "plan"
     summary = "No device of this home answered within {seconds:g} s."
     advice = "Start `hearth-agent` on at least one device with this home's key; `hearth doctor` checks the network."
 
@@ -136,6 +157,7 @@ class NoDevices(HearthError):
 @dataclass(eq=False)
 class KeyMissing(HearthError):
     path: str
+    scope = "request"
     summary = "There is no key at {path}."
     advice = "Make one with `hearth key new`, or bring it from another device with `hearth key import`."
 
@@ -144,6 +166,7 @@ class KeyMissing(HearthError):
 class BadKey(HearthError):
     source: str
     reason: str
+    scope = "request"
     summary = "The key from {source} cannot be used: {reason}."
     advice = "Export it again with `hearth key export` where the home lives."
 
@@ -151,6 +174,7 @@ class BadKey(HearthError):
 @dataclass(eq=False)
 class KeyExists(HearthError):
     path: str
+    scope = "request"
     summary = "There is a key at {path} already."
     advice = (
         "Keep it; or use `hearth key rotate` for a new one, or `--force` to overwrite it and lose access to its home."
@@ -161,6 +185,7 @@ class KeyExists(HearthError):
 class BadSetting(HearthError):
     setting: str
     reason: str
+    scope = "request"
     summary = "The setting {setting} cannot be used: {reason}."
     advice = "Correct it and start again."
 
@@ -169,6 +194,7 @@ class BadSetting(HearthError):
 class PortInUse(HearthError):
     port: int
     setting: str
+    scope = "request"
     summary = "Port {port} is taken by another program on this device."
     advice = "Stop that program, or choose another port with {setting}."
 
@@ -180,6 +206,7 @@ class PortInUse(HearthError):
 class DeviceLost(HearthError):
     device: str
     reason: str
+    scope = "worker"
     summary = "The device {device} was lost: {reason}."
     advice = "The next request runs on the remaining devices; `hearth devices` shows them."
 
@@ -188,6 +215,7 @@ class DeviceLost(HearthError):
 class WorkerDied(HearthError):
     device: str
     reason: str
+    scope = "worker"
     summary = "The worker on {device} died: {reason}."
     advice = "The next request runs without it; if it ran out of memory, lower that device's share with --memory."
 
@@ -197,6 +225,7 @@ class DuplicateDevice(HearthError):
     device_id: str
     first: str
     second: str
+    scope = "worker"
     summary = (
         "{first} and {second} both claim the device id {device_id}: "
         "one is probably a copy of the other's SD card or state directory."
@@ -208,6 +237,7 @@ class DuplicateDevice(HearthError):
 class AgentBusy(HearthError):
     device: str
     holder: str
+    scope = "worker"
     summary = "{device} already works for the coordinator {holder}."
     advice = "Use that coordinator, or stop it; its lease ends a few seconds later."
 
@@ -215,6 +245,7 @@ class AgentBusy(HearthError):
 @dataclass(eq=False)
 class LeaseLost(HearthError):
     device: str
+    scope = "worker"
     summary = "The lease on {device} has ended, or another coordinator has taken it."
     advice = "The coordinator takes a new one by itself; if this repeats, look for a second coordinator with `hearth doctor`."
 
@@ -224,6 +255,7 @@ class StoreFull(HearthError):
     device: str
     needed_bytes: int
     free_bytes: int
+    scope = "worker"
     summary = "The shard store of {device} cannot take {needed_bytes} more bytes: {free_bytes} are free."
     advice = "Free disk space there, or raise --store-bytes."
 
@@ -232,6 +264,7 @@ class StoreFull(HearthError):
 class ChunkCorrupt(HearthError):
     chunk: str
     where: str
+    scope = "worker"
     summary = "The shard chunk {chunk} on {where} does not match its hash; it was discarded."
     advice = "It is sent again with the next deployment; if this repeats, check that device's disk."
 
@@ -240,6 +273,7 @@ class ChunkCorrupt(HearthError):
 class ChunkMissing(HearthError):
     chunk: str
     device: str
+    scope = "worker"
     summary = "The shard chunk {chunk} is not in the store of {device}."
     advice = "Deploy again: missing chunks are sent then."
 
@@ -251,6 +285,7 @@ class ChunkMissing(HearthError):
 class BadCheckpoint(HearthError):
     path: str
     reason: str
+    scope = "request"
     summary = "The checkpoint {path} cannot be used: {reason}."
     advice = "Copy or download the model again."
 
@@ -259,6 +294,7 @@ class BadCheckpoint(HearthError):
 class UnsupportedArchitecture(HearthError):
     architecture: str
     supported: str
+    scope = "request"
     summary = "Models of the architecture '{architecture}' are not supported."
     advice = "Supported: {supported}."
 
@@ -267,6 +303,7 @@ class UnsupportedArchitecture(HearthError):
 class BadModelFile(HearthError):
     path: str
     reason: str
+    scope = "request"
     summary = "The model {path} cannot be used: {reason}."
     advice = "Copy or export it again."
 
@@ -278,6 +315,7 @@ class DynamicShape(HearthError):
     tensor: str
     axis: int
     options: str
+    scope = "request"
     summary = "The model does not say how large axis {axis} of its input '{tensor}' is, and no value was given."
     advice = "Fix every open dimension: {options}."
 
@@ -287,6 +325,7 @@ class UnsupportedOperator(HearthError):
     operator: str
     node: str
     reason: str
+    scope = "request"
     summary = "The operator {operator} (node '{node}') cannot be used: {reason}."
     advice = "Export the model without it, or cut the model before it."
 
@@ -295,6 +334,7 @@ class UnsupportedOperator(HearthError):
 class ModelDoesNotFit(HearthError):
     model: str
     missing_bytes: int
+    scope = "plan"
     summary = "{model} does not fit on the devices at hand: {missing_bytes} bytes are missing."
     advice = "Add a device, raise a device's memory limit, or use a smaller model or a shorter length."
 
@@ -303,6 +343,7 @@ class ModelDoesNotFit(HearthError):
 class BadGraph(HearthError):
     path: str
     reason: str
+    scope = "request"
     summary = "The graph {path} cannot be used: {reason}."
     advice = "Export it again, or correct the file."
 
@@ -311,6 +352,7 @@ class BadGraph(HearthError):
 class NoPlacement(HearthError):
     graph: str
     strategy: str
+    scope = "plan"
     summary = "The strategy {strategy} found no placement of {graph} within the devices' memory."
     advice = "Use the strategy moirai, which searches all placements, or lend more memory."
 
@@ -318,6 +360,7 @@ class NoPlacement(HearthError):
 @dataclass(eq=False)
 class BadPlan(HearthError):
     reason: str
+    scope = "plan"
     summary = "The plan cannot be used: {reason}."
     advice = "Make a new one with `hearth plan`."
 
@@ -325,6 +368,7 @@ class BadPlan(HearthError):
 @dataclass(eq=False)
 class BadRequest(HearthError):
     reason: str
+    scope = "request"
     summary = "The request cannot be served: {reason}."
     advice = "Correct the request."
 
@@ -334,6 +378,7 @@ class TextTooLong(HearthError):
     index: int
     num_tokens: int
     max_tokens: int
+    scope = "request"
     summary = "Text {index} has {num_tokens} tokens; the model takes at most {max_tokens}."
     advice = "Shorten it or split it."
 
@@ -343,6 +388,7 @@ class ContextTooLong(HearthError):
     num_prompt_tokens: int
     max_tokens: int
     context_tokens: int
+    scope = "request"
     summary = (
         "{num_prompt_tokens} tokens of prompt and {max_tokens} to generate are more than the context of "
         "{context_tokens} tokens that the plan has room for."
@@ -353,6 +399,7 @@ class ContextTooLong(HearthError):
 @dataclass(eq=False)
 class NotServing(HearthError):
     state: str
+    scope = "plan"
     summary = "No model is ready: {state}."
     advice = "Wait until `hearth status` says 'serving', or start one with `hearth serve MODEL`."
 
@@ -360,6 +407,7 @@ class NotServing(HearthError):
 @dataclass(eq=False)
 class QueueFull(HearthError):
     limit: int
+    scope = "request"
     summary = "The coordinator already holds {limit} waiting requests."
     advice = "Send fewer requests at once, or try again in a moment."
 
@@ -368,6 +416,7 @@ class QueueFull(HearthError):
 class StepFailed(HearthError):
     device: str
     reason: str
+    scope = "worker"
     summary = "A step failed on {device}: {reason}."
     advice = "Try again; if it repeats, see that device's log (`journalctl -u hearth-agent`)."
 
@@ -376,6 +425,7 @@ class StepFailed(HearthError):
 class InternalError(HearthError):
     where: str
     reason: str
+    scope = "plan"
     summary = "A fault in Hearth on {where}: {reason}."
     advice = "Please report it with the log of that device."
 

@@ -18,16 +18,7 @@ from contextlib import asynccontextmanager
 import zmq
 import zmq.asyncio
 
-from hearth.errors import (
-    BadMessage,
-    ChunkCorrupt,
-    ChunkMissing,
-    ConnectionLost,
-    DeadlineExceeded,
-    InternalError,
-    Unreachable,
-    WrongKey,
-)
+from hearth.errors import ChunkCorrupt, HearthError, WrongKey
 from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.security import Access, Gatekeeper, KeyPair
 from hearth.transport.base import Buffer
@@ -43,9 +34,6 @@ _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
 _AGREE = 0.05  # the last bursts agree within this share: stable
 _AGREEING_BURSTS = 3
 _CHUNKS_IN_FLIGHT = 4  # hides the round trip, bounds the memory
-_NOT_TO_BE_HAD = (
-    BadMessage, ChunkCorrupt, ChunkMissing, ConnectionLost, DeadlineExceeded, InternalError, Unreachable, WrongKey,
-)  # fmt: skip
 _MAX_FRAMES_PER_BURST = 60  # of one message; the rpc layer allows 64
 
 
@@ -96,8 +84,8 @@ class LinkServer:
 
 
 async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, Buffer], None]) -> tuple[str, ...]:
-    """Get chunks from another agent and `keep` each. Those that could not be had are returned. Raises what `keep` raises
-    but ChunkCorrupt: a damaged one could not be had either."""
+    """Get chunks from another agent and `keep` each. Returns the hashes of those that the peer did not send, or damaged.
+    Raises what `keep` raises, except ChunkCorrupt."""
     missing: list[str] = []
     in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
     deadline = time.monotonic() + request.seconds
@@ -105,15 +93,21 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
 
         async def fetch(chunk: str) -> None:
             async with in_flight:
+                remaining = max(deadline - time.monotonic(), 0.001)
                 try:
-                    remaining = max(deadline - time.monotonic(), 0.001)
-                    reply = await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)
-                    if len(reply.payload) != 1:
-                        raise BadMessage(reason=f"a chunk came as {len(reply.payload)} frames")
-                    await asyncio.to_thread(keep, chunk, reply.payload[0])
-                except _NOT_TO_BE_HAD as error:
-                    log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, error)
-                    missing.append(chunk)
+                    payload = (await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)).payload
+                except HearthError as error:  # whatever it is, the peer did not send this chunk
+                    return lacks(chunk, str(error))
+                if len(payload) != 1:
+                    return lacks(chunk, f"it came as {len(payload)} frames")
+                try:
+                    await asyncio.to_thread(keep, chunk, payload[0])
+                except ChunkCorrupt as error:
+                    lacks(chunk, str(error))
+
+        def lacks(chunk: str, reason: str) -> None:
+            log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, reason)
+            missing.append(chunk)
 
         await all_or_first_error(map(fetch, request.hashes))
     return tuple(missing)

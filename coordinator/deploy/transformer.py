@@ -14,7 +14,7 @@ from coordinator.deploy.workers import Workers, errors_of
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes, chunks_for_rank
-from hearth.errors import BadMessage, BadRequest, FrameTooLarge, QueueFull
+from hearth.errors import BadMessage
 from hearth.plan.profile import Link
 from hearth.plan.transformer import Plan, Values
 from hearth.trace import shift_to_common_clock
@@ -35,9 +35,6 @@ from hearth.wire.rpc import Reply
 
 if TYPE_CHECKING:
     import numpy as np
-
-# What is wrong with one request and not with the plan: whatever else runs on it goes on.
-_OF_THE_REQUEST = (BadRequest, FrameTooLarge, QueueFull)
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ class Deployment(Workers):
         """Rank 0 continues a prompt [T] int32: tokens as they come, then the end. Closed early, it forgets the sequence.
 
         `timeout_seconds` bounds the wait for each answer. Raises as `run_step` does, for all sequences that run; an error
-        of this request alone (BadRequest, QueueFull) leaves the others alone.
+        of the scope `request` leaves the others alone.
         """
         if self.failure is not None:
             raise self.failure
@@ -213,7 +210,7 @@ class Deployment(Workers):
             waits: set[asyncio.Future[Any]] = {following, self._failed}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             errors = errors_of([following])
-            if errors and isinstance(errors[0], _OF_THE_REQUEST):
+            if errors and errors[0].scope == "request":
                 raise errors[0]
             if errors or self.failure is not None:
                 raise await self.give_up([following])

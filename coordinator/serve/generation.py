@@ -16,12 +16,8 @@ from hearth.errors import (
     BadRequest,
     ContextTooLong,
     DeadlineExceeded,
-    DeviceLost,
     HearthError,
-    LeaseLost,
     QueueFull,
-    StepFailed,
-    WorkerDied,
 )
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import Plan
@@ -46,8 +42,6 @@ _MAX_STOP_CHARACTERS = 1000  # of a stop text: each is looked for at every token
 _LATE_SECONDS = 10.0  # by which an agent's patience exceeds the request's own, which knows better what to say
 _WARM_UP_TOKENS = 8
 _WARM_UP_SECONDS = 120.0
-# The plan has failed, not the request: it goes on with the next plan.
-_GO_ON = (WorkerDied, DeviceLost, StepFailed, LeaseLost, DeadlineExceeded)
 
 
 class Deployed(Protocol):
@@ -202,7 +196,7 @@ class Generations:
                         except HearthError as error:
                             self._host.failed_on(deployment, error)
                             num_failures += 1
-                            if num_failures > _MAX_FAILURES or not isinstance(error, _GO_ON):
+                            if num_failures > _MAX_FAILURES or error.scope not in ("worker", "peer"):
                                 raise
                             break
                         if isinstance(event, TokensGenerated):

@@ -31,7 +31,6 @@ from hearth.errors import (
     BadRequest,
     BadSetting,
     DeadlineExceeded,
-    FrameTooLarge,
     NotServing,
     QueueFull,
     StepFailed,
@@ -163,7 +162,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
             result = await deployment.infer(inputs, trace)
         except Exception as error:
             failure = failure_of(error)
-            if deployment is not None and isinstance(failure, StepFailed | FrameTooLarge):
+            if deployment is not None and isinstance(failure, StepFailed):
                 self._failed_request(failure, None)
                 self._doubt(deployment)
             else:

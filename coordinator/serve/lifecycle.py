@@ -21,7 +21,7 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import allowed
 from coordinator.serve.replanning import failure_of
 from coordinator.serve.state import GraphGoal, SavedState, ServingGoal, StateFile
-from hearth.errors import BadRequest, DeviceLost, HearthError, NoDevices, NotServing, QueueFull, TextTooLong, WorkerDied
+from hearth.errors import DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
 from hearth.plan.graph import GraphPlan
 from hearth.plan.transformer import Plan
 from hearth.platform.asyncio_tools import within
@@ -29,8 +29,6 @@ from hearth.wire.messages import WireStats
 
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
 _RETRY_SECONDS = 2.0
-# What is wrong with one request and not with what it runs on.
-OF_THE_REQUEST = (BadRequest, TextTooLong, QueueFull)
 
 _G = TypeVar("_G", ServingGoal, GraphGoal)
 _P = TypeVar("_P", Plan, GraphPlan)
@@ -175,7 +173,7 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
     def failed_on(self, deployment: object, error: HearthError) -> None:
         """An error that is not the request's own ends the deployment it ran on (not a newer one)."""
         current = self._deployment
-        if current is not None and current is deployment and not isinstance(error, OF_THE_REQUEST):
+        if current is not None and current is deployment and error.scope != "request":
             current.fail(error)
             self._lost(current)
 

@@ -159,7 +159,7 @@ class Codec:
 
         `verbatim`: neither converted nor compressed.
         """
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")  # ascontiguousarray would give a scalar an axis
         values, planes = _to_wire(array, ValueFormat.EXACT if verbatim else self._values, self._casts)
         compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]

@@ -32,7 +32,6 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 _A_HAIR = 1.01  # one more device is one more that can fail
 _MAX_REFITS = 4  # what a device holds beside weights is known only when it is known what runs there
 _PROVEN = 1 + 1e-6
-_NO_PLAN = (ModelDoesNotFit, NoPlacement)
 
 
 # ---- graphs -----------------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ def _candidate(request: GraphRequest, strategy: str) -> Candidate:
                     ]
                 ),
             )
-    except _NO_PLAN as error:
+    except (ModelDoesNotFit, NoPlacement) as error:
         return Candidate(strategy, reason=_no_plan(error))
     return Candidate(strategy, reason="does not fit: what it holds beside weights finds no room")
 
@@ -286,7 +285,7 @@ def plan_instance(
         progress(each)
         try:
             found.append(Candidate(each, place(problem, each, time_limit_seconds)))
-        except _NO_PLAN as error:
+        except (ModelDoesNotFit, NoPlacement) as error:
             found.append(Candidate(each, reason=_no_plan(error)))
             failure = error
     ordered = sorted(found, key=lambda each: each.seconds("latency"))

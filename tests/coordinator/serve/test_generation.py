@@ -45,6 +45,7 @@ from hearth.errors import (
     ContextTooLong,
     DeadlineExceeded,
     DeviceLost,
+    FrameTooLarge,
     HearthError,
     InternalError,
     NotServing,
@@ -79,6 +80,7 @@ PLAN = make_plan(SPEC, "hmp", (1, 1)).model_copy(
     update={"generation": Generation(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT)}
 )
 DIED = WorkerDied(device="device1", reason="killed")
+ERRORS_OF_A_REQUEST = (BadRequest(reason="no"), FrameTooLarge(num_bytes=2, cap_bytes=1), QueueFull(limit=1))
 MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
 
 
@@ -183,7 +185,7 @@ class Host:
 
     def failed_on(self, deployment: Deployed, error: HearthError) -> None:
         self.errors.append(error)
-        if self.serves(deployment) and not isinstance(error, BadRequest):
+        if self.serves(deployment) and error.scope != "request":
             self.is_ready = False
             asyncio.get_running_loop().call_later(self._pause_seconds, self._next)
 
@@ -393,8 +395,8 @@ def test_after_three_failures_one_more_is_told() -> None:
     assert len(host.errors) == 4
 
 
-@pytest.mark.parametrize("error", [InternalError(where="a worker", reason="a fault"), BadRequest(reason="too many")])
-def test_a_fault_of_ours_and_of_the_request_are_not_tried_again(error: HearthError) -> None:
+@pytest.mark.parametrize("error", [InternalError(where="a worker", reason="a fault"), *ERRORS_OF_A_REQUEST], ids=repr)
+def test_internal_and_request_errors_are_not_retried(error: HearthError) -> None:
     host = Host(Script(fails=[(1, error)]), Script())
     with pytest.raises(type(error)):
         asyncio.run(ask(host, max_tokens=20))
@@ -612,11 +614,12 @@ def test_a_lost_device_ends_the_stream_at_once() -> None:
     asyncio.run(main())
 
 
-def test_an_error_of_one_request_leaves_the_plan_alone() -> None:
+@pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
+def test_an_error_of_one_request_leaves_the_deployment_alone(error: HearthError) -> None:
     async def main() -> None:
-        agents = Agents(Script(fails=[(0, BadRequest(reason="no"))]))
+        agents = Agents(Script(fails=[(0, error)]))
         deployment, answers = await deployed(agents)
-        with pytest.raises(BadRequest):
+        with pytest.raises(type(error)):
             await anext(answers)
         assert (agents.aborted, deployment.failure) == ([], None)
 
@@ -649,6 +652,24 @@ def serving(folder: Path, family: str, **goal: Any) -> Server:
     server = Server(settings, SimpleNamespace(), lambda line: None)  # type: ignore[arg-type]
     server.start(ServingGoal(model_dir=str(write_model(folder / "model", family)), **goal))
     return server
+
+
+@pytest.mark.parametrize("error", [*ERRORS_OF_A_REQUEST, StepFailed(device="device1", reason="silent")], ids=repr)
+def test_only_errors_beyond_the_request_end_the_deployment(error: HearthError, tmp_path: Path) -> None:
+    async def main() -> None:
+        server = serving(tmp_path, "llama")
+        deployment = Deployment(Agents(Script(fails=[(1, error)])), PLAN)  # type: ignore[arg-type]
+        server._deployment = deployment
+        server._stale.clear()
+        server._ready.set()
+        request = Generate(max_tokens=5, timeout_seconds=1.0)
+        answers = server.generate(request, np.ones(1, np.int32))
+        with pytest.raises(type(error) if error.scope == "request" else NotServing):
+            await _all(answers)
+        kept = error.scope == "request"
+        assert (server.serves(deployment), deployment.failure) == ((True, None) if kept else (False, error))
+
+    asyncio.run(main())
 
 
 def test_a_model_is_asked_only_for_what_it_can(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -179,6 +179,7 @@ def test_what_the_peer_must_refuse_is_not_sent() -> None:
     ),
     wires,
 )
+@example(np.array(0, np.float32), WireFormat(values="bf16", lz4="on"))  # no axis, whose values a format could scale
 def test_tensors_of_a_graph_may_have_any_type_and_only_floats_lose(array: np.ndarray, wire: WireFormat) -> None:
     _, result = decode_tile(TOKEN, frames_of(array, wire, KEY._replace(phase=Phase.TENSOR)))
     assert (result.shape, result.dtype) == (array.shape, array.dtype)

@@ -10,7 +10,7 @@ import numpy as np
 
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from agent.worker.transformer.generation.steps import Generation
-from hearth.errors import BadRequest, HearthError
+from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.transformer import Plan
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
@@ -125,6 +125,9 @@ class Leader:
         )
 
     def _fail(self, error: HearthError) -> Answers:
+        """End this plan. A step is of all requests, so that none of them can be at fault alone."""
+        if error.scope == "request":
+            error = StepFailed(device="rank 0", reason=error.explanation())
         self._failure = error
         failed, self._asked = list(self._asked.values()), {}
         self._scheduler = self._new_scheduler()

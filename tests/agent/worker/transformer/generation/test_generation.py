@@ -12,7 +12,7 @@ from support.models import save_random_model, small_decoder
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
-from hearth.errors import BadRequest, StepFailed
+from hearth.errors import BadRequest, FrameTooLarge, StepFailed
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan
 from hearth.wire.messages import Sampling
@@ -273,6 +273,19 @@ def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any) -> No
         assert home.leader.idle
         with pytest.raises(StepFailed, match="it is gone"):
             home.submit([5, 6, 7], 50)
+
+
+def test_a_frame_too_large_inside_a_step_ends_the_plan_not_only_a_request(models: Any) -> None:
+    """The other ranks wait for that step: the coordinator must deploy again, so the error may not have scope request."""
+    model_dir = models("llama")
+    with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
+        home = Home(cluster)
+        home.submit([5, 6, 7], 50)
+        home.step()
+        cluster.communicators[0].abort(FrameTooLarge(num_bytes=2, cap_bytes=1))
+        with pytest.raises(StepFailed, match="larger than the cap") as error:
+            home.run()
+        assert error.value.scope == "worker"
 
 
 @pytest.mark.parametrize(
