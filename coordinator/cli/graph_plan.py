@@ -21,10 +21,11 @@ from coordinator.cli.graph_tables import (
 )
 from coordinator.cli.output import err, out, print_json
 from coordinator.cli.picture import check_picture, drawing_of, save_picture
+from coordinator.devices.cluster_file import read_cluster, read_instance
 from coordinator.devices.graph_profiling import GraphProfiler
 from coordinator.models.graph_file import Graph, kind_of, open_graph
-from coordinator.plan.graph.cluster import GraphCluster, read_cluster, with_limits
-from coordinator.plan.graph.latency.problem import PlacementProblem, read_instance
+from coordinator.plan.graph.cluster import GraphCluster, with_limits
+from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.price import price
 from coordinator.plan.graph.request import Planned, check_strategy
 from coordinator.serve.config import load_settings

@@ -13,7 +13,8 @@ from coordinator.deploy.distribution import Distribution, Progress
 from coordinator.deploy.workers import Workers, errors_of
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes, chunks_for_rank
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
+from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadMessage
 from hearth.plan.profile import Link
 from hearth.plan.transformer import Plan, Values

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
+from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
-from coordinator.plan.graph.latency.problem import read_instance
 from coordinator.serve.solving import MARK, decode_request, encode_planned
 from hearth.errors import HearthError
 
@@ -24,9 +25,9 @@ def main() -> None:
     try:
         if "path" in fields:
             problem = read_instance(fields["path"], fields["congestion"])
-            planned = plan_instance(problem, fields["strategy"], fields["time_limit_seconds"], progress)
+            planned = plan_instance(problem, fields["strategy"], fields["time_limit_seconds"], time.monotonic, progress)
         else:
-            planned = plan_graph(decode_request(fields), progress)
+            planned = plan_graph(decode_request(fields), time.monotonic, progress)
         result = encode_planned(planned)
     except HearthError as error:
         result = {"error": error.code, "details": error.details()}

@@ -188,7 +188,7 @@ class BlocksProfiled(_Message):
 
 
 class ChunkRef(_Message):
-    """One hash-named piece of a checkpoint, and the grain it holds (see `coordinator.models.checkpoint.sharding`)."""
+    """One hash-named piece of a checkpoint, and the grain it holds (see `coordinator.models.checkpoint.chunk_layout`)."""
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]

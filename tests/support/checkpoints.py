@@ -14,7 +14,8 @@ import numpy as np
 from safetensors.numpy import load, save_file
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.sharding import all_chunks, chunk_bytes
+from coordinator.models.checkpoint.chunk_layout import all_chunks
+from coordinator.models.checkpoint.sharding import chunk_bytes
 from hearth.plan.model_spec import ModelSpec
 
 H, FFN, VOCAB, POSITIONS, LAYERS = 24, 130, 2500, 16, 2

@@ -21,7 +21,8 @@ from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import Generation
 from agent.worker.transformer.shard import load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.sharding import chunk_bytes, chunks_for_rank, manifest
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
+from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
 from hearth.errors import HearthError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import Plan

@@ -14,8 +14,8 @@ from types import TracebackType
 import psutil
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_weights
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import all_chunks, chunk_weights
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.transformer import Plan, PlannedDevice
 from hearth.platform.units import format_bytes

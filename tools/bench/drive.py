@@ -17,8 +17,9 @@ import zmq
 
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import chunk_bytes, chunks_for_rank, manifest
+from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, Link

@@ -26,7 +26,7 @@ from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import Generation
 from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.shard import load_shard
-from coordinator.models.checkpoint.sharding import chunks_for_rank
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from hearth.errors import HearthError, InternalError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import Generation as Promise

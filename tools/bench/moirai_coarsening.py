@@ -169,12 +169,12 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
     """Plan a graph with and without coarsening."""
     on_each = on_devices(profiled.operator_seconds)
     fine = problem_on_devices(spec, on_each, congestion)
-    placed = solve(fine, time_limit)
+    placed = solve(fine, time_limit, time.monotonic)
     began = time.monotonic()
     coarsened = coarsen(spec)
     coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
     coarsening_seconds = time.monotonic() - began
-    coarse_placed = solve(coarse, time_limit)
+    coarse_placed = solve(coarse, time_limit, time.monotonic)
     refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.schedule)
     baselines, coarse_baselines = _baselines(fine), _baselines(coarse)
     return CoarseningRow(

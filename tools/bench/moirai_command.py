@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as _json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
@@ -12,10 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from rich.status import Status
 
 from coordinator.cli.output import err, out
+from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.moirai import solve
-from coordinator.plan.graph.latency.problem import PlacementProblem, read_instance
+from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Placement
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
@@ -90,10 +92,18 @@ def measure(problem: PlacementProblem, strategy: str, time_limit: float, workers
         strategy=strategy,
     )
     try:
-        placement = solve(problem, time_limit, workers) if strategy == "moirai" else BASELINES[strategy](problem)
+        placement = _place(problem, strategy, time_limit, workers)
     except (NoPlacement, ModelDoesNotFit):
         return row
     return row.model_copy(update=_figures(problem, placement, strategy))
+
+
+def _place(problem: PlacementProblem, strategy: str, time_limit: float, workers: int) -> Placement:
+    if strategy == "moirai":
+        return solve(problem, time_limit, time.monotonic, workers)
+    began = time.monotonic()
+    schedule = BASELINES[strategy](problem)
+    return Placement(strategy, schedule, planning_seconds=time.monotonic() - began)
 
 
 def _figures(problem: PlacementProblem, placement: Placement, strategy: str) -> dict[str, object]:

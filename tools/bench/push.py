@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import cached_manifest, chunks_for_rank
+from coordinator.models.checkpoint.sharding import cached_manifest
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.transformer import Generation, Plan, Strategy

@@ -1,6 +1,6 @@
 """From a graph and a cluster to plans: a strategy places operators, the graph is cut by it, the simulator prices the cut.
 
-`auto` takes the best under the simulator, "one device" included.
+`auto` takes the best under the simulator, "one device" included. Pure: `clock` returns seconds and is an argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coordinator.plan.graph.memory import memory_use, reserved_bytes
 from coordinator.plan.graph.price import home_seconds, price, segment_seconds, transfers_of
 from coordinator.plan.graph.rebalance import balanced
 from coordinator.plan.graph.request import AUTO, Answer, Candidate, GraphRequest, Planned, check_strategy, seconds_of
-from coordinator.plan.graph.throughput.planners import plan_pipeline
+from coordinator.plan.graph.throughput.planners import SearchOptions, plan_pipeline
 from coordinator.plan.graph.wire import on_wire
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
@@ -32,12 +32,13 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 _A_HAIR = 1.01  # one more device is one more that can fail
 _MAX_REFITS = 4  # what a device holds beside weights is known only when it is known what runs there
 _PROVEN = 1 + 1e-6
+Clock = Callable[[], float]
 
 
 # ---- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def plan_graph(request: GraphRequest, progress: Callable[[str], None] = lambda strategy: None) -> Planned:
+def plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None) -> Planned:
     """The plan that was asked for, beside "one device" and what else was looked at.
 
     Raises ModelDoesNotFit, BadSetting.
@@ -48,7 +49,7 @@ def plan_graph(request: GraphRequest, progress: Callable[[str], None] = lambda s
     for strategy in asked:
         if strategy != "local" and len(request.cluster.devices) > 1:
             progress(strategy)
-            found.append(_candidate(request, strategy))
+            found.append(_candidate(request, strategy, clock))
     return _choose(request, found)
 
 
@@ -161,12 +162,12 @@ def _locals(request: GraphRequest) -> list[Candidate]:
 # ---- strategies -------------------------------------------------------------------------------------------------------
 
 
-def _candidate(request: GraphRequest, strategy: str) -> Candidate:
+def _candidate(request: GraphRequest, strategy: str, clock: Clock) -> Candidate:
     """Ask one strategy; where its plan holds more than weights and finds no room, once more with less of it."""
     request = _with_rooms(request)
     try:
         for _ in range(_MAX_REFITS):
-            answer = _answer(request, strategy)
+            answer = _answer(request, strategy, clock)
             plan = _build(request, answer)
             if too_large := _cannot_travel(request, plan):
                 return Candidate(strategy, reason=too_large)
@@ -208,7 +209,7 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
     return replace(request, cluster=request.cluster.with_rooms(reserved))
 
 
-def _answer(request: GraphRequest, strategy: str) -> Answer:
+def _answer(request: GraphRequest, strategy: str, clock: Clock) -> Answer:
     """For latency, operators that onnxruntime runs as one are placed as one, and bounds are of such placements. Raises
     ModelDoesNotFit, NoPlacement."""
     spec, cluster = request.spec, request.cluster
@@ -225,13 +226,12 @@ def _answer(request: GraphRequest, strategy: str) -> Answer:
             cluster.latency_seconds,
             request.congestion,
         )
-        answer = place(problem, strategy, request.time_limit_seconds)
+        answer = place(problem, strategy, request.time_limit_seconds, clock)
         assignment = coarse.spread(answer.assignment)
         return answer._replace(assignment=assignment, starts=coarse.starts(answer.starts, assignment, cluster.seconds))
     seconds = _with_home(request.spec, cluster)
-    placed = plan_pipeline(
-        spec, seconds, rooms, cluster.bytes_per_second, strategy, request.time_limit_seconds, request.seed
-    )
+    options = SearchOptions(request.time_limit_seconds, request.seed, clock)
+    placed = plan_pipeline(spec, seconds, rooms, cluster.bytes_per_second, strategy, options)
     answer = Answer(
         strategy,
         tuple(placed.assignment),
@@ -256,11 +256,14 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     return seconds
 
 
-def place(problem: PlacementProblem, strategy: str, time_limit_seconds: float) -> Answer:
+def place(problem: PlacementProblem, strategy: str, time_limit_seconds: float, clock: Clock) -> Answer:
     """Ask one strategy for a schedule. Raises ModelDoesNotFit, NoPlacement."""
-    placed: Placement = (
-        moirai.solve(problem, time_limit_seconds) if strategy == "moirai" else BASELINES[strategy](problem)
-    )
+    if strategy == "moirai":
+        placed = moirai.solve(problem, time_limit_seconds, clock)
+    else:
+        began = clock()
+        schedule = BASELINES[strategy](problem)
+        placed = Placement(strategy, schedule, planning_seconds=clock() - began)
     return Answer(
         strategy,
         tuple(placed.assignment),
@@ -276,6 +279,7 @@ def plan_instance(
     problem: PlacementProblem,
     strategy: str,
     time_limit_seconds: float,
+    clock: Clock,
     progress: Callable[[str], None] = lambda strategy: None,
 ) -> Planned:
     """As `plan_graph` for a placement problem without a graph. Raises ModelDoesNotFit, BadSetting."""
@@ -284,7 +288,7 @@ def plan_instance(
     for each in AUTO["latency"] if strategy == "auto" else (strategy,):
         progress(each)
         try:
-            found.append(Candidate(each, place(problem, each, time_limit_seconds)))
+            found.append(Candidate(each, place(problem, each, time_limit_seconds, clock)))
         except (ModelDoesNotFit, NoPlacement) as error:
             found.append(Candidate(each, reason=_no_plan(error)))
             failure = error

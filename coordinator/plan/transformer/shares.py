@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from coordinator.models.checkpoint.sharding import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.memory import (
     COMPUTE_BYTES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from typer.testing import CliRunner
 
 from coordinator.cli import graph_plan
 from coordinator.cli.app import app
+from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.latency.checker import violations
-from coordinator.plan.graph.latency.problem import read_instance
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.graph.request import GraphRequest, Planned
 from hearth.plan.graph import graph_plan_from_json
@@ -39,10 +40,10 @@ def _plan_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's process takes a second to start, and is tested with the plans."""
 
     async def solve(request: GraphRequest, progress: Any) -> Planned:
-        return plan_graph(request, progress)
+        return plan_graph(request, time.monotonic, progress)
 
     async def solve_instance(path: str, strategy: str, congestion: bool, seconds: float, progress: Any) -> Planned:
-        return plan_instance(read_instance(path, congestion), strategy, seconds, progress)
+        return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
 
     monkeypatch.setattr(graph_plan, "solve", solve)
     monkeypatch.setattr(graph_plan, "solve_instance", solve_instance)

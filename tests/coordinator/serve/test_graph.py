@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -363,7 +364,7 @@ async def house(
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
     async def here(request: GraphRequest) -> Planned:  # the planner's process is tested with the plans
-        return plan_graph(request)
+        return plan_graph(request, time.monotonic)
 
     monkeypatch.setattr(serving, "solve", here)
     fleet, lines = FakeFleet(names, graph), []

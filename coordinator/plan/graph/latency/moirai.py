@@ -6,12 +6,11 @@
    they leave out is put around it by list scheduling (contention.py). Blocks that repeat are solved once (patterns.py).
 3. Small graphs as one model (cpsat.py); large ones window by window (windows.py).
 
-All work is done in whole ticks; what is found is priced by the simulator on the true times.
+All work is done in whole ticks; what is found is priced by the simulator on the true times. Pure: `clock` is an argument.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -34,10 +33,7 @@ _PATH_SHARE = 0.5  # of the time, where the path is only a bound
 
 
 def solve(
-    problem: PlacementProblem,
-    time_limit_seconds: float,
-    num_workers: int = 1,
-    clock: Callable[[], float] = time.monotonic,
+    problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int = 1
 ) -> Placement:
     """The best placement found within the time limit, with a bound.
 
@@ -45,14 +41,14 @@ def solve(
     cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit with the bytes that are missing, or
     NoPlacement when it was not found out in time whether the graph fits.
     """
-    search = _Search(problem, time_limit_seconds, num_workers, clock)
+    search = _Search(problem, time_limit_seconds, clock, num_workers)
     search.run()
     return search.placement()
 
 
 class _Search:
     def __init__(
-        self, problem: PlacementProblem, time_limit_seconds: float, num_workers: int, clock: Callable[[], float]
+        self, problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int
     ) -> None:
         self._problem = problem
         self._ticked, self._ticks_per_unit = in_ticks(problem)
@@ -67,7 +63,7 @@ class _Search:
     def run(self) -> None:
         for baseline in BASELINES.values():
             try:
-                placed = baseline(self._problem).schedule
+                placed = baseline(self._problem)
             except NoPlacement:
                 continue
             self._offer(placed.assignment, placed.order)

@@ -1,4 +1,4 @@
-"""Where each operator of a graph shall run so that one request is done soonest: the problem, and its readers. Pure.
+"""Where each operator of a graph shall run so that one request is done soonest. Pure.
 
 The model of Moirai (arXiv 2312.04025, III-D): operator i takes p_ik on device k and m_i of its memory; a data flow takes
 p^comm_qk'k'' from device k' to k''. One thing is said more exactly than there: a tensor that several operators on one
@@ -7,15 +7,12 @@ device take travels to that device once. In the paper's own instances every edge
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hearth.errors import BadGraph
 from hearth.plan.graph_spec import GraphSpec
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -190,45 +187,3 @@ def problem_of(
 def seconds_by_flops(spec: GraphSpec, flops_per_second: Sequence[float]) -> Matrix:
     """Operator times where no profile is at hand: [n][K]."""
     return tuple(tuple(operator.flops / rate for rate in flops_per_second) for operator in spec.operators)
-
-
-def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
-    """A problem as the Moirai authors publish theirs, as JSON; times and memory stay in its units. Raises BadGraph."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
-    except ValueError as error:
-        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
-    try:
-        return _instance(data, congestion)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise BadGraph(path=str(path), reason=f"it is no placement instance: {reason}") from None
-
-
-def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
-    num_devices = len(data["devices"])
-    ranks = range(num_devices)
-    nowhere: Matrix = tuple((0.0,) * num_devices for _ in ranks)
-    flows = []
-    for source, target, _, times, *_ in data["edges"]:
-        if times is not None and len(times) != num_devices**2:
-            raise ValueError(f"the edge {source} -> {target} has {len(times)} times for {num_devices} devices")
-        rows = (
-            nowhere
-            if times is None
-            else tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
-        )
-        flows.append(Flow(int(source), (int(target),), rows))
-    return PlacementProblem(
-        name=str(data["name"]),
-        operators=tuple(str(node["name"]) for node in data["nodes"]),
-        devices=tuple(str(device["name"]) for device in data["devices"]),
-        seconds=tuple(tuple(map(float, node["time"])) for node in data["nodes"]),
-        memory_bytes=tuple(int(node["memory"]) for node in data["nodes"]),
-        budget_bytes=tuple(int(device["mem"]) for device in data["devices"]),
-        flows=tuple(flows),
-        latency=nowhere,
-        congestion=congestion,
-    )

@@ -3,18 +3,20 @@
 The published planner and its baselines cut a graph where a single operator carries all (`candidate_chain`), as the paper
 has it; `pipeline-exact` cuts it also where several tensors pass (`fine_chain`), of which the former are a part.
 
-pipeline        as published (pipeline_published)
-pipeline-exact  the lowest bottleneck of compute and transfers, proven where time allows (pipeline_exact)
-random, joint   the paper's baselines (pipeline_baselines)
+pipeline        as published (published)
+pipeline-exact  the lowest bottleneck of compute and transfers, proven where time allows (exact)
+random, joint   the paper's baselines (baselines)
+
+Pure.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
+from typing import NamedTuple
 
 from coordinator.plan.graph.throughput.baselines import joint_stages, random_stages
 from coordinator.plan.graph.throughput.exact import Answer, best_stages, relaxed_bound
@@ -31,10 +33,21 @@ from coordinator.plan.graph.throughput.published import published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
-__all__ = ["PLANNERS", "PipelinePlacement", "PipelineProblem", "Planner", "pipeline_problem", "plan_pipeline"]
+__all__ = [
+    "PLANNERS", "PipelinePlacement", "PipelineProblem", "Planner", "SearchOptions", "pipeline_problem", "plan_pipeline",
+]  # fmt: skip
 
-# Of a problem, a time limit in seconds and a seed. Raises ModelDoesNotFit.
-Planner = Callable[[PipelineProblem, float, int], PipelinePlacement]
+
+class SearchOptions(NamedTuple):
+    """`clock` returns seconds; the search ends when `time_limit_seconds` have passed on it. `seed` makes it repeatable."""
+
+    time_limit_seconds: float
+    seed: int
+    clock: Callable[[], float]
+
+
+# Raises ModelDoesNotFit.
+Planner = Callable[[PipelineProblem, SearchOptions], PipelinePlacement]
 
 
 def plan_pipeline(
@@ -43,8 +56,7 @@ def plan_pipeline(
     memory_bytes: Sequence[int],
     rate: Matrix,
     strategy: str,
-    time_limit: float,
-    seed: int,
+    options: SearchOptions,
 ) -> PipelinePlacement:
     """A graph on K devices by one of `PLANNERS`; the rest as in `pipeline_problem`. Raises ModelDoesNotFit.
 
@@ -57,18 +69,18 @@ def plan_pipeline(
     fine = pipeline_problem(spec, seconds, memory_bytes, rate, chain=chain)
     least = replace(fine, boundary_bytes=tuple(map(float, chain.adjacent_bytes(spec))))
     if strategy != "pipeline-exact":
-        placed = PLANNERS[strategy](coarse, time_limit, seed)
+        placed = PLANNERS[strategy](coarse, options)
         bound = relaxed_bound(least, refined(coarse, placed.stages))
     else:
-        began = time.perf_counter()
+        began = options.clock()
         try:
-            known = [refined(coarse, published_stages(coarse, random.Random(seed)))]
+            known = [refined(coarse, published_stages(coarse, Random(options.seed)))]
         except ModelDoesNotFit:
             known = []
-        placed = plan_exact(fine, time_limit, seed, known)
-        left = began + time_limit - time.perf_counter()
-        bound = plan_exact(least, left, seed, [placed.stages]).bound_seconds
-        placed = replace(placed, planning_seconds=time.perf_counter() - began)
+        placed = plan_exact(fine, options, known)
+        left = options._replace(time_limit_seconds=began + options.time_limit_seconds - options.clock())
+        bound = plan_exact(least, left, [placed.stages]).bound_seconds
+        placed = replace(placed, planning_seconds=options.clock() - began)
     bound = min(bound, placed.bottleneck_seconds)
     return replace(placed, bound_seconds=bound, proven_optimal=bound >= placed.bottleneck_seconds)
 
@@ -79,26 +91,24 @@ def refined(coarse: PipelineProblem, stages: Stages) -> Stages:
     return tuple(Stage(ends[stage.first], ends[stage.last + 1] - 1, stage.device) for stage in stages)
 
 
-def plan_published(problem: PipelineProblem, time_limit: float, seed: int) -> PipelinePlacement:
-    return _timed(problem, lambda: published_stages(problem, random.Random(seed)))
+def plan_published(problem: PipelineProblem, options: SearchOptions) -> PipelinePlacement:
+    return _timed(problem, lambda: published_stages(problem, Random(options.seed)), options.clock)
 
 
-def plan_exact(
-    problem: PipelineProblem, time_limit: float, seed: int, known: Sequence[Stages] = ()
-) -> PipelinePlacement:
-    """Never worse than those that are known; without any than `pipeline` with the same seed, which it starts from then."""
-    began = time.perf_counter()
-    deadline = began + time_limit
-    answer = best_stages(problem, random.Random(seed), lambda: time.perf_counter() > deadline, known)
-    return _placement(problem, answer, time.perf_counter() - began)
+def plan_exact(problem: PipelineProblem, options: SearchOptions, known: Sequence[Stages] = ()) -> PipelinePlacement:
+    """Never worse than the `known` ones. Without any it starts from, and is never worse than, `pipeline` with this seed."""
+    began = options.clock()
+    deadline = began + options.time_limit_seconds
+    answer = best_stages(problem, Random(options.seed), lambda: options.clock() > deadline, known)
+    return _placement(problem, answer, options.clock() - began)
 
 
-def plan_random(problem: PipelineProblem, time_limit: float, seed: int) -> PipelinePlacement:
-    return _timed(problem, lambda: random_stages(problem, random.Random(seed)))
+def plan_random(problem: PipelineProblem, options: SearchOptions) -> PipelinePlacement:
+    return _timed(problem, lambda: random_stages(problem, Random(options.seed)), options.clock)
 
 
-def plan_joint(problem: PipelineProblem, time_limit: float, seed: int) -> PipelinePlacement:
-    return _timed(problem, lambda: joint_stages(problem))
+def plan_joint(problem: PipelineProblem, options: SearchOptions) -> PipelinePlacement:
+    return _timed(problem, lambda: joint_stages(problem), options.clock)
 
 
 PLANNERS: dict[str, Planner] = {
@@ -109,11 +119,11 @@ PLANNERS: dict[str, Planner] = {
 }
 
 
-def _timed(problem: PipelineProblem, search: Callable[[], Stages]) -> PipelinePlacement:
-    """The bound is looked for afterwards, and its time is not the planner's."""
-    began = time.perf_counter()
+def _timed(problem: PipelineProblem, search: Callable[[], Stages], clock: Callable[[], float]) -> PipelinePlacement:
+    """The bound is computed afterwards, so its time does not count as the planner's."""
+    began = clock()
     stages = search()
-    seconds = time.perf_counter() - began
+    seconds = clock() - began
     return _placement(problem, Answer(stages, relaxed_bound(problem, stages)), seconds)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-from coordinator.models.checkpoint.sharding import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
 from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
 from hearth.plan.geometry import COLUMN_GRAIN

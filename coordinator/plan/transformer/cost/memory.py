@@ -10,7 +10,7 @@ import math
 from functools import lru_cache
 from itertools import groupby
 
-from coordinator.models.checkpoint.sharding import ChunkKind, chunk_weights
+from coordinator.models.checkpoint.chunk_layout import ChunkKind, chunk_weights
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import Generation, Holding, MemoryUse, TransformerPlan

@@ -14,15 +14,9 @@ from support.checkpoints import CONFIGS, ours_of, reassembled, stored_as, tensor
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_weights, chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import (
-    all_chunks,
-    cached_manifest,
-    chunk_bytes,
-    chunk_weights,
-    chunks_for_rank,
-    manifest,
-)
+from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes, manifest
 from hearth.errors import BadCheckpoint
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, spans
 from hearth.plan.model_spec import ModelSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import chain, cluster_of, two_branches
 
+from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.cluster import GraphCluster, read_cluster, with_limits
+from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.memory import memory_use
 from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, timeline_of, transfers_of
 from coordinator.plan.graph.request import LATENCY, THROUGHPUT, GraphRequest, check_strategy, seconds_of
@@ -141,7 +143,7 @@ def test_a_plan_that_finds_no_room_beside_the_weights_is_made_anew() -> None:
     spec = chain(1, [1000] * 8, weights=[1 << 20] * 8)
     budget = (8 << 20) + (5 << 20)
     cluster = cluster_of(spec, [10.0, 10.0], 1e9, budget, process_bytes=0, load_bytes=8 << 20, run_bytes=4000)
-    plan = plan_graph(GraphRequest(spec, cluster, "throughput")).chosen.plan
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput"), time.monotonic).chosen.plan
     assert plan is not None
     assert plan.num_ranks == 2
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
@@ -155,7 +157,7 @@ def test_a_plan_that_finds_no_room_beside_the_weights_is_made_anew() -> None:
 def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, objective: Any, budget: int) -> None:
     cluster = cluster_of(spec, [1.0, 2.0, 1.5], 40.0, budget)
     try:
-        planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=1.0))
+        planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=1.0), time.monotonic)
     except (ModelDoesNotFit, NoPlacement):
         assert spec.parameter_bytes(range(spec.num_operators)) > budget
         return
@@ -181,7 +183,7 @@ def test_auto_shares_the_work_where_that_pays_and_only_there(
 ) -> None:
     spec = two_branches()
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second)
-    planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=2.0))
+    planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=2.0), time.monotonic)
     plan = planned.chosen.plan
     assert plan is not None
     assert plan.num_ranks == num_devices
@@ -198,7 +200,7 @@ def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
     spec = two_branches()
     objective: Any = "latency" if strategy in LATENCY else "throughput"
     request = GraphRequest(spec, cluster_of(spec, [1.0, 3.0], 50.0), objective, strategy, time_limit_seconds=1.0)
-    chosen = plan_graph(request).chosen
+    chosen = plan_graph(request, time.monotonic).chosen
     assert chosen.plan is not None
     assert chosen.answer is not None
     assert chosen.answer.strategy == chosen.plan.planner == strategy
@@ -208,19 +210,19 @@ def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
 def test_a_model_larger_than_all_devices_says_by_how_many_bytes() -> None:
     spec = chain(1, [1, 1, 1], weights=[100, 100, 100])
     with pytest.raises(ModelDoesNotFit) as error:
-        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 120)))
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 120)), time.monotonic)
     assert error.value.missing_bytes == 60
     with pytest.raises(ModelDoesNotFit) as error:
-        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, [200, 250]), strategy="local"))
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, [200, 250]), strategy="local"), time.monotonic)
     assert error.value.missing_bytes == 50
     with pytest.raises(NoPlacement):  # 300 bytes of room, but each device has it for one operator only
-        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 150), "throughput"))
+        plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 150), "throughput"), time.monotonic)
 
 
 def test_what_no_message_has_room_for_is_not_sent() -> None:
     spec = chain(1, [100 << 20, 100 << 20])
     cluster = cluster_of(spec, [1.0, 1.0], 1e15, 1 << 40, process_bytes=1)
-    planned = plan_graph(GraphRequest(spec, cluster, "throughput"))
+    planned = plan_graph(GraphRequest(spec, cluster, "throughput"), time.monotonic)
     assert planned.chosen.num_devices == 1
     assert any("more than a message takes" in each.reason for each in planned.candidates)
 
@@ -244,7 +246,7 @@ def test_the_planners_process_gives_what_planning_here_gives() -> None:
     cluster = cluster_of(spec, [1.0, 3.0], 50.0, latency_seconds=0.125, run_bytes=3)
     request = GraphRequest(spec, cluster, "throughput", time_limit_seconds=1.0, model_hash="ab" * 32)
     seen: list[str] = []
-    there, here = asyncio.run(solve(request, seen.append)), plan_graph(request)
+    there, here = asyncio.run(solve(request, seen.append)), plan_graph(request, time.monotonic)
     assert there.chosen.plan == here.chosen.plan
     assert [each.label for each in there.candidates] == [each.label for each in here.candidates]
     assert there.chosen.answer is not None
@@ -367,7 +369,7 @@ def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
     operators = [Operator(f"op{index}", kind, 1.0, (index,)) for index, kind in enumerate(kinds)]
     spec = from_edges("branches", operators, [100] * 6, edges, [Parameter(f"w{index}", 10) for index in range(6)])
     cluster = cluster_of(spec, [1.0, 0.9], bytes_per_second=1000.0)
-    planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy=strategy))
+    planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy=strategy), time.monotonic)
     answer = planned.chosen.answer
     assert answer is not None
     device = answer.assignment
@@ -385,7 +387,7 @@ def test_a_stage_that_receives_and_sends_gets_less_to_compute(seconds_of_an_end:
     spec = chain(1, [100] * 14)
     wire = WireCost(encrypted_seconds_per_byte=seconds_of_an_end / 100 / 4)
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=1e6, wire=wire)
-    planned = plan_graph(GraphRequest(spec, cluster, "throughput", strategy="pipeline-exact"))
+    planned = plan_graph(GraphRequest(spec, cluster, "throughput", strategy="pipeline-exact"), time.monotonic)
     answer, plan = planned.chosen.answer, planned.chosen.plan
     assert answer is not None
     assert plan is not None

@@ -43,7 +43,7 @@ def test_a_cut_that_is_too_large_in_full_is_taken_where_tensors_travel_in_half()
 
     def planned(wire: WireFormat) -> float:
         request = GraphRequest(spec, cluster, "throughput", "pipeline-exact", wire=wire)
-        plan = plan_graph(request).chosen.plan
+        plan = plan_graph(request, time.monotonic).chosen.plan
         assert plan is not None
         return plan.predicted.bottleneck_seconds
 
@@ -105,7 +105,7 @@ def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
     spec = replace(spec, tensors=(Tensor("image", 500, None, (0,)), first, *others))
     cluster = cluster_of(spec, [1.0, 1.0], 1e6, wire=WireCost(encrypted_seconds_per_byte=0.001))
     assert cluster.measured
-    plan = plan_graph(GraphRequest(spec, cluster, "throughput", "pipeline-exact")).chosen.plan
+    plan = plan_graph(GraphRequest(spec, cluster, "throughput", "pipeline-exact"), time.monotonic).chosen.plan
     assert plan is not None
     assert [len(segment.operators) for segment in plan.segments] == [3, 5]
 

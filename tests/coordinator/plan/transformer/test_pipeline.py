@@ -16,8 +16,8 @@ from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import all_chunks, chunks_for_rank
 from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of

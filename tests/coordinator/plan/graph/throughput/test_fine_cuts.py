@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from random import Random
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.graphs import two_branches
 
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.throughput.planners import PLANNERS, pipeline_problem, plan_pipeline, refined
+from coordinator.plan.graph.throughput.planners import PLANNERS, SearchOptions, pipeline_problem, plan_pipeline, refined
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from coordinator.plan.graph.throughput.published import published_stages
@@ -53,7 +54,7 @@ def test_every_cut_counts_and_no_planner_is_below_the_bound(seed: int) -> None:
     )
     for strategy in PLANNERS:
         try:
-            found = plan_pipeline(spec, seconds, memory, rate, strategy, 60.0, seed)
+            found = plan_pipeline(spec, seconds, memory, rate, strategy, SearchOptions(60.0, seed, time.monotonic))
         except ModelDoesNotFit:
             assert best is None or strategy != "pipeline-exact"
             continue
@@ -97,7 +98,7 @@ def test_what_passes_a_stage_by_is_not_in_the_bound() -> None:
     assert chain.boundary_bytes(spec) == (100, 110, 110)
     assert chain.adjacent_bytes(spec) == (100, 10, 10)
     args = (spec, [[1.0] * 4] * 4, [1000] * 4, [[100.0] * 4] * 4)
-    found = plan_pipeline(*args, "pipeline-exact", 10.0, 1)
+    found = plan_pipeline(*args, "pipeline-exact", SearchOptions(10.0, 1, time.monotonic))
     assert found.bottleneck_seconds == pytest.approx(1.1)
     assert (found.bound_seconds, found.proven_optimal) == (1.0, False)
 
@@ -106,7 +107,10 @@ def test_branches_that_run_side_by_side_are_shared() -> None:
     """0 -> (1 -> 2 | 3 -> 4) -> 5: no operator is passed by all but the ends, and yet two devices halve it."""
     spec = two_branches()
     args = (spec, [[1.0, 1.0]] * 6, [1000, 1000], [[1e6, 1e6]] * 2)
-    published, exact = (plan_pipeline(*args, strategy, 10.0, 1) for strategy in ("pipeline", "pipeline-exact"))
+    published, exact = (
+        plan_pipeline(*args, strategy, SearchOptions(10.0, 1, time.monotonic))
+        for strategy in ("pipeline", "pipeline-exact")
+    )
     # The published one cuts at points only, and for the least transfers not at all.
     assert published.bottleneck_seconds == 6.0
     assert not published.proven_optimal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from random import Random
 
@@ -17,7 +18,7 @@ from coordinator.plan.graph.throughput.baselines import nearest_stages
 from coordinator.plan.graph.throughput.exact import best_stages
 from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
 from coordinator.plan.graph.throughput.partitions import classes_of, least_transfers
-from coordinator.plan.graph.throughput.planners import PLANNERS, PipelineProblem, pipeline_problem
+from coordinator.plan.graph.throughput.planners import PLANNERS, PipelineProblem, SearchOptions, pipeline_problem
 from coordinator.plan.graph.throughput.problem import Stage, Stages
 from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of, theorem_bound
 from hearth.errors import ModelDoesNotFit
@@ -76,10 +77,10 @@ def test_exact_finds_and_proves_what_trying_everything_finds(seed: int) -> None:
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
     if not values:
         with pytest.raises(ModelDoesNotFit) as error:
-            PLANNERS["pipeline-exact"](problem, 60.0, seed)
+            PLANNERS["pipeline-exact"](problem, SearchOptions(60.0, seed, time.monotonic))
         assert error.value.missing_bytes > 0
         return
-    found = PLANNERS["pipeline-exact"](problem, 60.0, seed)
+    found = PLANNERS["pipeline-exact"](problem, SearchOptions(60.0, seed, time.monotonic))
     assert found.proven_optimal
     assert found.bottleneck_seconds == pytest.approx(min(values))
     assert found.bound_seconds == pytest.approx(min(values))
@@ -93,9 +94,9 @@ def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> Non
     for name, planner in PLANNERS.items():
         if not values:
             with pytest.raises(ModelDoesNotFit):
-                planner(problem, 60.0, seed)
+                planner(problem, SearchOptions(60.0, seed, time.monotonic))
             continue
-        found = planner(problem, 60.0, seed)
+        found = planner(problem, SearchOptions(60.0, seed, time.monotonic))
         problem.check(found.stages)
         assert found.bottleneck_seconds == pytest.approx(bottleneck(problem, found.stages))
         assert found.bound_seconds <= min(values) + 1e-9, name
@@ -156,10 +157,14 @@ def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> Pipelin
 def test_a_slow_device_is_left_out_and_a_fast_link_is_found() -> None:
     spec = chain(1, [8, 8, 8], [10, 10, 10])
     seconds = [[1.0, 1.0, 9.0]] * 3
-    found = PLANNERS["pipeline-exact"](pipeline_problem(spec, seconds, [100] * 3, [[8.0] * 3] * 3), 10.0, 0)
+    found = PLANNERS["pipeline-exact"](
+        pipeline_problem(spec, seconds, [100] * 3, [[8.0] * 3] * 3), SearchOptions(10.0, 0, time.monotonic)
+    )
     assert {stage.device for stage in found.stages} == {0, 1}
     assert (found.bottleneck_seconds, found.proven_optimal) == (2.0, True)
-    slow = PLANNERS["pipeline-exact"](pipeline_problem(spec, seconds, [100] * 3, [[1.0] * 3] * 3), 10.0, 0)
+    slow = PLANNERS["pipeline-exact"](
+        pipeline_problem(spec, seconds, [100] * 3, [[1.0] * 3] * 3), SearchOptions(10.0, 0, time.monotonic)
+    )
     assert len(slow.stages) == 1
     assert slow.bottleneck_seconds == 3.0
 
@@ -204,7 +209,7 @@ def test_shared_weights_are_held_once_by_a_stage() -> None:
     problem = pipeline_problem(spec, [[1.0]] * 3, [9], [[1.0]], compression=2.0)
     assert problem.stage_bytes.tolist() == [[7, 9, 9], [0, 2, 9], [0, 0, 7]]
     assert problem.boundary_bytes == (0.5, 0.5)
-    assert PLANNERS["pipeline"](problem, 1.0, 0).stages == (Stage(0, 2, 0),)
+    assert PLANNERS["pipeline"](problem, SearchOptions(1.0, 0, time.monotonic)).stages == (Stage(0, 2, 0),)
 
 
 # ---- k-paths ------------------------------------------------------------------------------------------------------------

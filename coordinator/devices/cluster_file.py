@@ -1,0 +1,189 @@
+"""Files that stand for devices: a cluster to plan an operator graph for, or a published placement problem."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
+from hearth.errors import BadGraph, BadSetting
+from hearth.plan.graph_spec import GraphSpec
+from hearth.platform.units import parse_bytes
+
+_MAX_DEVICES = 256
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+# ---- clusters ---------------------------------------------------------------------------------------------------------
+
+
+class _FileDevice(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=256)
+    memory: int | str  # bytes, or "512MiB": for weights
+    flops_per_second: _Positive | None = None
+    seconds_per_operator: _Seconds = 0.0  # on top, whatever the operator is
+    operator_seconds: dict[str, _Seconds] | None = None  # by name; those not named are priced by their FLOPs
+
+
+class _FileCluster(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    devices: tuple[_FileDevice, ...] = Field(min_length=1, max_length=_MAX_DEVICES)
+    mbit_per_second: _Positive | tuple[tuple[_Seconds, ...], ...] | None = None
+    latency_seconds: _Seconds | tuple[tuple[_Seconds, ...], ...] = 0.0
+
+
+def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
+    """A cluster from TOML (or JSON, by the file's ending), with every operator of `spec` priced. Raises BadSetting::
+
+    mbit_per_second = 60          # or a matrix [[0, 60], [20, 0]]: from row to column
+    latency_seconds = 0.001       # optional; a number or a matrix
+    [[devices]]
+    name = "kitchen"
+    memory = "512MiB"             # for weights
+    flops_per_second = 8e9
+    seconds_per_operator = 2e-5   # optional, on top
+    [devices.operator_seconds]    # optional: those known better than by their FLOPs, by operator name
+    conv1 = 0.004
+    """
+    try:
+        read = _FileCluster.model_validate(_values(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise _bad(path, f"{where}: {first['msg']}") from None
+    names = [device.name for device in read.devices]
+    if len(set(names)) < len(names):
+        raise _bad(path, "names a device twice")
+    if read.mbit_per_second is None and len(names) > 1:
+        raise _bad(path, "lacks mbit_per_second: a number, or a matrix from row to column")
+    rates = _matrix(path, "mbit_per_second", read.mbit_per_second or 0.0, len(names))
+    for source, row in enumerate(rates):
+        for target, rate in enumerate(row):
+            if source != target and rate <= 0:
+                raise _bad(path, f"mbit_per_second from {names[source]} to {names[target]} must be above 0")
+    latency = _matrix(path, "latency_seconds", read.latency_seconds, len(names))
+    per_device = [_operator_seconds(path, device, spec) for device in read.devices]
+    return GraphCluster(
+        devices=tuple(ClusterDevice(device.name, device.name, _memory(path, device)) for device in read.devices),
+        seconds=tuple(zip(*per_device, strict=True)),
+        bytes_per_second=tuple(
+            tuple(math.inf if i == j else rate * 1e6 / 8 for j, rate in enumerate(row)) for i, row in enumerate(rates)
+        ),
+        latency_seconds=tuple(
+            tuple(0.0 if i == j else seconds for j, seconds in enumerate(row)) for i, row in enumerate(latency)
+        ),
+    )
+
+
+def _values(path: Path) -> Any:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, f"cannot be read ({error})") from None
+    if path.suffix.lower() == ".json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise _bad(path, f"is no JSON ({error})") from None
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise _bad(path, f"is no TOML ({error})") from None
+    else:
+        raise _bad(path, "is TOML, which takes Python 3.11; write it as JSON here")
+
+
+def _memory(path: Path, device: _FileDevice) -> int:
+    try:
+        num_bytes = parse_bytes(device.memory) if isinstance(device.memory, str) else device.memory
+    except ValueError as error:
+        raise _bad(path, f"memory of {device.name}: {error}") from None
+    if num_bytes < 0:
+        raise _bad(path, f"memory of {device.name} is below 0")
+    return num_bytes
+
+
+def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...], size: int) -> Matrix:
+    if not isinstance(value, tuple):
+        return tuple((value,) * size for _ in range(size))
+    if len(value) != size or any(len(row) != size for row in value):
+        raise _bad(path, f"{field} must have {size} rows of {size} numbers, for {size} devices")
+    return value
+
+
+def _operator_seconds(path: Path, device: _FileDevice, spec: GraphSpec) -> tuple[float, ...]:
+    known = device.operator_seconds or {}
+    if unknown := known.keys() - {operator.name for operator in spec.operators}:
+        raise _bad(path, f"{device.name} has seconds for {min(unknown)}, which is no operator of {spec.name}")
+    found = []
+    for operator in spec.operators:
+        if operator.name in known:
+            found.append(known[operator.name])
+        elif device.flops_per_second is not None:
+            found.append(operator.flops / device.flops_per_second + device.seconds_per_operator)
+        else:
+            raise _bad(path, f"{device.name} needs flops_per_second, or operator_seconds for {operator.name}")
+    return tuple(found)
+
+
+def _bad(path: Path, reason: str) -> BadSetting:
+    return BadSetting(setting="--cluster", reason=f"{path} {reason}")
+
+
+# ---- published placement problems -------------------------------------------------------------------------------------
+
+
+def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
+    """A problem as the Moirai authors publish theirs, as JSON; times and memory stay in its units. Raises BadGraph."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
+    try:
+        return _instance(data, congestion)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise BadGraph(path=str(path), reason=f"it is no placement instance: {reason}") from None
+
+
+def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
+    num_devices = len(data["devices"])
+    ranks = range(num_devices)
+    nowhere: Matrix = tuple((0.0,) * num_devices for _ in ranks)
+    flows = []
+    for source, target, _, times, *_ in data["edges"]:
+        if times is not None and len(times) != num_devices**2:
+            raise ValueError(f"the edge {source} -> {target} has {len(times)} times for {num_devices} devices")
+        rows = (
+            nowhere
+            if times is None
+            else tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
+        )
+        flows.append(Flow(int(source), (int(target),), rows))
+    return PlacementProblem(
+        name=str(data["name"]),
+        operators=tuple(str(node["name"]) for node in data["nodes"]),
+        devices=tuple(str(device["name"]) for device in data["devices"]),
+        seconds=tuple(tuple(map(float, node["time"])) for node in data["nodes"]),
+        memory_bytes=tuple(int(node["memory"]) for node in data["nodes"]),
+        budget_bytes=tuple(int(device["mem"]) for device in data["devices"]),
+        flows=tuple(flows),
+        latency=nowhere,
+        congestion=congestion,
+    )
