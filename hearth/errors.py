@@ -23,6 +23,8 @@ class HearthError(Exception):
     """Root of all errors. `summary` says what is wrong and where, `advice` what to do; both are templates over the fields."""
 
     scope: ClassVar[Scope] = "plan"
+    # Whether what was asked for cannot hold, whatever devices and memory come: `hearth serve` ends instead of waiting.
+    contradiction: ClassVar[bool] = False
     summary: ClassVar[str] = "Something went wrong."
     advice: ClassVar[str] = "Run `hearth doctor`."
 
@@ -186,6 +188,7 @@ class BadSetting(HearthError):
     setting: str
     reason: str
     scope = "request"
+    contradiction = True
     summary = "The setting {setting} cannot be used: {reason}."
     advice = "Correct it and start again."
 
@@ -295,6 +298,7 @@ class UnsupportedArchitecture(HearthError):
     architecture: str
     supported: str
     scope = "request"
+    contradiction = True
     summary = "Models of the architecture '{architecture}' are not supported."
     advice = "Supported: {supported}."
 
@@ -316,6 +320,7 @@ class DynamicShape(HearthError):
     axis: int
     options: str
     scope = "request"
+    contradiction = True
     summary = "The model does not say how large axis {axis} of its input '{tensor}' is, and no value was given."
     advice = "Fix every open dimension: {options}."
 
@@ -326,6 +331,7 @@ class UnsupportedOperator(HearthError):
     node: str
     reason: str
     scope = "request"
+    contradiction = True
     summary = "The operator {operator} (node '{node}') cannot be used: {reason}."
     advice = "Export the model without it, or cut the model before it."
 
@@ -361,6 +367,7 @@ class NoPlacement(HearthError):
 class BadPlan(HearthError):
     reason: str
     scope = "plan"
+    contradiction = True
     summary = "The plan cannot be used: {reason}."
     advice = "Make a new one with `hearth plan`."
 

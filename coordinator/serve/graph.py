@@ -21,10 +21,10 @@ from coordinator.plan.graph.cluster import with_limits
 from coordinator.plan.graph.request import check_strategy, seconds_of
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import graph_request
-from coordinator.serve.lifecycle import Upkeep
 from coordinator.serve.replanning import failure_of
 from coordinator.serve.solving import solve
 from coordinator.serve.state import GraphGoal
+from coordinator.serve.upkeep import Upkeep
 from hearth.errors import (
     BadModelFile,
     BadPlan,

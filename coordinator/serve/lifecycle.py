@@ -1,286 +1,381 @@
-"""Keeps one model deployed, of whatever kind: plans, deploys, takes note of losses, plans anew. Requests are not here.
+"""The life cycle of one deployment as a pure state machine: `step(state, event, now)` gives the next state and actions.
 
-Who derives from this knows how a plan of its kind is made and what runs on it (`serving`, `graphs.serving`).
+Events report what happened, actions say what to do next; `controller` executes them. While nothing goes wrong:
+idle, settling (which devices are there?), profiling, planning, pushing weights, loading, warming up, serving.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
-from coordinator.deploy.distribution import Progress
-from coordinator.deploy.workers import Workers
-from coordinator.devices.fleet import Fleet
-from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import Device
-from coordinator.plan.limits import breach, unknown_names
-from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.goal import allowed
-from coordinator.serve.replanning import failure_of
-from coordinator.serve.state import GraphGoal, SavedState, ServingGoal, StateFile
-from hearth.errors import DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
+from hearth.errors import HearthError
 from hearth.plan.graph import GraphPlan
 from hearth.plan.transformer import Plan
-from hearth.platform.asyncio_tools import within
-from hearth.wire.messages import WireStats
 
-_WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
-_RETRY_SECONDS = 2.0
+Phase = Literal[
+    "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
+]  # fmt: skip
+AnyPlan: TypeAlias = Plan | GraphPlan
 
-_G = TypeVar("_G", ServingGoal, GraphGoal)
-_P = TypeVar("_P", Plan, GraphPlan)
-_D = TypeVar("_D", bound=Workers)
+RETRY_SECONDS = 2.0  # after a failure: long enough not to flood the log, short beside what planning and loading take
+HISTORY_LENGTH = 50  # moves that are kept: several recoveries, each of about eight moves
+_BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming")
 
 
-class Upkeep(ABC, Generic[_G, _P, _D]):
-    """One goal, one deployment at a time. `report` gets a line at each stage."""
+# ---- events: what happened ------------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        fleet: Fleet,
-        report: Callable[[str], None],
-        progress: Progress = lambda name, done, total: None,
-    ) -> None:
-        self.state = "starting"
-        self.goal: _G | None = None
-        self.plan: _P | None = None
-        self.served = 0
-        self.failed = 0
-        self.last_error = ""
-        self.last_latency_seconds: float | None = None
-        self.profiler = Profiler(fleet, settings.state_dir / "profiles", report)
-        self._settings = settings
-        self._fleet = fleet
-        self._report = report
-        self._progress = progress
-        self._file = StateFile(settings.state_dir)
-        self._last_epoch = 0
-        self._restored: _P | None = None  # to be tried once, at the start
-        self._chosen: _P | None = None  # by the background, for the deployment that follows
-        self._deployment: _D | None = None
-        self._stale = asyncio.Event()  # set: what is deployed is not what should be
-        self._ready = asyncio.Event()
+
+@dataclass(frozen=True)
+class GoalSet:
+    """A model is to be served; by `plan` if its devices come, as after a power cut."""
+
+    plan: AnyPlan | None = None
+
+
+@dataclass(frozen=True)
+class PlanRestored:
+    """All devices of the saved plan are there. `last_epoch` is the newest epoch that any agent has seen."""
+
+    last_epoch: int
+
+
+@dataclass(frozen=True)
+class PlanSetAside:
+    """The saved plan cannot be used: a device did not come, or a limit of the user forbids it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class DevicesSettled:
+    """The devices that a plan may use, as `coordinator.devices.registry.Device`."""
+
+    devices: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class DevicesProfiled:
+    """The cluster as the planner of this kind of model takes it."""
+
+    cluster: Any
+
+
+@dataclass(frozen=True)
+class PlanMade:
+    plan: AnyPlan
+    last_epoch: int
+
+
+@dataclass(frozen=True)
+class ChunksPushed:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class WorkersLoaded:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class WarmedUp:
+    epoch: int
+
+
+@dataclass(frozen=True)
+class BetterPlanMade:
+    """The background found a plan that is worth a change from the deployment `epoch`."""
+
+    plan: AnyPlan
+    epoch: int
+    last_epoch: int
+
+
+@dataclass(frozen=True)
+class DeploymentLost:
+    """The deployment `epoch` cannot go on: a device, a worker or the plan itself failed."""
+
+    epoch: int
+    error: HearthError
+
+
+@dataclass(frozen=True)
+class WorkFailed:
+    """An action of the bring-up raised `error`."""
+
+    error: HearthError
+
+
+@dataclass(frozen=True)
+class RetryDue:
+    """The pause after a failure is over."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """No request runs any more."""
+
+
+@dataclass(frozen=True)
+class DrainTimedOut:
+    """Requests still run, and the time that they had to finish is over."""
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The coordinator is told to stop. A second request does not wait for running requests."""
+
+
+Event: TypeAlias = (
+    GoalSet | PlanRestored | PlanSetAside | DevicesSettled | DevicesProfiled | PlanMade | ChunksPushed | WorkersLoaded
+    | WarmedUp | BetterPlanMade | DeploymentLost | WorkFailed | RetryDue | Drained | DrainTimedOut | StopRequested
+)  # fmt: skip
+
+
+# ---- actions: what to do next ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AwaitDevices:
+    """Wait for the devices of a saved plan."""
+
+    plan: AnyPlan
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Wait until the fleet is quiet. `recovering`: what is left must do, without a wait for newcomers."""
+
+    recovering: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    devices: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """`recovering`: clients wait, so a good plan soon is better than the best one later."""
+
+    cluster: Any
+    recovering: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write the goal, the plan and its epoch to disk, before any device sees that epoch."""
+
+    plan: AnyPlan
+
+
+@dataclass(frozen=True)
+class Push:
+    plan: AnyPlan
+
+
+@dataclass(frozen=True)
+class Load:
+    pass
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    pass
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Let requests onto the deployment, and look for a better plan in the background."""
+
+
+@dataclass(frozen=True)
+class StopAdmitting:
+    """Let no request onto the deployment. `refuse`: none will ever run, so say so; else they wait for the next plan."""
+
+    refuse: bool
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Wait for running requests, at most until this time."""
+
+    until: float
+
+
+@dataclass(frozen=True)
+class RecordLoss:
+    """Remember which device was lost: plans avoid it for a while."""
+
+    error: HearthError
+
+
+@dataclass(frozen=True)
+class TakeDown:
+    """Stop the deployment's workers, if there are any."""
+
+
+@dataclass(frozen=True)
+class WaitToRetry:
+    until: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end: regular, or with the error that no retry can mend."""
+
+    error: HearthError | None = None
+
+
+Action: TypeAlias = (
+    AwaitDevices | Settle | Profile | MakePlan | Save | Push | Load | WarmUp | Admit | StopAdmitting | Drain | RecordLoss
+    | TakeDown | WaitToRetry | Finish
+)  # fmt: skip
+Actions: TypeAlias = tuple[Action, ...]
+
+
+# ---- the state ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Move:
+    """At `at` seconds, `cause` moved the deployment to `phase`; a failure that repeats is one move, `times` over."""
+
+    at: float
+    phase: Phase
+    cause: Event
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Lifecycle:
+    """Where one deployment stands. `drain_seconds` is how long running requests may take before a planned end."""
+
+    drain_seconds: float
+    phase: Phase = "idle"
+    plan: AnyPlan | None = None  # of the deployment that is brought up, serves or drains
+    saved: AnyPlan | None = None  # tried first, once
+    following: AnyPlan | None = None  # while draining: what is deployed next; None: nothing
+    last_epoch: int = 0  # of all deployments of this home so far
+    has_served: bool = False
+    finished: bool = False  # nothing more happens
+    history: tuple[Move, ...] = ()
 
     @property
-    def ready(self) -> bool:
-        return self._ready.is_set()
+    def epoch(self) -> int | None:
+        """Of the present deployment."""
+        return self.plan.epoch if self.plan is not None else None
 
     @property
-    def wire(self) -> WireStats:
-        return self._deployment.wire if self._deployment else WireStats()
+    def cause(self) -> Event | None:
+        """The event that led to this phase."""
+        return self.history[-1].cause if self.history else None
 
-    @property
-    def dropped_messages(self) -> int:
-        return self._deployment.dropped_messages if self._deployment else 0
 
-    # ---- what a kind of model brings ------------------------------------------------------------------------------
+class IllegalMove(Exception):
+    """A fault of ours: an event that cannot happen in this phase. Carries how it came to it."""
 
-    @property
-    @abstractmethod
-    def queued(self) -> int:
-        """Requests that wait."""
+    def __init__(self, state: Lifecycle, event: Event) -> None:
+        self.state = state
+        self.event = event
+        moves = "\n".join(f"  {move.at:.3f} {move.phase} x{move.times}: {move.cause}" for move in state.history)
+        super().__init__(f"{event} cannot happen while {state.phase}; so far:\n{moves}")
 
-    @abstractmethod
-    async def run(self) -> None:
-        """Deploy and serve until cancelled."""
 
-    @abstractmethod
-    def _open(self, goal: _G) -> None:
-        """Read the model. Raises BadCheckpoint, BadModelFile, BadSetting, ..."""
+def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions]:
+    """Raises IllegalMove. An event of an earlier deployment changes nothing."""
+    if getattr(event, "epoch", state.epoch) != state.epoch or (state.finished and isinstance(event, StopRequested)):
+        return state, ()
+    moved = None if state.finished else _move(state, event, now)
+    if moved is None:
+        raise IllegalMove(state, event)
+    after, actions = moved
+    move = Move(now, after.phase, event)
+    return replace(after, history=_remembered(state.history, move)), actions
 
-    @abstractmethod
-    def _suits(self, plan: _P) -> bool:
-        """Whether a plan from before is for this model, and promises what is asked for now."""
 
-    @abstractmethod
-    async def _make_plan(self, goal: _G, devices: Sequence[Device]) -> _P:
-        """Profile these devices, and plan for them."""
+def _move(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions] | None:
+    """The table."""
 
-    @abstractmethod
-    def _deploying(self, plan: _P) -> _D:
-        """The deployment of a plan, with nothing on the devices yet."""
+    def to(phase: Phase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
+        return replace(state, phase=phase, **changes), actions
 
-    @abstractmethod
-    async def _bring_up(self, deployment: _D) -> None:
-        """Push, load and warm up."""
+    def deploy(plan: AnyPlan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:
+        epoch = max(state.last_epoch, last_epoch) + 1
+        plan = plan.with_epoch(epoch)
+        return to("pushing", *first, Save(plan), Push(plan), plan=plan, saved=None, following=None, last_epoch=epoch)
 
-    @abstractmethod
-    def _serving(self, plan: _P) -> str:
-        """The state's text while it is served."""
+    def settle(*first: Action) -> tuple[Lifecycle, Actions]:
+        return to("settling", *first, Settle(recovering=state.has_served), plan=None, saved=None, following=None)
 
-    async def _before_deploying(self) -> None:
-        """What goes on in the background for the old plan ends."""
+    def fail(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
+        last = Finish(error) if error.contradiction else WaitToRetry(now + RETRY_SECONDS)
+        return to("failed", *first, TakeDown(), last, plan=None, saved=None, finished=error.contradiction)
 
-    async def _after_deploying(self) -> None:
-        """It is being served: what is to be done beside."""
+    def end(*first: Action) -> tuple[Lifecycle, Actions]:
+        return to("idle", *first, TakeDown(), Finish(), plan=None, saved=None, following=None, finished=True)
 
-    def _reused(self, plan: _P) -> None:
-        """A plan from before is deployed again."""
+    def drain(refuse: bool, **changes: Any) -> tuple[Lifecycle, Actions]:
+        return to("draining", StopAdmitting(refuse), Drain(now + state.drain_seconds), **changes)
 
-    def _lost_device(self, device_id: str) -> None:
-        """A device was lost while it was in use."""
+    match state.phase, event:
+        case "idle", GoalSet(plan):
+            return to("settling", AwaitDevices(plan), saved=plan) if plan is not None else settle()
+        case "settling", PlanRestored(last_epoch) if state.saved is not None:
+            return deploy(state.saved, last_epoch)
+        case "settling", PlanSetAside() if state.saved is not None:
+            return settle()
+        case "settling", DevicesSettled(devices) if state.saved is None:
+            return to("profiling", Profile(devices))
+        case "profiling", DevicesProfiled(cluster):
+            return to("planning", MakePlan(cluster, recovering=state.has_served))
+        case "planning", PlanMade(plan, last_epoch):
+            return deploy(plan, last_epoch)
+        case "pushing", ChunksPushed():
+            return to("loading", Load())
+        case "loading", WorkersLoaded():
+            return to("warming", WarmUp())
+        case "warming", WarmedUp():
+            return to("serving", Admit(), has_served=True)
 
-    # ---- from outside ---------------------------------------------------------------------------------------------
+        case "serving", BetterPlanMade(plan, _, last_epoch):
+            return drain(refuse=False, following=plan, last_epoch=max(state.last_epoch, last_epoch))
+        case "draining", Drained() | DrainTimedOut():
+            return deploy(state.following, 0, TakeDown()) if state.following is not None else end()
 
-    def start(self, goal: _G, plan: _P | None = None) -> None:
-        """Serve `goal`, at first by `plan` if its devices come. Raises BadCheckpoint, BadModelFile, BadSetting, ..."""
-        self._last_epoch = self._file.load().last_epoch
-        self._open(goal)
-        self.goal = goal
-        self._restored = plan
-        self._file.save(SavedState(goal=goal, plan=plan, last_epoch=self._last_epoch))
-        self._stale.set()
+        case "pushing" | "loading" | "warming", DeploymentLost(_, error):
+            return fail(error, RecordLoss(error))
+        case "serving", DeploymentLost(_, error):
+            return settle(StopAdmitting(refuse=False), RecordLoss(error), TakeDown())
+        case "draining", DeploymentLost(_, error) if state.following is not None:
+            return settle(RecordLoss(error), TakeDown())
+        case "draining", DeploymentLost(_, error):
+            return end(RecordLoss(error))
+        case phase, WorkFailed(error) if phase in _BRING_UP:
+            return fail(error)
+        case "failed", RetryDue():
+            return settle()
 
-    def device_changed(self, device: Device) -> None:
-        """The fleet saw a change: fail what ran there, and plan anew."""
-        deployment = self._deployment
-        if deployment is None or device.device_id not in {d.device_id for d in deployment.devices}:
-            return
-        state = device.state
-        if device.health == "dead" or device.health == "busy":
-            deployment.fail(DeviceLost(device=device.name, reason=device.reason))
-        elif state is None:
-            deployment.fail(DeviceLost(device=device.name, reason="its agent was restarted"))
-        elif state.worker == "failed" and state.epoch == deployment.epoch:
-            deployment.fail(WorkerDied(device=device.name, reason=state.failure))
-        elif state.worker == "none" and self.ready:
-            deployment.fail(DeviceLost(device=device.name, reason="its worker is gone"))
-        if deployment.failure is not None:
-            self._lost(deployment)
+        case "serving", StopRequested():
+            return drain(refuse=True)
+        case "draining", StopRequested() if state.following is not None:
+            return drain(refuse=True, following=None)
+        case _, StopRequested():
+            return end(StopAdmitting(refuse=True))
+    return None
 
-    async def close(self) -> None:
-        if self._deployment is not None:
-            await self._deployment.close()
 
-    # ---- what requests run on -------------------------------------------------------------------------------------
+def _remembered(history: tuple[Move, ...], move: Move) -> tuple[Move, ...]:
+    """With the newest move, bounded. A failure that follows the same failure takes its place: hours of retries are one."""
+    if isinstance(move.cause, WorkFailed):
+        kept = list(history)
+        while kept and kept[-1].phase in _BRING_UP:
+            kept.pop()
+        before = kept[-1] if kept else None
+        if before is not None and isinstance(before.cause, WorkFailed) and _same(before.cause.error, move.cause.error):
+            return (*kept[:-1], replace(move, times=before.times + 1))
+    return (*history, move)[-HISTORY_LENGTH:]
 
-    async def deployed(self, timeout_seconds: float) -> _D:
-        """What is served, once something is. Raises NotServing."""
-        try:
-            await within(max(timeout_seconds, 0.001), self._ready.wait())
-        except asyncio.TimeoutError:
-            raise NotServing(state=self.state) from None
-        assert self._deployment is not None
-        return self._deployment
 
-    def serves(self, deployment: object) -> bool:
-        return self.ready and deployment is self._deployment
-
-    def failed_on(self, deployment: object, error: HearthError) -> None:
-        """An error that is not the request's own ends the deployment it ran on (not a newer one)."""
-        current = self._deployment
-        if current is not None and current is deployment and error.scope != "request":
-            current.fail(error)
-            self._lost(current)
-
-    def _failed_request(self, error: HearthError, deployment: _D | None) -> None:
-        self.failed += 1
-        self.last_error = str(error)
-        if deployment is not None:
-            self.failed_on(deployment, error)
-
-    # ---- deployment -----------------------------------------------------------------------------------------------
-
-    def _lost(self, deployment: _D) -> None:
-        if deployment is self._deployment and not self._stale.is_set():
-            error = deployment.failure
-            self.last_error = str(error)
-            self._set_state(f"planning anew: {error.explanation() if error else ''}")
-            for device in deployment.devices:
-                if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
-                    self._lost_device(device.device_id)
-                if isinstance(error, WorkerDied) and error.device == device.name:
-                    self._fleet.punish(device.device_id)
-            self._ready.clear()
-            self._stale.set()
-
-    async def _deploy_loop(self) -> None:
-        while True:
-            await self._stale.wait()
-            self._stale.clear()
-            try:
-                await self._deploy()
-                await self._after_deploying()
-            except Exception as error:
-                failure = failure_of(error)
-                self.last_error = str(failure)
-                self._set_state(f"not ready, trying again: {failure}")
-                await asyncio.sleep(_RETRY_SECONDS)
-                self._stale.set()
-
-    async def _deploy(self) -> None:
-        assert self.goal is not None
-        self._ready.clear()
-        await self._before_deploying()
-        previous, self._deployment = self._deployment, None
-        if previous is not None:
-            await previous.close()
-        plan = await self._choose_plan(self.goal)
-        self._last_epoch = max(self._last_epoch, self._fleet.last_epoch) + 1
-        plan = plan.with_epoch(self._last_epoch)
-        self._file.save(SavedState(goal=self.goal, plan=plan, last_epoch=self._last_epoch))
-        deployment = self._deploying(plan)
-        self._deployment, self.plan = deployment, plan
-        await self._bring_up(deployment)
-        if deployment.failure is not None:
-            raise deployment.failure
-        self._set_state(self._serving(plan))
-        self._ready.set()
-
-    async def _choose_plan(self, goal: _G) -> _P:
-        """At the start the saved plan, when all its devices are there (after a power cut); else a new one."""
-        chosen, self._chosen = self._chosen, None
-        if chosen is not None:
-            return chosen
-        restored, self._restored = self._restored, None
-        if restored is not None and self._suits(restored):
-            self._set_state("waiting for the devices of the last plan")
-            if await self._all_there(restored):
-                against = breach(restored, goal.limits, goal.exclude, self._offered_bytes())
-                if against is None:
-                    self._reused(restored)
-                    return restored
-                self._report(f"the given plan is not used: {against}")
-        self._set_state("looking for devices")
-        # Once something was served, what is left must do: the user's minimum and the wait for newcomers are for starts.
-        settle_seconds, min_devices = (
-            (self._settings.settle_seconds, self._settings.min_devices) if self.plan is None else (0.0, 1)
-        )
-        await self._fleet.settle(settle_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
-        devices = allowed(goal, self._fleet.usable())
-        if not devices:
-            raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
-        self.goal = goal.model_copy(update={"keep_plan": False})  # what was to be kept could not be
-        self._warn_of_unknown(goal)
-        return await self._make_plan(self.goal, devices)
-
-    def _offered_bytes(self) -> dict[str, int]:
-        there = self._fleet.usable()
-        return {device.device_id: device.telemetry.memory_budget_bytes for device in there if device.telemetry}
-
-    def _warn_of_unknown(self, goal: _G) -> None:
-        """A name with a typing error would silently limit nothing; a device that is off now may come later."""
-        names = [*(limit.device for limit in goal.limits), *goal.exclude]
-        for name in unknown_names(names, self._fleet.devices.values()):
-            self._report(f"warning: no device here is called {name} yet; its limit holds when one comes")
-
-    async def _all_there(self, plan: _P) -> bool:
-        """Whether all devices of a plan came in time, with the links between them measured (cached, mostly)."""
-        wanted = {device.device_id for device in plan.devices}
-        deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
-        while time.monotonic() < deadline:
-            there = [device for device in self._fleet.usable() if device.device_id in wanted]
-            if len(there) == len(wanted):
-                links = await self.profiler.measure_links(there)
-                return len(links) == len(wanted) * (len(wanted) - 1)
-            await asyncio.sleep(0.1)
-        return False
-
-    def _set_state(self, state: str) -> None:
-        if state != self.state:
-            self.state = state
-            self._report(state)
+def _same(one: HearthError, other: HearthError) -> bool:
+    return str(one) == str(other)

@@ -24,10 +24,10 @@ from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.drift import DriftMonitor
 from coordinator.serve.generation import Generations, TextModel, warm_up
 from coordinator.serve.goal import Model, open_model, plan_request, suits
-from coordinator.serve.lifecycle import Upkeep
 from coordinator.serve.replanning import Replanner, Served, failure_of
 from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
 from coordinator.serve.state import ServingGoal
+from coordinator.serve.upkeep import Upkeep
 from hearth.errors import (
     BadRequest,
     BadSetting,

@@ -37,3 +37,9 @@ def test_every_error_states_its_scope_and_has_texts_of_its_fields(error_type: ty
 )
 def test_the_errors_that_decisions_depend_on_have_these_scopes(scope: Scope, names: str) -> None:
     assert {name: getattr(errors, name).scope for name in names.split()} == dict.fromkeys(names.split(), scope)
+
+
+def test_contradictions_end_hearth_serve_and_what_may_still_come_does_not() -> None:
+    """Devices, memory, keys, disks and free ports may come later, for instance after a power cut."""
+    found = {error_type.__name__ for error_type in CLASSES if error_type.contradiction}
+    assert found == {"BadSetting", "BadPlan", "UnsupportedArchitecture", "UnsupportedOperator", "DynamicShape"}

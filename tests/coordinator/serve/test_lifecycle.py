@@ -1,0 +1,346 @@
+"""The state machine of a deployment: its table, move by move, and what no sequence of events can break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.serve.lifecycle import (
+    HISTORY_LENGTH,
+    RETRY_SECONDS,
+    Actions,
+    Admit,
+    AwaitDevices,
+    BetterPlanMade,
+    ChunksPushed,
+    DeploymentLost,
+    DevicesProfiled,
+    DevicesSettled,
+    Drain,
+    Drained,
+    DrainTimedOut,
+    Event,
+    Finish,
+    GoalSet,
+    IllegalMove,
+    Lifecycle,
+    Load,
+    MakePlan,
+    Phase,
+    PlanMade,
+    PlanRestored,
+    PlanSetAside,
+    Profile,
+    Push,
+    RecordLoss,
+    RetryDue,
+    Save,
+    Settle,
+    StopAdmitting,
+    StopRequested,
+    TakeDown,
+    WaitToRetry,
+    WarmedUp,
+    WarmUp,
+    WorkersLoaded,
+    WorkFailed,
+    step,
+)
+from hearth.errors import BadPlan, BadSetting, DeviceLost, HearthError, NoDevices, StoreFull
+
+DRAIN_SECONDS = 10.0
+LOST = DeviceLost(device="b", reason="no answer")
+FULL = StoreFull(device="b", needed_bytes=2, free_bytes=1)
+WRONG = BadSetting(setting="--strategy", reason="no")
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """All that the machine looks at."""
+
+    name: str
+    epoch: int = 0
+
+    def with_epoch(self, epoch: int) -> FakePlan:
+        return replace(self, epoch=epoch)
+
+
+def plan(name: str = "p", epoch: int = 0) -> Any:
+    return FakePlan(name, epoch)
+
+
+def run(*events: Event, state: Lifecycle | None = None) -> tuple[Lifecycle, list[Actions]]:
+    """The state after events that come a second apart, and the actions of each."""
+    state = state or Lifecycle(drain_seconds=DRAIN_SECONDS)
+    taken = []
+    for now, event in enumerate(events, start=1):
+        state, actions = step(state, event, float(now))
+        taken.append(actions)
+    return state, taken
+
+
+UP_TO_PLANNING = (GoalSet(), DevicesSettled(("a",)), DevicesProfiled("cluster"))
+UP_TO_WARMING = (*UP_TO_PLANNING, PlanMade(plan(), 0), ChunksPushed(1), WorkersLoaded(1))
+UP_TO_SERVING = (*UP_TO_WARMING, WarmedUp(1))
+UP_TO_SWAP = (*UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 0))
+UP_TO_STOP = (*UP_TO_SERVING, StopRequested())
+
+
+def test_a_first_start_goes_through_every_phase_with_one_action_each() -> None:
+    state, taken = run(*UP_TO_SERVING)
+    assert [move.phase for move in state.history] == [
+        "settling", "profiling", "planning", "pushing", "loading", "warming", "serving",
+    ]  # fmt: skip
+    assert taken == [
+        (Settle(recovering=False),),
+        (Profile(("a",)),),
+        (MakePlan("cluster", recovering=False),),
+        (Save(plan(epoch=1)), Push(plan(epoch=1))),
+        (Load(),),
+        (WarmUp(),),
+        (Admit(),),
+    ]
+    assert (state.epoch, state.has_served, [move.at for move in state.history]) == (1, True, [1, 2, 3, 4, 5, 6, 7])
+
+
+# (events so far, event, phase after, actions, changes to the state that the event found)
+TABLE: list[tuple[tuple[Event, ...], Event, Phase, Actions]] = [
+    ((), GoalSet(plan("old", 7)), "settling", (AwaitDevices(plan("old", 7)),)),
+    (
+        (GoalSet(plan("old", 7)),), PlanRestored(41), "pushing",
+        (Save(plan("old", 42)), Push(plan("old", 42))),
+    ),
+    ((GoalSet(plan("old", 7)),), PlanSetAside("a device did not come"), "settling", (Settle(recovering=False),)),
+    (
+        UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 5), "draining",
+        (StopAdmitting(refuse=False), Drain(8 + DRAIN_SECONDS)),
+    ),
+    (UP_TO_SWAP, Drained(), "pushing", (TakeDown(), Save(plan("better", 2)), Push(plan("better", 2)))),
+    (UP_TO_SWAP, DrainTimedOut(), "pushing", (TakeDown(), Save(plan("better", 2)), Push(plan("better", 2)))),
+    (UP_TO_SWAP, DeploymentLost(1, LOST), "settling", (RecordLoss(LOST), TakeDown(), Settle(recovering=True))),
+    (UP_TO_SWAP, StopRequested(), "draining", (StopAdmitting(refuse=True), Drain(9 + DRAIN_SECONDS))),
+    (
+        UP_TO_SERVING, DeploymentLost(1, LOST), "settling",
+        (StopAdmitting(refuse=False), RecordLoss(LOST), TakeDown(), Settle(recovering=True)),
+    ),
+    (UP_TO_SERVING, StopRequested(), "draining", (StopAdmitting(refuse=True), Drain(8 + DRAIN_SECONDS))),
+    (UP_TO_STOP, Drained(), "idle", (TakeDown(), Finish())),
+    (UP_TO_STOP, DrainTimedOut(), "idle", (TakeDown(), Finish())),
+    (UP_TO_STOP, DeploymentLost(1, LOST), "idle", (RecordLoss(LOST), TakeDown(), Finish())),
+    (UP_TO_STOP, StopRequested(), "idle", (StopAdmitting(refuse=True), TakeDown(), Finish())),
+    (UP_TO_PLANNING, StopRequested(), "idle", (StopAdmitting(refuse=True), TakeDown(), Finish())),
+    (
+        UP_TO_WARMING, DeploymentLost(1, LOST), "failed",
+        (RecordLoss(LOST), TakeDown(), WaitToRetry(7 + RETRY_SECONDS)),
+    ),
+    (UP_TO_WARMING, WorkFailed(FULL), "failed", (TakeDown(), WaitToRetry(7 + RETRY_SECONDS))),
+    (UP_TO_PLANNING, WorkFailed(NoDevices(seconds=1)), "failed", (TakeDown(), WaitToRetry(4 + RETRY_SECONDS))),
+    (UP_TO_PLANNING, WorkFailed(WRONG), "failed", (TakeDown(), Finish(WRONG))),
+    ((*UP_TO_WARMING, WorkFailed(FULL)), RetryDue(), "settling", (Settle(recovering=False),)),
+    (
+        (*UP_TO_SERVING, DeploymentLost(1, LOST), WorkFailed(FULL)), RetryDue(), "settling",
+        (Settle(recovering=True),),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "phase", "actions"),
+    TABLE,
+    ids=[f"{run(*before)[0].phase}-{type(event).__name__}" for before, event, _, _ in TABLE],
+)
+def test_the_table(before: tuple[Event, ...], event: Event, phase: Phase, actions: Actions) -> None:
+    state, _ = run(*before)
+    after, taken = step(state, event, float(len(before) + 1))
+    assert (after.phase, taken) == (phase, actions)
+    assert after.cause is event
+
+
+def test_epochs_grow_beyond_what_any_agent_has_seen() -> None:
+    state, _ = run(*UP_TO_PLANNING, PlanMade(plan(), last_epoch=30))
+    assert state.epoch == 31
+    state, _ = run(ChunksPushed(31), WorkersLoaded(31), WarmedUp(31), DeploymentLost(31, LOST), state=state)
+    assert (state.epoch, state.last_epoch) == (None, 31)
+    state, _ = run(DevicesSettled(()), DevicesProfiled(""), PlanMade(plan(), last_epoch=3), state=state)
+    assert state.epoch == 32
+
+
+def test_an_event_of_an_earlier_deployment_changes_nothing() -> None:
+    serving, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), DevicesSettled(()), DevicesProfiled(""))
+    for event in (DeploymentLost(1, LOST), WarmedUp(1), BetterPlanMade(plan(), 1, 0)):
+        assert step(serving, event, 99.0) == (serving, ())
+
+
+def test_an_illegal_move_raises_with_the_history() -> None:
+    state, _ = run(*UP_TO_PLANNING)
+    with pytest.raises(IllegalMove) as error:
+        step(state, RetryDue(), 9.0)
+    assert "RetryDue() cannot happen while planning" in str(error.value)
+    assert "2.000 profiling x1: DevicesSettled(devices=('a',))" in str(error.value)
+
+
+def test_after_a_contradiction_or_a_stop_nothing_moves() -> None:
+    contradicted, _ = run(*UP_TO_PLANNING, WorkFailed(WRONG))
+    stopped, _ = run(StopRequested())
+    for state in (contradicted, stopped):
+        assert step(state, StopRequested(), 9.0) == (state, ())
+        for event in (RetryDue(), GoalSet()):
+            with pytest.raises(IllegalMove):
+                step(state, event, 9.0)
+
+
+@pytest.mark.parametrize("error", [WRONG, BadPlan(reason="for another model")])
+def test_errors_that_contradict_end_and_others_are_tried_again(error: HearthError) -> None:
+    assert run(*UP_TO_PLANNING, WorkFailed(error))[1][-1][-1] == Finish(error)
+
+
+def test_hours_of_the_same_failure_are_one_move_of_the_history() -> None:
+    attempt = (RetryDue(), DevicesSettled(("a",)), WorkFailed(NoDevices(seconds=0)))
+    state, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), WorkFailed(NoDevices(seconds=0)), *attempt * 1000)
+    assert [(move.phase, move.times) for move in state.history[-3:]] == [
+        ("serving", 1),
+        ("settling", 1),
+        ("failed", 1001),
+    ]
+    state, _ = run(RetryDue(), WorkFailed(FULL), *attempt, state=state)
+    assert [(move.phase, move.times) for move in state.history if move.phase == "failed"] == [
+        ("failed", 1001), ("failed", 1), ("failed", 1),
+    ]  # fmt: skip
+
+
+def test_the_history_is_bounded() -> None:
+    again = (DeploymentLost, DevicesSettled(()), DevicesProfiled(""), PlanMade(plan(), 0))
+    state, _ = run(*UP_TO_SERVING)
+    for _ in range(30):
+        epoch = state.epoch
+        assert epoch is not None
+        state, _ = run(again[0](epoch, LOST), *again[1:], state=state)
+        state, _ = run(ChunksPushed(epoch + 1), WorkersLoaded(epoch + 1), WarmedUp(epoch + 1), state=state)
+    assert len(state.history) == HISTORY_LENGTH
+    assert state.history[-1].phase == "serving"
+
+
+# ---- any sequence of events -----------------------------------------------------------------------------------------
+
+EPOCHS = st.integers(1, 6)
+PLANS = st.sampled_from("xyz").map(plan)
+ERRORS = st.sampled_from([LOST, FULL, WRONG])
+EVENTS = st.one_of(
+    st.builds(GoalSet, st.none() | PLANS),
+    st.builds(PlanRestored, EPOCHS),
+    st.just(PlanSetAside("gone")),
+    st.just(DevicesSettled(("a", "b"))),
+    st.just(DevicesProfiled("cluster")),
+    st.builds(PlanMade, PLANS, EPOCHS),
+    st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
+    st.builds(DeploymentLost, EPOCHS, ERRORS),
+    st.builds(WorkFailed, ERRORS),
+    st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
+)
+WORK = {
+    "settling": (AwaitDevices, Settle), "profiling": (Profile,), "planning": (MakePlan,), "pushing": (Push,),
+    "loading": (Load,), "warming": (WarmUp,), "draining": (Drain,), "failed": (WaitToRetry, Finish),
+}  # fmt: skip
+
+
+def reports(state: Lifecycle) -> list[Event]:
+    """The completions that an executor of this phase's action could report."""
+    epoch = state.epoch or 0
+    return {
+        "settling": [PlanRestored(0)] if state.saved else [DevicesSettled(("a",))],
+        "profiling": [DevicesProfiled("cluster")],
+        "planning": [PlanMade(plan("new"), 0)],
+        "pushing": [ChunksPushed(epoch)],
+        "loading": [WorkersLoaded(epoch)],
+        "warming": [WarmedUp(epoch)],
+        "serving": [BetterPlanMade(plan("better"), epoch, 0), DeploymentLost(epoch, LOST)],
+        "draining": [Drained()],
+        "failed": [RetryDue()],
+        "idle": [GoalSet()],
+    }[state.phase]
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
+    state = Lifecycle(drain_seconds=DRAIN_SECONDS)
+    completed: list[Event] = []  # of the present epoch
+    epochs: list[int] = []
+    admitting = worker_runs = False
+    lost_plan: Any = None
+    for now in range(data.draw(st.integers(1, 60))):
+        # Half of the time what the executor would report, so that sequences get far.
+        event = data.draw(st.sampled_from(reports(state)) | EVENTS)
+        try:
+            after, actions = step(state, event, float(now))
+        except IllegalMove as error:
+            assert error.state is state
+            continue
+        if not actions:
+            assert after is state
+            continue
+        kinds = [type(action) for action in actions]
+
+        # Each phase is entered with the one action that leads out of it; serving and the end wait for events.
+        work = WORK.get(after.phase, ())
+        assert sum(issubclass(kind, work) for kind in kinds) == (1 if work else 0)
+        assert (Finish in kinds) == after.finished
+        assert after.history[-1].phase == after.phase
+        assert len(after.history) <= HISTORY_LENGTH
+
+        # Requests run only while serving, and the first thing that happens when it ends is that none is admitted.
+        for action in actions:
+            if isinstance(action, Admit):
+                admitting = True
+                assert [type(each) for each in completed] == [ChunksPushed, WorkersLoaded, WarmedUp][:2]
+                assert event == WarmedUp(after.epoch)
+            elif isinstance(action, StopAdmitting):
+                admitting = False
+            elif isinstance(action, TakeDown):
+                assert not admitting
+                worker_runs = False
+            elif isinstance(action, Load):
+                worker_runs = True
+            elif isinstance(action, Push):
+                assert not worker_runs  # the workers of the plan before are gone
+                epochs.append(action.plan.epoch)
+                completed = []
+                assert lost_plan is None or lost_plan.epoch < action.plan.epoch
+        assert admitting == (after.phase == "serving")
+
+        if state.phase == "serving" and isinstance(event, DeploymentLost):
+            # What was lost is not deployed again as it was: devices are looked for and a plan is made.
+            assert after.phase == "settling"
+            assert (after.plan, after.saved, after.following) == (None, None, None)
+            lost_plan = state.plan
+        if isinstance(event, ChunksPushed | WorkersLoaded):
+            assert event.epoch == state.epoch
+            completed.append(event)
+        state = after
+    assert epochs == sorted(set(epochs))
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_every_state_that_is_not_the_end_can_still_be_stopped_and_can_still_serve(events: list[Event]) -> None:
+    state = Lifecycle(drain_seconds=DRAIN_SECONDS)
+    for now, event in enumerate(events):
+        try:
+            state, _ = step(state, event, float(now))
+        except IllegalMove:
+            continue
+    if state.finished:
+        return
+    stopped, _ = step(state, StopRequested(), 100.0)
+    if stopped.phase == "draining":
+        stopped, _ = step(stopped, DrainTimedOut(), 101.0)
+    assert (stopped.phase, stopped.finished, stopped.plan) == ("idle", True, None)
+    for _ in range(12):
+        if state.phase == "serving" or (state.phase == "draining" and state.following is None):
+            break
+        state, _ = step(state, reports(state)[0], 100.0)
+    else:
+        raise AssertionError(f"{state.phase} leads nowhere")
