@@ -36,6 +36,7 @@ lint: .venv/installed
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
+	@.venv/bin/lint-imports
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: install python3"; exit 1; }
@@ -65,4 +66,4 @@ $(MODEL)/config.json: | .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-3.10 .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-3.10 .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

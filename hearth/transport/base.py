@@ -15,6 +15,19 @@ class Received(NamedTuple):
     frames: list[memoryview]
 
 
+class Peer(Protocol):
+    """Another rank of the plan, and where its transport listens. `public_key` is Z85, of this plan only."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def public_key(self) -> str: ...
+
+
 class Transport(Protocol):
     """Messages of several frames between the ranks of one plan: ordered per pair, reliable while both ends live."""
 

@@ -16,8 +16,7 @@ import zmq
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, plain_socket, secure_client, secure_server, thread_gatekeeper, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
-from hearth.transport.base import Buffer, Received
-from hearth.wire.messages import Peer
+from hearth.transport.base import Buffer, Peer, Received
 
 MAX_FRAMES = 8  # of one tile message
 # A peer that was connected before us may knock before we know its key: it is made to wait at the door this long.
