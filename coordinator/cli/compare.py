@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rich.table import Table
 
 from coordinator.cli.cluster import Reach, live_cluster
-from coordinator.cli.comparison import Comparer, Comparison, describe
+from coordinator.cli.comparison import Comparer, Comparison, describe, timed_work
 from coordinator.cli.output import err, out, print_json
 from coordinator.plan.transformer.explain import best_of_each_strategy, options
 from coordinator.plan.transformer.make import PlanRequest, make_plan
@@ -70,16 +70,14 @@ def print_comparison(results: Sequence[Comparison], model: Model, rounds: int, a
         plans = [result.as_json() for result in results]
         print_json({"model": model.spec.name, "seq_len": model.seq_len, "rounds": rounds, "plans": plans})
         return
-    table = Table(
-        title=f"{model.spec.name}: a step of {model.seq_len} rows, {rounds} times each", title_justify="left",
-        show_edge=False,
-    )  # fmt: skip
+    out.print(f"{model.spec.name}: {timed_work(results[0].plan)}, {rounds} times each", style="italic", soft_wrap=True)
+    table = Table(show_edge=False)
     table.add_column("plan")
     for heading in ("predicted", "median", "min", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         label = f"[bold]{result.plan.body.strategy}[/]\n" + ", ".join(device.name for device in result.plan.devices)
-        predicted = format_seconds(result.plan.predicted.total_seconds)
+        predicted = format_seconds(result.predicted_seconds)
         if result.median_seconds is None or result.min_seconds is None or result.error_percent is None:
             table.add_row(f"{label}\n[red]failed:[/] {result.failure}", predicted, "-", "-", "-")
             continue

@@ -30,14 +30,19 @@ _ANSWER_SECONDS = 600.0  # between two tokens
 
 @dataclass(frozen=True)
 class Comparison:
-    """One plan: the seconds of its timed steps as its workers saw them, or why there are none.
+    """One plan: the seconds of each timed step as its workers measured them, or why there are none.
 
-    For a decoder a step is the request that plans are compared by: its prompt and all tokens of its answer.
+    For a decoder, each is of a whole request instead: a prompt and all tokens of its answer (see `timed_work`).
     """
 
     plan: Plan
     step_seconds: tuple[float, ...]
     failure: str = ""
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The prediction for what `step_seconds` measures."""
+        return seconds_of(self.plan)
 
     @property
     def median_seconds(self) -> float | None:
@@ -51,13 +56,13 @@ class Comparison:
     def error_percent(self) -> float | None:
         """How far the prediction lies above (+) or below (-) the measured median."""
         measured = self.median_seconds
-        return 100 * (seconds_of(self.plan) / measured - 1) if measured else None
+        return 100 * (self.predicted_seconds / measured - 1) if measured else None
 
     def as_json(self) -> dict[str, Any]:
         return {
             "strategy": self.plan.body.strategy,
             "devices": [device.name for device in self.plan.devices],
-            "predicted_seconds": seconds_of(self.plan),
+            "predicted_seconds": self.predicted_seconds,
             "median_seconds": self.median_seconds,
             "min_seconds": self.min_seconds,
             "step_seconds": list(self.step_seconds),
@@ -128,17 +133,32 @@ class Comparer:
             await deployment.close()
 
 
+def timed_work(plan: Plan) -> str:
+    """What is timed, for people."""
+    length, new_tokens = _timed_tokens(plan)
+    if not new_tokens:
+        return f"a step of {length} rows"
+    return f"a request of {length} prompt tokens and {new_tokens} generated tokens"
+
+
+def _timed_tokens(plan: Plan) -> tuple[int, int]:
+    """Rows of the prompt or step, and tokens to generate: 0 for an encoder."""
+    promise = plan.generation
+    if promise is None:
+        return plan.seq_len, 0
+    length = promise.prompt_tokens or plan.seq_len
+    return length, max(min(promise.new_tokens, context_tokens(plan) - length), 1)
+
+
 async def _seconds(deployment: Deployment, seed: int) -> float:
-    """Of one step on random tokens."""
+    """Run one step or request on random tokens."""
     import numpy as np
 
     plan, random = deployment.plan, np.random.default_rng(seed)
-    promise = plan.generation
-    length = plan.seq_len if promise is None else promise.prompt_tokens or plan.seq_len
+    length, new_tokens = _timed_tokens(plan)
     ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
-    if promise is None:
+    if not new_tokens:
         return (await deployment.run_step(*pack([ids.tolist()]), "mean")).step_seconds
-    new_tokens = max(min(promise.new_tokens, context_tokens(plan) - length), 1)
     async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _ANSWER_SECONDS)) as answers:
         async for answer in answers:
             if isinstance(answer, GenerationEnded):

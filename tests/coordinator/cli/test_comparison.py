@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app
+from coordinator.cli.compare import print_comparison
 from coordinator.cli.comparison import Comparer, Comparison, describe
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
@@ -39,7 +41,7 @@ from hearth.errors import StepFailed
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan
+from hearth.plan.transformer import Generation, Plan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     AgentWelcome,
@@ -262,6 +264,24 @@ def test_the_error_is_that_of_the_prediction_against_the_median() -> None:
     assert "was faster than the chosen plan: 1.00 s" in describe([slower, result])
     assert describe([failed, result]).startswith("The chosen plan failed")
     assert describe([result, failed]).startswith("There was no other plan")
+
+
+def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: pytest.CaptureFixture[str]) -> None:
+    """The prediction in the table is for what was measured, and the title names it."""
+    prefill_seconds, decode_seconds = 0.5, 0.25
+    plan = plan_of("hmp", prefill_seconds)
+    promise = Generation(
+        kv_tokens=512, max_sequences=1, prefill_rows=284, prompt_tokens=142, new_tokens=8, decode_seconds=decode_seconds
+    )
+    result = Comparison(plan.model_copy(update={"generation": promise}), (2.0, 2.5, 3.0))
+    assert result.predicted_seconds == prefill_seconds * 142 / 284 + 8 * decode_seconds == 2.25
+    model = Model(Path("model"), SMALL, 284, None)
+    print_comparison([result], model, 3, as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.startswith("small: a request of 142 prompt tokens and 8 generated tokens, 3 times each")
+    assert re.search(r"hmp.+2\.25 s.+2\.50 s.+2\.00 s.+-10 %", shown), shown
+    print_comparison([Comparison(plan, (0.5,))], model, 1, as_json=False)
+    assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 times each")
 
 
 class FakeFleet:
