@@ -83,8 +83,10 @@ class Generation:
     def begin(self, order: StepOrder) -> None:
         """Begin a step on all ranks. Raises StepFailed."""
         self._begin(self._step + 1 - len(self._flights))
-        message_1n = torch.frombuffer(bytearray(encode(order)), dtype=torch.uint8)[None]
-        self._collectives(1).broadcast(0, Phase.ORDER, message_1n)
+        message_1n = np.frombuffer(encode(order), np.uint8)[None]
+        for rank in range(self._plan.num_ranks):
+            if rank != self._rank:  # a message, not a tensor: it never is on a GPU, and so not staged
+                self._communicator.send(rank, self._communicator.key(0, Phase.ORDER, rank, self._rank), message_1n)
         chosen = self._execute(order)
         self._flights.append(self._flight(order) if self._in_stages else chosen)
 
