@@ -346,6 +346,16 @@ class ModelDoesNotFit(HearthError):
 
 
 @dataclass(eq=False)
+class UnsupportedWeights(HearthError):
+    device: str
+    weights: str
+    compute_device: str
+    scope = "plan"
+    summary = "{device} cannot keep weights as {weights}: there is no kernel for them on its {compute_device} device."
+    advice = "Choose another format, such as `--weights int8`, or run its agent with `--compute-device cpu`."
+
+
+@dataclass(eq=False)
 class BadGraph(HearthError):
     path: str
     reason: str

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.pooling import pooled
 from coordinator.devices.registry import Device
-from hearth.errors import HearthError, NoDevices
+from hearth.errors import HearthError, NoDevices, UnsupportedWeights
 from hearth.files import read_json, write_atomically
-from hearth.plan.model_spec import ModelSpec
+from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from hearth.wire.messages import (
     BlocksProfiled,
@@ -53,12 +53,15 @@ class Profiler:
     async def cluster(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> ClusterProfile:
         """The profile of these devices for this model. A device that fails while it is measured is left out.
 
-        Raises NoDevices when none is left.
+        Raises NoDevices when none is left, or UnsupportedWeights where that is why.
         """
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
         links = await self.measure_links(devices)
-        blocks = pooled(await self._blocks(devices, spec, seq_len))
+        measured, failures = await on_each(devices, lambda device: self._profile(device, spec, seq_len))
+        for name, error in failures.items():
+            self._report(f"{name} is left out: {error}")
+        blocks = pooled(measured)
         profiles = tuple(
             DeviceProfile(
                 device_id=device.device_id,
@@ -72,7 +75,8 @@ class Profiler:
         connected = fully_linked([profile.device_id for profile in profiles], links)
         profiles = tuple(profile for profile in profiles if profile.device_id in connected)
         if not profiles:
-            raise NoDevices(seconds=0)
+            unsupported = (error for error in failures.values() if isinstance(error, UnsupportedWeights))
+            raise next(unsupported, NoDevices(seconds=0))
         return ClusterProfile(
             devices=profiles,
             links=tuple(link for link in links.values() if {link.source, link.target} <= connected),
@@ -80,13 +84,11 @@ class Profiler:
 
     # ---- blocks ---------------------------------------------------------------------------------------------------
 
-    async def _blocks(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
-        profiles, failures = await on_each(devices, lambda device: self._profile(device, spec, seq_len))
-        for name, error in failures.items():
-            self._report(f"{name} is left out: {error}")
-        return profiles
-
     async def _profile(self, device: Device, spec: ModelSpec, seq_len: int) -> BlockProfile:
+        if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
+            raise UnsupportedWeights(
+                device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
+            )
         path = self._cache_dir / f"blocks-{_blocks_key(device, spec, seq_len)}.json"
         try:
             return BlockProfile.model_validate(read_json(path))

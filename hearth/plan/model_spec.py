@@ -11,6 +11,7 @@ from hearth.plan.rotary import RotarySpec
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+INT4_DEVICES = ("cpu",)  # the compute devices whose workers have a kernel for int4
 # With int4's scales and zero points: 2 bytes each for every 32 weights.
 _MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
 

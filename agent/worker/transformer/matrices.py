@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
 from torch import Tensor
 
-from hearth.errors import StepFailed
-from hearth.plan.model_spec import WeightFormat
+from hearth.errors import StepFailed, UnsupportedWeights
+from hearth.plan.model_spec import INT4_DEVICES, WeightFormat
 
 _FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
 _FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 65504
@@ -306,9 +306,9 @@ class Int4(_Quantised):
         self._scales_and_zeros = torch.empty(num_inputs // _GROUP, num_outputs, 2, dtype=torch.bfloat16, device=device)
 
     @staticmethod
-    def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
+    def takes(num_outputs: int, num_inputs: int) -> bool:
         whole = num_outputs % _PACKED_OUTPUTS == 0 and num_inputs % _GROUP == 0
-        return whole and num_outputs * num_inputs > 0 and device.type == "cpu"
+        return whole and num_outputs * num_inputs > 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -355,8 +355,10 @@ def empty_matrix(
     num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device, used: Pieces | None = None
 ) -> Matrix:
     """Memory for a matrix, uninitialised, of which any part may be used or the pieces that are `used`. Where its shape does
-    not suit int4, it is int8."""
-    if weights == "int4" and Int4.takes(num_outputs, num_inputs, device):
+    not suit int4, it is int8. Raises UnsupportedWeights where the device has no int4 at all."""
+    if weights == "int4" and device.type not in INT4_DEVICES:
+        raise UnsupportedWeights(device="this device", weights=weights, compute_device=device.type)
+    if weights == "int4" and Int4.takes(num_outputs, num_inputs):
         return Int4(num_outputs, num_inputs, device)
     if weights in ("int8", "int4"):
         return Int8(num_outputs, num_inputs, device)

@@ -19,7 +19,7 @@ from agent.worker.transformer.matrices import (  # noqa: E402 (needs torch)
     empty_matrix,
     memory_of,
 )
-from hearth.errors import StepFailed  # noqa: E402
+from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -76,6 +76,12 @@ def test_what_does_not_suit_int4_is_int8() -> None:
     assert isinstance(empty_matrix(64, 1024, "int4", CPU), Int4)
     for shape in ((63, 1024), (64, 1000), (0, 32), (16, 0)):
         assert isinstance(empty_matrix(*shape, "int4", CPU), Int8)
+
+
+def test_int4_is_refused_where_it_has_no_kernel() -> None:
+    """Memory is planned at 0.625 bytes a weight: int8 in its place would exceed the budget."""
+    with pytest.raises(UnsupportedWeights, match="--weights int8"):
+        empty_matrix(64, 1024, "int4", torch.device("cuda"))
 
 
 def test_int4_is_used_whole() -> None:
