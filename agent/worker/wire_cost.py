@@ -6,12 +6,13 @@ import time
 
 import numpy as np
 
+from hearth.plan.phases import Phase
 from hearth.plan.profile import WireCost
 from hearth.plan.transformer import Values, WireFormat
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Casts, Codec
-from hearth.wire.framing import Phase, TileKey, decode_tile, encode_tile
+from hearth.wire.framing import TileKey, decode_tile, encode_tile
 from hearth.wire.messages import Peer
 
 _SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB

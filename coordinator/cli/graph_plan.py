@@ -110,7 +110,7 @@ def _show(graph: Graph, cluster: GraphCluster, planned: Planned, goal: GraphGoal
             {
                 **_as_json(planned, goal, [device.name for device in cluster.devices], "s"),
                 "predicted": plan.predicted.model_dump(mode="json"),
-                "bottleneck": priced.bottleneck,
+                "bottleneck": " to ".join(map(str, priced.bottleneck)),
                 "plan": plan.model_dump(mode="json"),
             }
         )

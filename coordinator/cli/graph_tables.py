@@ -8,6 +8,7 @@ from rich.table import Table
 
 from coordinator.plan.graph.price import Price, transfers_of
 from coordinator.plan.graph.request import Candidate, Planned, seconds_of
+from coordinator.plan.simulator import ResourceKind
 from hearth.plan.graph import GraphPlan, Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.platform.units import format_bytes, format_seconds
@@ -128,13 +129,16 @@ def _slower(each: Candidate, planned: Planned) -> str:
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:
     """What the time goes to, and what travels."""
-    kind, _, rest = priced.bottleneck.partition(":")
+    busiest = priced.bottleneck[0]
     names = [device.name for device in plan.devices]
-    rank = int(rest.split()[0])
-    what = {"compute": "the compute of", "send": "what is sent by", "receive": "what is received by"}[kind]
+    what = {
+        ResourceKind.COMPUTE: "the compute of",
+        ResourceKind.SEND: "what is sent by",
+        ResourceKind.RECEIVE: "what is received by",
+    }[busiest.kind]
     share = priced.bottleneck_seconds / priced.latency_seconds if priced.latency_seconds > 0 else 0.0
     lines = [
-        f"busiest in a full pipeline: {what} {names[rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
+        f"busiest in a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
         f"({share:.0%} of the time that one alone takes)"
     ]
     transfers = sorted(transfers_of(spec, plan.segments, plan.wire.values), key=lambda each: -each.num_bytes)

@@ -1,4 +1,4 @@
-"""A work-conserving discrete-event simulation: any task whose inputs are there starts as soon as its resources are free.
+"""A work-conserving discrete-event simulation: a task starts as soon as its inputs are there and its resources are free.
 
 Pure. Resources are serial: a device's compute, and the sending and the receiving side of its network interface.
 """
@@ -8,17 +8,65 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
+
+from hearth.plan.phases import TaskKind
+
+
+class ResourceKind(IntEnum):
+    COMPUTE = 0
+    SEND = 1
+    RECEIVE = 2
+
+
+class Resource(NamedTuple):
+    """One serial resource of a rank."""
+
+    kind: ResourceKind
+    rank: int
+
+    def __str__(self) -> str:
+        """`compute:0`: the form of `hearth plan --json`."""
+        return f"{self.kind.name.lower()}:{self.rank}"
+
+
+@lru_cache(maxsize=1024)
+def compute_of(rank: int) -> tuple[Resource, ...]:
+    """The resources of a computation."""
+    return (Resource(ResourceKind.COMPUTE, rank),)
+
+
+@lru_cache(maxsize=1024)
+def send_of(rank: int) -> tuple[Resource, ...]:
+    """The resources of a transfer whose receiver is not simulated."""
+    return (Resource(ResourceKind.SEND, rank),)
+
+
+@lru_cache(maxsize=1024)
+def receive_of(rank: int) -> tuple[Resource, ...]:
+    """The resources of a transfer whose sender is not simulated."""
+    return (Resource(ResourceKind.RECEIVE, rank),)
+
+
+def sides_of(source: int, target: int) -> tuple[Resource, ...]:
+    """The resources of a transfer."""
+    return send_of(source) + receive_of(target)
 
 
 class Task(NamedTuple):
     """Occupies all of `resources` for `seconds`, once the tasks `after` have ended.
 
-    Its successors may start `latency` seconds after that: a link's delay, which keeps nobody busy.
+    Its successors may start `latency` seconds after that: a link's delay, which occupies no resource.
+    In a graph, `layer` is the number of the segment, operator or tensor, and `tile` the number of the request.
     """
 
-    name: str
-    resources: tuple[str, ...]
+    kind: TaskKind
+    layer: int | None  # None: outside the layers
+    tile: int | None  # the rows that it works on or moves; None: all of the step, or of its rank
+    peer: int | None  # computations: the rank whose heads or rows they are for; transfers: the receiver
+    resources: tuple[Resource, ...]
     seconds: float
     after: tuple[int, ...] = ()
     latency: float = 0.0
@@ -26,16 +74,16 @@ class Task(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When each task ran, in seconds; `busy` per resource."""
+    """The start and the end of each task, in seconds, and the busy seconds of each resource."""
 
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     makespan: float
-    busy: dict[str, float]
+    busy: dict[Resource, float]
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run all tasks. Among those that could start at one moment, the first in order does.
+    """Run all tasks. Of the tasks that could start at one moment, the first in order starts.
 
     Raises ValueError when a task depends on itself or on one that does not exist.
     """
@@ -44,12 +92,12 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     for index, task in enumerate(tasks):
         for before in task.after:
             if not 0 <= before < len(tasks):
-                raise ValueError(f"task {task.name} comes after task {before}, which does not exist")
+                raise ValueError(f"task {index} comes after task {before}, which does not exist")
             followers[before].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    busy: dict[str, float] = defaultdict(float)
-    held: set[str] = set()
-    queues: dict[str, list[int]] = defaultdict(list)  # ready tasks that wait for a resource
+    busy: dict[Resource, float] = defaultdict(float)
+    held: set[Resource] = set()
+    queues: dict[Resource, list[int]] = defaultdict(list)  # ready tasks that wait for a resource
     events: list[tuple[float, int, int]] = []  # time, kind (0 release, 1 arrive), task
     ready = [index for index, count in enumerate(waiting_for) if count == 0]
     heapq.heapify(ready)

@@ -11,12 +11,12 @@ import hmac
 import math
 import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hearth.errors import BadMessage, FrameTooLarge
+from hearth.plan.phases import Phase
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 from hearth.wire import codec
@@ -37,30 +37,6 @@ _DTYPES = tuple(
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message; `TENSOR` may be any
-
-
-class Phase(IntEnum):
-    """Where in a layer a tile belongs; the numbers are part of the protocol."""
-
-    EMBED = 0
-    GATHER_ATTENTION = 1
-    REDUCE_ATTENTION = 2
-    GATHER_MLP = 3
-    REDUCE_MLP = 4
-    GATHER_KEYS = 5
-    GATHER_VALUES = 6
-    REDUCE_GATHER_ATTENTION = 7  # second half of an AllReduce
-    REDUCE_GATHER_MLP = 8
-    EXCHANGE_QKV = 9  # all-to-all: Q, K and V of some rows, to the owner of their heads
-    EXCHANGE_HEADS = 10  # all-to-all: head outputs, to the owner of their rows
-    ORDER = 11  # rank 0 to all: what a step of a generation does (a message, as bytes)
-    SUM_ATTENTION = 12  # decoding: partial sums, to every peer in one hop
-    SUM_MLP = 13
-    HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
-    CANDIDATES = 15  # for the next token, to rank 0
-    STAGE_ROWS = 16  # pipeline: hidden rows, to the next stage
-    STEP_DONE = 17  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
-    TENSOR = 18  # graphs: `layer` numbers the tensors that leave their rank
 
 
 # No format may change these: they are no activations.

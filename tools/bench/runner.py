@@ -35,12 +35,13 @@ from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan, plan_from_json
 from hearth.platform.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout
-from hearth.wire.framing import Phase, apart, pack_array, read_header
+from hearth.wire.framing import apart, pack_array, read_header
 from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
 from tools.bench.child import serve
 from tools.testbed.calibrate import Layers

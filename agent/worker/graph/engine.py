@@ -21,10 +21,11 @@ from agent.worker.graph.schedule import Finished, GraphSchedule, Late, Routes, T
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
 from agent.worker.tracing import Recorder
 from hearth.errors import BadMessage, BadRequest, FrameTooLarge, HearthError, StepFailed
+from hearth.plan.phases import Phase
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Codec
-from hearth.wire.framing import Phase, TileKey, decode_body, encode_tile, pack_array, read_header, unpack_array
+from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_array, read_header, unpack_array
 from hearth.wire.messages import Failed, GraphDone, Message, RunGraph, WireStats
 
 log = logging.getLogger(__name__)

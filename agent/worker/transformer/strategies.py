@@ -21,8 +21,8 @@ from agent.worker.transformer.micro_batches import Turns
 from agent.worker.transformer.shard import LayerShard, Shard
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan
-from hearth.wire.framing import Phase
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import Task, Timeline, simulate
+from coordinator.plan.simulator import Resource, Task, Timeline, compute_of, receive_of, send_of, sides_of, simulate
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import Values
 
 # How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
@@ -29,14 +30,14 @@ _REQUEST_MESSAGES = 36
 
 
 class Price(NamedTuple):
-    """Of one request alone, and per request of a full pipeline. `busy_seconds` by rank.
+    """The seconds of one request alone, and per request of a full pipeline. `busy_seconds` by rank.
 
-    `bottleneck` says what is busiest: `compute:1`, `send:0` or `receive:2`, by rank.
+    `bottleneck` is the busiest resource; without congestion also the two ends of the busiest channel.
     """
 
     latency_seconds: float
     bottleneck_seconds: float
-    bottleneck: str
+    bottleneck: tuple[Resource, ...]
     busy_seconds: tuple[float, ...]
 
 
@@ -89,10 +90,10 @@ def tasks_of(
     num_requests: int = 1,
     values: Values = "exact",
 ) -> list[Task]:
-    """Requests that all come at once; `members[r]` is the index in the cluster of rank r's device.
+    """The tasks of requests that all arrive at once; `members[r]` is the index in the cluster of rank r's device.
 
-    On devices out of a file inputs of the graph lie where they are used. Without `congestion`, transfers keep nobody busy.
-    `values` is the format in which tensors travel.
+    On devices from a file, the graph's inputs lie where they are used. Without `congestion`, transfers occupy no resource.
+    `values` is the format in which tensors travel. A task's `tile` is the number of its request.
     """
     transfers = transfers_of(spec, segments, values)
     fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
@@ -102,31 +103,33 @@ def tasks_of(
         of_segment[transfer.segment].append(transfer)
     tasks: list[Task] = []
     for request in range(num_requests):
-        mark = f"{request}:" if num_requests > 1 else ""
         at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
         for rank, num_bytes in fed.items():
             at.update({(name, rank): len(tasks) for name in inputs})
-            sides: tuple[str, ...] = (f"receive:{rank}",) if congestion else ()
+            sides = receive_of(rank) if congestion else ()
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
-            tasks.append(Task(f"{mark}inputs of rank {rank}", sides, seconds, (), delay, num_bytes))
+            tasks.append(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), delay, num_bytes))
         makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
         outputs = {tensor.name for tensor in spec.outputs}
         for index, segment in enumerate(segments):
             after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
             seconds = segment_seconds(cluster, members[segment.rank], segment)
             made = len(tasks)
-            tasks.append(Task(f"{mark}segment {index}", (f"compute:{segment.rank}",), seconds, after))
+            tasks.append(Task(Work.SEGMENT, index, request, None, compute_of(segment.rank), seconds, after))
             at.update({(name, segment.rank): made for name in segment.outputs})
             if outputs.intersection(segment.outputs):
                 makers.setdefault(segment.rank, []).append(made)
             for transfer in of_segment[index]:
                 source, target = members[transfer.source], members[transfer.target]
-                sides = (f"send:{transfer.source}", f"receive:{transfer.target}") if congestion else ()
+                sides = sides_of(transfer.source, transfer.target) if congestion else ()
                 at[transfer.tensor, transfer.target] = len(tasks)
                 tasks.append(
                     Task(
-                        f"{mark}{transfer.tensor}",
+                        Phase.TENSOR,
+                        index,
+                        request,
+                        transfer.target,
                         sides,
                         transfer.num_bytes / cluster.bytes_per_second[source][target],
                         (made,),
@@ -136,10 +139,10 @@ def tasks_of(
                     )
                 )
         for rank, num_bytes in given.items():
-            sides = (f"send:{rank}",) if congestion else ()
+            sides = send_of(rank) if congestion else ()
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
-            tasks.append(Task(f"{mark}outputs of rank {rank}", sides, seconds, tuple(makers[rank]), delay, num_bytes))
+            tasks.append(Task(Phase.TENSOR, None, request, None, sides, seconds, tuple(makers[rank]), delay, num_bytes))
     return tasks
 
 
@@ -154,27 +157,27 @@ def price(
     """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
     tasks = tasks_of(spec, segments, cluster, members, congestion, values=values)
     timeline = simulate(tasks)
-    busy = dict(timeline.busy)
+    busy: dict[tuple[Resource, ...], float] = {(resource,): seconds for resource, seconds in timeline.busy.items()}
     transfers = transfers_of(spec, segments, values)
     if not congestion:  # then a link's ends are not shared, but each channel still is
         for transfer in transfers:
-            channel = f"send:{transfer.source} to receive:{transfer.target}"
+            channel = sides_of(transfer.source, transfer.target)
             rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
             busy[channel] = busy.get(channel, 0.0) + transfer.num_bytes / rate
     for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
         for rank in (transfer.source, transfer.target):
-            busy[f"compute:{rank}"] += _end_seconds(cluster, members[rank], transfer, values, _pieces(cluster))
+            busy[compute_of(rank)] += _end_seconds(cluster, members[rank], transfer, values, _pieces(cluster))
     for each in (_fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)):
         for rank, num_bytes in each.items():
-            busy[f"compute:{rank}"] += home_seconds(cluster, members[rank], num_bytes)
+            busy[compute_of(rank)] += home_seconds(cluster, members[rank], num_bytes)
     for rank, member in enumerate(members) if cluster.measured else ():
-        busy[f"compute:{rank}"] += _REQUEST_MESSAGES * cluster.devices[member].wire.seconds_per_message
-    bottleneck = max(busy, key=lambda resource: busy[resource])
+        busy[compute_of(rank)] += _REQUEST_MESSAGES * cluster.devices[member].wire.seconds_per_message
+    bottleneck = max(busy, key=lambda resources: busy[resources])
     return Price(
         latency_seconds=timeline.makespan,
         bottleneck_seconds=busy[bottleneck],
         bottleneck=bottleneck,
-        busy_seconds=tuple(busy.get(f"compute:{rank}", 0.0) for rank in range(len(members))),
+        busy_seconds=tuple(busy.get(compute_of(rank), 0.0) for rank in range(len(members))),
     )
 
 

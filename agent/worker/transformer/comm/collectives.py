@@ -17,7 +17,8 @@ from agent.worker.transformer.comm.staging import Staging, WireTile
 from hearth.errors import BadMessage
 from hearth.plan import rings
 from hearth.plan.geometry import Span
-from hearth.wire.framing import Phase, TileKey
+from hearth.plan.phases import Phase
+from hearth.wire.framing import TileKey
 
 
 class Collectives:

@@ -22,10 +22,11 @@ from agent.worker.tracing import Recorder, transfer_name
 from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.plan import rings
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Codec, ValueFormat
-from hearth.wire.framing import Phase, TileHeader, TileKey, decode_body, encode_tile, read_header
+from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WireStats
 
 log = logging.getLogger(__name__)

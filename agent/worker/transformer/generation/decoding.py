@@ -18,8 +18,8 @@ from agent.worker.transformer.shard import LayerShard, Shard
 from agent.worker.transformer.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan
-from hearth.wire.framing import Phase
 
 
 def own_layers(plan: Plan, rank: int, shard: Shard) -> list[LayerShard]:

@@ -29,8 +29,8 @@ from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.shard import Shard
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span, rows_for, spans
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan
-from hearth.wire.framing import Phase
 from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 
 log = logging.getLogger("hearth.worker")

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.simulator import Task, Timeline, simulate
+from coordinator.plan.simulator import Resource, Task, Timeline, compute_of, sides_of, simulate
+from hearth.plan.phases import Phase, TaskKind, Work
 
 
 class Send(NamedTuple):
@@ -143,32 +144,33 @@ def schedule(
         number += 1
     if len(ran) != problem.num_operators or number != len(sent) + len(ran) + sum(sent[s] != arrived[s] for s in sent):
         raise ValueError("an order lists every operator once")
-    last: dict[str, int] = {}  # by resource, the task that had it last; only in order
+    last: dict[Resource, int] = {}  # by resource, the task that had it last; only in order
 
-    def add(name: str, resources: tuple[str, ...], seconds: float, after: Iterable[int]) -> None:
+    def add(
+        kind: TaskKind, layer: int, device: int, resources: tuple[Resource, ...], seconds: float, after: Iterable[int]
+    ) -> None:
         before = set(after)
         if in_order:
             before.update(last[resource] for resource in resources if resource in last)
             last.update(dict.fromkeys(resources, len(tasks)))
-        tasks.append(Task(name, resources, seconds, tuple(sorted(before))))
+        tasks.append(Task(kind, layer, None, device, resources, seconds, tuple(sorted(before))))
 
     for item in items:
         if isinstance(item, Send):
             flow = problem.flows[item.flow]
             source = assignment[flow.source]
             seconds, latency = flow.seconds[source][item.device], problem.latency[source][item.device]
-            busy = (f"send {source}", f"receive {item.device}") if problem.congestion and seconds > 0 else ()
-            name = f"{problem.operators[flow.source]} to {problem.devices[item.device]}"
-            add(name, busy, seconds, (ran[flow.source],))
+            busy = sides_of(source, item.device) if problem.congestion and seconds > 0 else ()
+            add(Phase.TENSOR, item.flow, item.device, busy, seconds, (ran[flow.source],))
             if latency > 0:
-                add(f"{name} arrives", (), latency, (sent[item],))
+                add(Phase.TENSOR, item.flow, item.device, (), latency, (sent[item],))
         else:
             device = assignment[item]
             needs = []
             for index in problem.incoming[item]:
                 source = problem.flows[index].source
                 needs.append(ran[source] if assignment[source] == device else arrived[Send(index, device)])
-            add(problem.operators[item], (f"compute {device}",), problem.seconds[item][device], needs)
+            add(Work.OPERATOR, item, device, compute_of(device), problem.seconds[item][device], needs)
     timeline = simulate(tasks)
     return Schedule(
         assignment=tuple(assignment),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.plan.simulator import Task
+from coordinator.plan.simulator import Task, compute_of, sides_of
 from coordinator.plan.transformer.cost.decode import head_bytes
 from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from hearth.plan.transformer import TransformerPlan, WireFormat
 
@@ -53,37 +54,37 @@ class _Graph:
         ended: list[int] = []  # the last stage's task of each chunk
         for number, rows in enumerate(chunks):
             after = () if number < depth else (ended[number - depth],)
-            task = self._compute(f"chunk {number} embedding", 0, self._blocks[0].embedding(rows.size), after)
+            task = self._compute(Work.EMBEDDING, None, number, 0, self._blocks[0].embedding(rows.size), after)
             for rank, stage in enumerate(spans(self._body.layers)):
                 seconds = stage.size * layer_seconds(spec, self._blocks[rank], rows)
-                task = self._compute(f"chunk {number} layers {stage.start} to {stage.stop - 1}", rank, seconds, (task,))
+                task = self._compute(Work.LAYERS, stage.start, number, rank, seconds, (task,))
                 if rank < last:
-                    task = self._hop(f"chunk {number} stage_rows", rank, rank + 1, rows.size, task)
+                    task = self._hop(Phase.STAGE_ROWS, stage.start, number, (rank, rank + 1), rows.size, task)
             ended.append(task)
         if spec.causal:
             if last:
-                task = self._hop("head_rows", last, 0, 1, task)
+                task = self._hop(Phase.HEAD_ROWS, 0, None, (last, 0), 1, task)
             head = self._blocks[0].decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
-            self._compute("head", 0, head, (task,))
+            self._compute(Work.HEAD, None, None, 0, head, (task,))
         return self._tasks
 
-    def _compute(self, name: str, rank: int, seconds: float, after: tuple[int, ...]) -> int:
-        self._tasks.append(Task(name, (f"compute:{rank}",), seconds, after))
+    def _compute(
+        self, kind: Work, layer: int | None, chunk: int | None, rank: int, seconds: float, after: tuple[int, ...]
+    ) -> int:
+        self._tasks.append(Task(kind, layer, chunk, None, compute_of(rank), seconds, after))
         return len(self._tasks) - 1
 
-    def _hop(self, name: str, source: int, target: int, num_rows: int, after: int) -> int:
-        """Both ends' work beside the transfer."""
-        devices = self._cluster.devices
+    def _hop(
+        self, phase: Phase, layer: int, chunk: int | None, ends: tuple[int, int], num_rows: int, after: int
+    ) -> int:
+        """The transfer, and the work of both its ends."""
+        devices, (source, target) = self._cluster.devices, ends
         link = self._cluster.link(devices[source].device_id, devices[target].device_id)
         format_ = self._body.values_on(source, target, self._wire.values)
         values = num_rows * self._spec.hidden_size
         num_bytes = values * BYTES_PER_VALUE[format_]
-        costs = [wire_seconds(self._blocks[rank].wire, values, format_) for rank in (source, target)]
-        sent = self._compute(f"{name} leave", source, costs[0], (after,))
-        sides = (f"send:{source}", f"receive:{target}")
-        moved = Task(
-            f"{name} {source}->{target}", sides, num_bytes / link.bytes_per_second, (sent,), link.round_trip_seconds / 2,
-            num_bytes,
-        )  # fmt: skip
-        self._tasks.append(moved)
-        return self._compute(f"{name} arrive", target, costs[1], (len(self._tasks) - 1,))
+        costs = [wire_seconds(self._blocks[rank].wire, values, format_) for rank in ends]
+        sent = self._compute(Work.WIRE, layer, chunk, source, costs[0], (after,))
+        seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
+        self._tasks.append(Task(phase, layer, chunk, target, sides_of(*ends), seconds, (sent,), latency, num_bytes))
+        return self._compute(Work.WIRE, layer, chunk, target, costs[1], (sent + 1,))

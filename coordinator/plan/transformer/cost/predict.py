@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from coordinator.plan.simulator import Task, Timeline, simulate
+from coordinator.plan.simulator import Resource, ResourceKind, Task, Timeline, simulate
 from coordinator.plan.transformer.cost.pipeline_graph import pipeline_tasks
 from coordinator.plan.transformer.cost.step_graph import step_tasks
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import label
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import LayerMode, Plan, Prediction, TransformerPlan, WireFormat
 from hearth.wire.messages import DeviceTrace, TraceEvent
@@ -73,9 +74,9 @@ def _predict_micro_batches(
     return _prediction(total, busy, len(cluster.devices))
 
 
-def _prediction(total: float, busy: Mapping[str, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:
-    compute = tuple(busy.get(f"compute:{rank}", 0.0) for rank in range(num_ranks))
-    links = [seconds for resource, seconds in busy.items() if not resource.startswith("compute")]
+def _prediction(total: float, busy: Mapping[Resource, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:
+    compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in range(num_ranks))
+    links = [seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE]
     return (
         Prediction(total_seconds=total, compute_seconds=max(compute), transfer_seconds=max(links, default=0.0)),
         compute,
@@ -118,15 +119,16 @@ def _all_tasks(
 def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
     events: list[list[TraceEvent]] = [[] for _ in names]
     for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
-        if task.resources[0].startswith("compute"):
-            rank = int(task.resources[0].split(":")[1])
-            events[rank].append(TraceEvent(name=task.name, lane="compute", start_seconds=start, end_seconds=end))
+        name, first = label(task.kind, task.layer, task.tile), task.resources[0]
+        if first.kind is ResourceKind.COMPUTE:
+            events[first.rank].append(TraceEvent(name=name, lane="compute", start_seconds=start, end_seconds=end))
             continue
-        source, target = (int(side.split(":")[1]) for side in task.resources)
+        source, target = (side.rank for side in task.resources)
+        name = f"{name} {source}->{target}"
         events[source].append(
-            TraceEvent(name=task.name, lane="send", start_seconds=start, end_seconds=start, num_bytes=task.num_bytes)
+            TraceEvent(name=name, lane="send", start_seconds=start, end_seconds=start, num_bytes=task.num_bytes)
         )
         events[target].append(
-            TraceEvent(name=task.name, lane="receive", start_seconds=end, end_seconds=end, num_bytes=task.num_bytes)
+            TraceEvent(name=name, lane="receive", start_seconds=end, end_seconds=end, num_bytes=task.num_bytes)
         )
     return tuple(DeviceTrace(device=name, events=tuple(found)) for name, found in zip(names, events, strict=True))

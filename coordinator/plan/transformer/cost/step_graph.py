@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.plan.simulator import Task
+from coordinator.plan.simulator import Task, compute_of, sides_of
 from hearth.plan import rings
 from hearth.plan.geometry import rows_for
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import LayerMode, TransformerPlan, Values, WireFormat
 
@@ -45,19 +46,20 @@ def step_tasks(
     tasks: list[Task] = []
     by_layer: list[list[int]] = [[] for _ in (modes if modes is not None else range(spec.num_layers))]
     edges = [seq_len * index // body.micro_batches for index in range(body.micro_batches + 1)]
-    kept: dict[tuple[int, str], list[int]] = {}  # by layer and device: the projections of the micro-batch before
+    kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: the projections of the micro-batch before
     for start, stop in zip(edges, edges[1:], strict=False):
         graph = StepGraph(spec, body, cluster, stop - start, wire, modes, start, stop == seq_len)
-        offset, keeps = len(tasks), dict[tuple[int, str], list[int]]()
+        offset, keeps = len(tasks), dict[tuple[int, int], list[int]]()
         tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in graph.tasks]
         for layer, (first, end) in enumerate(graph.layers):
             for index in range(first + offset, end + offset):
                 by_layer[layer].append(index)
-                kind, where = tasks[index].name.split()[2], (layer, tasks[index].resources[0])
-                if kind == "qkv":
+                task = tasks[index]
+                where = (layer, task.resources[0].rank)
+                if task.kind is Work.QKV:
                     keeps.setdefault(where, []).append(index)
-                elif kind in ("out", "attention") and where in kept:
-                    tasks[index] = tasks[index]._replace(after=(*tasks[index].after, *kept[where]))
+                elif task.kind in (Work.ATTENTION, Work.OUT) and where in kept:
+                    tasks[index] = task._replace(after=(*task.after, *kept[where]))
         kept = keeps
     return tasks, by_layer
 
@@ -99,6 +101,8 @@ class StepGraph:
             for b in self._ranks
             if a != b
         }
+        self._compute_of = [compute_of(rank) for rank in self._ranks]
+        self._sides_of = {ends: sides_of(*ends) for ends in self._links}
         # A profile taken at another length is scaled by the rows; planning profiles at its own length.
         self._scale = [seq_len / blocks.seq_len for blocks in self._blocks]
         attended = (earlier_rows + seq_len) ** 2 - earlier_rows**2
@@ -107,7 +111,7 @@ class StepGraph:
         self._tile_factor = [[blocks.tile_factor(rows) for rows in self._rows] for blocks in self._blocks]
         self._whole = [blocks.qkv(spec.num_heads) for blocks in self._blocks]
         self._last: list[tuple[int, ...]] = [()] * self._num_ranks
-        self._layer = 0
+        self._layer: int | None = None
         self._build([body.mode(layer) for layer in range(spec.num_layers)] if modes is None else modes)
 
     def _build(self, modes: Sequence[LayerMode]) -> None:
@@ -121,6 +125,7 @@ class StepGraph:
             else:
                 self._hybrid_layer(mode)
             self.layers.append((start, len(self.tasks)))
+        self._layer = None
         if self._spec.causal and self._is_last:
             self._head()
 
@@ -132,33 +137,33 @@ class StepGraph:
         else:
             (self._exchange_qkv if mode.qkv == "replicated" else self._gather_qkv)()
             (self._exchange_out if mode.out == "replicated" else self._reduce_out)()
-        self._connective("connective 1", self._rows)
+        self._connective(Work.CONNECTIVE_ATTENTION, self._rows)
         if mode.mlp == "replicated":
             rows = [self._blocks[r].mlp_rows(self._rows[r]) for r in self._ranks]
-            self._compute("mlp", rows)
+            self._compute(Work.MLP_BLOCK, rows)
         else:
             up = self._tiled(lambda r: self._blocks[r].up(self._body.columns[r]))
             down = self._tiled(lambda r: self._blocks[r].down(self._body.columns[r]))
-            self._gather_and_scatter(("up", "gather_mlp", up), ("down", "reduce_mlp", down))
-        self._connective("connective 2", self._rows)
+            self._gather_and_scatter((Work.UP, Phase.GATHER_MLP, up), (Work.DOWN, Phase.REDUCE_MLP, down))
+        self._connective(Work.CONNECTIVE_MLP, self._rows)
 
     def _megatron_layer(self) -> None:
         """Ring AllReduce after each block: a ReduceScatter overlapped with its GEMM, then a plain AllGather."""
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
         everywhere = [self._seq_len] * self._num_ranks
-        self._compute("qkv", [self._blocks[r].qkv(self._body.heads[r]) * self._scale[r] for r in self._ranks])
+        self._compute(Work.QKV, [self._blocks[r].qkv(self._body.heads[r]) * self._scale[r] for r in self._ranks])
         self._reduce_out()
-        self._gather("", "reduce_gather_attention", nothing)
-        self._connective("connective 1", everywhere)
-        self._compute("up", [self._blocks[r].up(self._body.columns[r]) * self._scale[r] for r in self._ranks])
-        self._scatter("down", "reduce_mlp", self._tiled(lambda r: self._blocks[r].down(self._body.columns[r])))
-        self._gather("", "reduce_gather_mlp", nothing)
-        self._connective("connective 2", everywhere)
+        self._gather(None, Phase.REDUCE_GATHER_ATTENTION, nothing)
+        self._connective(Work.CONNECTIVE_ATTENTION, everywhere)
+        self._compute(Work.UP, [self._blocks[r].up(self._body.columns[r]) * self._scale[r] for r in self._ranks])
+        self._scatter(Work.DOWN, Phase.REDUCE_MLP, self._tiled(lambda r: self._blocks[r].down(self._body.columns[r])))
+        self._gather(None, Phase.REDUCE_GATHER_MLP, nothing)
+        self._connective(Work.CONNECTIVE_MLP, everywhere)
 
     # ---- attention by mode ----------------------------------------------------------------------------------------
 
     def _gather_qkv(self) -> None:
-        self._gather("qkv", "gather_attention", self._tiled(lambda r: self._blocks[r].qkv(self._body.heads[r])))
+        self._gather(Work.QKV, Phase.GATHER_ATTENTION, self._tiled(lambda r: self._blocks[r].qkv(self._body.heads[r])))
 
     def _reduce_out(self) -> None:
         """Attention of a tile's rows and their output projection, tile by tile."""
@@ -166,15 +171,15 @@ class StepGraph:
         for rank in self._ranks:
             core = self._blocks[rank].core(self._body.heads[rank]) * self._core_scale[rank]
             out[rank] = [s + core * rows / self._seq_len for s, rows in zip(out[rank], self._rows, strict=True)]
-        self._scatter("out", "reduce_attention", out)
+        self._scatter(Work.OUT, Phase.REDUCE_ATTENTION, out)
 
     def _exchange_qkv(self) -> None:
         """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
         heads = self._body.heads
         whole = [self._own_rows(r, self._whole[r]) for r in self._ranks]
         self._exchange(
-            "exchange_qkv",
-            "qkv for",
+            Phase.EXCHANGE_QKV,
+            Work.QKV,
             [[whole[r] * heads[target] / self._spec.num_heads for target in self._ranks] for r in self._ranks],
             [[self._rows[r] * self._spec.qkv_width(heads[target]) for target in self._ranks] for r in self._ranks],
         )
@@ -184,8 +189,8 @@ class StepGraph:
         heads, S = self._body.heads, self._seq_len
         core = [self._blocks[r].core(heads[r]) * self._core_scale[r] for r in self._ranks]
         arrived = self._exchange(
-            "exchange_heads",
-            "attention tile",
+            Phase.EXCHANGE_HEADS,
+            Work.ATTENTION,
             [[core[r] * self._rows[target] / S for target in self._ranks] for r in self._ranks],
             [[self._rows[target] * self._spec.q_width(heads[r]) for target in self._ranks] for r in self._ranks],
         )
@@ -194,18 +199,19 @@ class StepGraph:
             ends = []
             for source in (rank, *((rank - offset) % self._num_ranks for offset in range(1, self._num_ranks))):
                 seconds = whole * heads[source] / self._spec.num_heads
-                ends.append(self._task(f"out of {source}", rank, seconds, arrived[rank].get(source, self._last[rank])))
+                after = arrived[rank].get(source, self._last[rank])
+                ends.append(self._task(Work.OUT, rank, seconds, after, rank, source))
             self._last[rank] = tuple(ends)
 
     def _attention_by_rows(self) -> None:
         heads = self._spec.num_heads
-        self._compute("qkv", [self._own_rows(r, self._whole[r]) for r in self._ranks])
+        self._compute(Work.QKV, [self._own_rows(r, self._whole[r]) for r in self._ranks])
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
-        for phase in ("gather_keys", "gather_values"):
-            self._gather("", phase, nothing, row_values=self._spec.kv_width(heads))
+        for phase in (Phase.GATHER_KEYS, Phase.GATHER_VALUES):
+            self._gather(None, phase, nothing, row_values=self._spec.kv_width(heads))
         core = [self._blocks[r].core(heads) * self._core_scale[r] * self._rows[r] / self._seq_len for r in self._ranks]
-        self._compute("attention", core)
-        self._compute("out", [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
+        self._compute(Work.ATTENTION, core)
+        self._compute(Work.OUT, [self._own_rows(r, self._blocks[r].out(heads)) for r in self._ranks])
 
     def _own_rows(self, rank: int, whole: float) -> float:
         """A GEMM over the rank's own rows, where one over all rows takes `whole`."""
@@ -231,59 +237,64 @@ class StepGraph:
             [rows[target] * owned[source] * self._spec.hidden_size for target in self._ranks] for source in self._ranks
         ]
         nothing = [[0.0] * self._num_ranks for _ in self._ranks]
-        arrived = self._exchange("embed", "", nothing, values)
+        arrived = self._exchange(Phase.EMBED, Work.EMBEDDING, nothing, values)
         for rank in self._ranks:
             self._last[rank] = (*self._last[rank], *(task for after in arrived[rank].values() for task in after))
-        self._compute("embedding", [self._blocks[r].embedding(rows[r]) for r in self._ranks])
+        self._compute(Work.EMBEDDING, [self._blocks[r].embedding(rows[r]) for r in self._ranks])
 
     def _head(self) -> None:
         """The last row's logits, each rank's share of them; that it travels is next to nothing."""
         share_bytes = [share * self._spec.hidden_size * self._spec.head_bytes for share in self._body.vocabulary]
-        self._compute("head", [self._blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self._ranks])
+        self._compute(Work.HEAD, [self._blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self._ranks])
 
-    def _compute(self, name: str, seconds: Sequence[float]) -> None:
+    def _compute(self, kind: Work, seconds: Sequence[float]) -> None:
         for rank in self._ranks:
-            self._last[rank] = (self._task(name, rank, seconds[rank], self._last[rank]),)
+            self._last[rank] = (self._task(kind, rank, seconds[rank], self._last[rank]),)
 
-    def _connective(self, name: str, rows: Sequence[int]) -> None:
-        self._compute(name, [self._blocks[r].connective(rows[r]) for r in self._ranks])
+    def _connective(self, kind: Work, rows: Sequence[int]) -> None:
+        self._compute(kind, [self._blocks[r].connective(rows[r]) for r in self._ranks])
 
-    def _gather(self, name: str, phase: str, seconds: Sequence[Sequence[float]], row_values: int | None = None) -> None:
-        """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there."""
+    def _gather(
+        self, kind: Work | None, phase: Phase, seconds: Sequence[Sequence[float]], row_values: int | None = None
+    ) -> None:
+        """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there.
+
+        Without a GEMM (`kind` None), the rank's tasks of no seconds, of the phase itself, end when the tiles are there.
+        """
         arrived, moved = self._ring_all_gather(phase, row_values or self._spec.hidden_size)
         for rank in self._ranks:
             before = self._last[rank]
             ends = []
             for tile in self._in_order_of_arrival(rank):
                 if self._rows[tile]:
-                    named = f"{name} tile {tile}" if name else phase
-                    ends.append(self._task(named, rank, seconds[rank][tile], (*before, *arrived[rank, tile])))
+                    after = (*before, *arrived[rank, tile])
+                    ends.append(self._task(kind or phase, rank, seconds[rank][tile], after, tile))
                 if tile == rank:
                     ends.append(self._wire_task(rank, moved[rank], before))
             self._last[rank] = tuple(ends) or before
 
-    def _scatter(self, name: str, phase: str, seconds: Sequence[Sequence[float]]) -> None:
+    def _scatter(self, kind: Work, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
         """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
         start = list(self._last)
         if not self._body.overlap:
             for rank in self._ranks:
-                start[rank] = (self._task(name, rank, sum(seconds[rank]), start[rank]),)
+                start[rank] = (self._task(kind, rank, sum(seconds[rank]), start[rank]),)
             seconds = [[0.0] * self._num_ranks for _ in self._ranks]
         computed: dict[tuple[int, int], int] = {}
         for rank in self._ranks:
             before = start[rank]
             for tile in self._in_order_of_sums(rank):
-                computed[rank, tile] = self._task(f"{name} tile {tile}", rank, seconds[rank][tile], before)
+                computed[rank, tile] = self._task(kind, rank, seconds[rank][tile], before, tile)
                 before = (computed[rank, tile],)
             self._last[rank] = before
         self._ring_reduce_scatter(phase, computed, start)
 
     def _gather_and_scatter(
         self,
-        entering: tuple[str, str, Sequence[Sequence[float]]],
-        leaving: tuple[str, str, Sequence[Sequence[float]]],
+        entering: tuple[Work, Phase, Sequence[Sequence[float]]],
+        leaving: tuple[Work, Phase, Sequence[Sequence[float]]],
     ) -> None:
-        """A gather and a scatter (name, phase, seconds) whose GEMMs on a tile follow each other: the first partial sums
+        """A gather and a scatter (kind, phase, seconds) whose GEMMs on a tile follow each other: the first partial sums
         leave while later tiles are still gathered."""
         if not self._body.overlap:
             self._gather(*entering)
@@ -295,13 +306,13 @@ class StepGraph:
         for rank in self._ranks:
             before = start[rank]
             if self._rows[rank]:
-                before = (self._task(f"{entering[0]} tile {rank}", rank, entering[2][rank][rank], before),)
+                before = (self._task(entering[0], rank, entering[2][rank][rank], before, rank),)
             wire = self._wire_task(rank, moved[rank], start[rank])
             for tile in self._in_order_of_sums(rank):
                 if tile != rank:
                     after = (*before, *arrived[rank, tile])
-                    before = (self._task(f"{entering[0]} tile {tile}", rank, entering[2][rank][tile], after),)
-                computed[rank, tile] = self._task(f"{leaving[0]} tile {tile}", rank, leaving[2][rank][tile], before)
+                    before = (self._task(entering[0], rank, entering[2][rank][tile], after, tile),)
+                computed[rank, tile] = self._task(leaving[0], rank, leaving[2][rank][tile], before, tile)
                 before = (computed[rank, tile],)
             self._last[rank] = (*before, wire)
         self._ring_reduce_scatter(leaving[1], computed, start)
@@ -314,7 +325,7 @@ class StepGraph:
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self._rows[step.compute]]
 
     def _ring_all_gather(
-        self, phase: str, row_values: int
+        self, phase: Phase, row_values: int
     ) -> tuple[dict[tuple[int, int], tuple[int, ...]], Sequence[float]]:
         """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
         of the transfers takes from its compute."""
@@ -328,11 +339,10 @@ class StepGraph:
                 following = (rank + 1) % self._num_ranks
                 if self._rows[tile]:
                     num_values = self._rows[tile] * row_values
-                    named = f"{phase} tile {tile}"
                     had = formats[rank, tile]
                     # What has lost its precision once is forwarded as it is.
                     format_ = formats[following, tile] = self._formats[rank, following] if had == "exact" else had
-                    index = self._transfer(rank, following, num_values, arrived[rank, tile], named, format_)
+                    index = self._transfer((rank, following), phase, tile, num_values, arrived[rank, tile], format_)
                     arrived[following, tile] = (index,)
                     moved[rank] += self._wire_seconds(rank, num_values, format_, 0.5 if had == "exact" else 0.0)
                     moved[following] += self._wire_seconds(following, num_values, format_)
@@ -342,7 +352,7 @@ class StepGraph:
         return arrived, moved
 
     def _ring_reduce_scatter(
-        self, phase: str, computed: dict[tuple[int, int], int], start: Sequence[tuple[int, ...]]
+        self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[tuple[int, ...]]
     ) -> None:
         """The transfers alone; `computed[r, k]` is rank r's partial sum of tile k. What they take from the compute may be
         done from `start` on."""
@@ -358,8 +368,7 @@ class StepGraph:
                 if step.send is not None:
                     following = (rank + 1) % self._num_ranks
                     num_values = self._rows[tile] * self._spec.hidden_size
-                    named = f"{phase} tile {tile}"
-                    partial[following, tile] = (self._transfer(rank, following, num_values, after, named),)
+                    partial[following, tile] = (self._transfer((rank, following), phase, tile, num_values, after),)
                     moved[rank] += self._wire_seconds(rank, num_values, self._formats[rank, following])
                     moved[following] += self._wire_seconds(following, num_values, self._formats[rank, following])
                 else:
@@ -369,8 +378,8 @@ class StepGraph:
 
     def _exchange(
         self,
-        phase: str,
-        name: str,
+        phase: Phase,
+        kind: Work,
         seconds: Sequence[Sequence[float]],
         num_values: Sequence[Sequence[float]],
     ) -> list[dict[int, tuple[int, ...]]]:
@@ -386,49 +395,58 @@ class StepGraph:
             for offset in (*range(1, self._num_ranks), 0):
                 target = (rank + offset) % self._num_ranks
                 if seconds[rank][target] > 0:
-                    before = (self._task(f"{name} {target}", rank, seconds[rank][target], before),)
+                    # A part of the own rows' projection is for the target's heads; attention is of the target's rows.
+                    tile, peer = (target, None) if kind is Work.ATTENTION else (rank, target)
+                    before = (self._task(kind, rank, seconds[rank][target], before, tile, peer),)
                 values = num_values[rank][target]
                 if offset and values > 0:
-                    index = self._transfer(rank, target, values, before, f"{phase} tile {target}")
+                    index = self._transfer((rank, target), phase, target, values, before)
                     arrived[target][rank] = (index,)
                     moved[rank] += self._wire_seconds(rank, values, self._formats[rank, target])
                     moved[target] += self._wire_seconds(target, values, self._formats[rank, target])
             self._last[rank] = before
         for rank in self._ranks:
             self._last[rank] = (*self._last[rank], self._wire_task(rank, moved[rank], start[rank]))
-            if phase == "exchange_qkv":
+            if phase is Phase.EXCHANGE_QKV:
                 self._last[rank] = (*self._last[rank], *(task for after in arrived[rank].values() for task in after))
             arrived[rank][rank] = self._last[rank]
         return arrived
 
     # ---- tasks ----------------------------------------------------------------------------------------------------
 
-    def _task(self, name: str, rank: int, seconds: float, after: tuple[int, ...]) -> int:
-        named = f"layer {self._layer} {name}"
-        self.tasks.append(Task(named, (f"compute:{rank}",), seconds, tuple(dict.fromkeys(after))))
+    def _task(
+        self,
+        kind: TaskKind,
+        rank: int,
+        seconds: float,
+        after: tuple[int, ...],
+        tile: int | None = None,
+        peer: int | None = None,
+    ) -> int:
+        resources = self._compute_of[rank]
+        self.tasks.append(Task(kind, self._layer, tile, peer, resources, seconds, tuple(dict.fromkeys(after))))
         return len(self.tasks) - 1
 
     def _transfer(
         self,
-        source: int,
-        target: int,
+        ends: tuple[int, int],
+        phase: Phase,
+        tile: int,
         values: float,
         after: tuple[int, ...],
-        name: str,
         format_: Values | None = None,
     ) -> int:
-        """Without a format, the link's own."""
-        link = self._links[source, target]
-        num_bytes = values * BYTES_PER_VALUE[format_ or self._formats[source, target]]
-        sides = (f"send:{source}", f"receive:{target}")
-        named = f"layer {self._layer} {name} {source}->{target}"
-        seconds = num_bytes / link.bytes_per_second
-        self.tasks.append(Task(named, sides, seconds, after, link.round_trip_seconds / 2, int(num_bytes)))
+        """`ends` are the sender and the receiver. Without a format, the link's own."""
+        link = self._links[ends]
+        num_bytes = values * BYTES_PER_VALUE[format_ or self._formats[ends]]
+        seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
+        sides = self._sides_of[ends]
+        self.tasks.append(Task(phase, self._layer, tile, ends[1], sides, seconds, after, latency, int(num_bytes)))
         return len(self.tasks) - 1
 
     def _wire_seconds(self, rank: int, values: float, format_: Values, converted: float = 0.5) -> float:
         return wire_seconds(self._blocks[rank].wire, values, format_, converted)
 
     def _wire_task(self, rank: int, seconds: float, after: tuple[int, ...]) -> int:
-        """What a phase's traffic takes from the device's compute: one task, somewhere in the phase."""
-        return self._task("wire", rank, seconds, after)
+        """The compute seconds that a phase's traffic takes: one task, somewhere in the phase."""
+        return self._task(Work.WIRE, rank, seconds, after)

@@ -37,9 +37,10 @@ from support.waiting import wait_for
 from agent.daemon.store import ShardStore
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
+from hearth.plan.phases import Phase
 from hearth.plan.transformer import WireFormat
 from hearth.wire.codec import Codec
-from hearth.wire.framing import Phase, TileKey, encode_tile
+from hearth.wire.framing import TileKey, encode_tile
 from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles
 
 

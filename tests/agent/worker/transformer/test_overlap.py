@@ -105,9 +105,10 @@ def test_messages_of_another_epoch_or_step_are_dropped_and_counted(wide_bert: Pa
     import numpy as np
     from support.engines import TOKEN
 
+    from hearth.plan.phases import Phase
     from hearth.plan.transformer import WireFormat
     from hearth.wire.codec import Codec
-    from hearth.wire.framing import Phase, TileKey, encode_tile
+    from hearth.wire.framing import TileKey, encode_tile
 
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1), epoch=5)
     link = Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)

@@ -19,6 +19,7 @@ from coordinator.cli.app import app
 from coordinator.cli.output import out
 from coordinator.cli.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
+from coordinator.plan.simulator import sides_of
 from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
@@ -35,6 +36,7 @@ from coordinator.serve.state import ServingGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import largest_remainder
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase
 from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan, WireFormat, plan_from_json
 
@@ -295,27 +297,27 @@ def test_no_token_is_faster_than_its_slowest_share_or_its_round_trips(
 # ---- prefill --------------------------------------------------------------------------------------------------------
 
 
-def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[str, float]:
+def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[Phase, float]:
     """Values that rank 0 sends to rank 1 in one layer, by phase."""
     spec = LLAMA_1B.model_copy(update={"num_layers": 1})
     home = cluster([device_profile(index, 1.0, spec, 512) for index in range(2)], 8)
     body = make_plan(spec, strategy, (3, 1), row_weights=(1, 1), modes=(modes,) if strategy == "hmp" else ()).body
-    found: dict[str, float] = {}
+    found: dict[Phase, float] = {}
     for task in StepGraph(spec, body, home, 512, EXACT).tasks:
-        if task.resources[0] == "send:0":
-            phase = task.name.split()[2]
-            found[phase] = found.get(phase, 0.0) + task.num_bytes / 4
+        if task.resources == sides_of(0, 1):
+            assert isinstance(task.kind, Phase)
+            found[task.kind] = found.get(task.kind, 0.0) + task.num_bytes / 4
     return found
 
 
 def test_grouped_queries_travel_with_their_own_keys_and_values() -> None:
     exchanged = sent_values(LayerMode(qkv="replicated", out="replicated", mlp="replicated"))
-    assert exchanged["exchange_qkv"] == 256 * (8 + 2 * 2) * 64  # the other's 8 heads and 2 KV heads
-    assert exchanged["exchange_heads"] == 256 * 24 * 64
+    assert exchanged[Phase.EXCHANGE_QKV] == 256 * (8 + 2 * 2) * 64  # the other's 8 heads and 2 KV heads
+    assert exchanged[Phase.EXCHANGE_HEADS] == 256 * 24 * 64
     by_rows = sent_values(SEQUENCE, "sp")
-    assert by_rows["gather_keys"] == by_rows["gather_values"] == 256 * 8 * 64
+    assert by_rows[Phase.GATHER_KEYS] == by_rows[Phase.GATHER_VALUES] == 256 * 8 * 64
     gathered = sent_values(LayerMode())
-    assert gathered["gather_attention"] == gathered["reduce_attention"] == 256 * 2048
+    assert gathered[Phase.GATHER_ATTENTION] == gathered[Phase.REDUCE_ATTENTION] == 256 * 2048
 
 
 def test_a_prefill_ends_with_the_head() -> None:

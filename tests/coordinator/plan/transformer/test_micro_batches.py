@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from support.plans import LLAMA_1B, cluster, device_profile
 
+from coordinator.plan.simulator import compute_of
 from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
 from coordinator.plan.transformer.cost.step_graph import step_tasks
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from hearth.plan.phases import Work
 from hearth.plan.transformer import Plan
 
 SPEC = LLAMA_1B.model_copy(update={"num_layers": 4})
@@ -50,12 +52,17 @@ def test_a_later_one_attends_to_what_came_before() -> None:
     asked = request(250)
     body = plan_strategy(asked, "hmp").body.model_copy(update={"micro_batches": 2})
     tasks, by_layer = step_tasks(SPEC, body, asked.cluster, 256, asked.wire)
+    assert len(by_layer) == SPEC.num_layers
     for layer, indices in enumerate(by_layer):
-        on_one = [index for index in indices if tasks[index].resources == ("compute:0",)]
-        projected = [index for index in on_one if tasks[index].name.startswith(f"layer {layer} qkv")]
-        attended = [index for index in on_one if tasks[index].name.startswith(f"layer {layer} out")]
-        first, second = projected[: len(projected) // 2], attended[len(attended) // 2 :]
-        assert all(set(first) <= set(tasks[index].after) for index in second)
+        for rank in range(2):
+            of_rank = {
+                kind: [i for i in indices if tasks[i].kind is kind and tasks[i].resources == compute_of(rank)]
+                for kind in (Work.QKV, Work.OUT)
+            }
+            assert {tasks[i].layer for each in of_rank.values() for i in each} == {layer}
+            assert [len(each) for each in of_rank.values()] == [4, 4]  # two tiles of each micro-batch
+            projected, attended = of_rank[Work.QKV][:2], of_rank[Work.OUT][2:]
+            assert all(set(projected) <= set(tasks[i].after) for i in attended)
 
 
 def test_where_nothing_is_hidden_there_is_one() -> None:

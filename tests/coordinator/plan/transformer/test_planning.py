@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
-from coordinator.plan.simulator import Task, simulate
+from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, send_of, sides_of, simulate
 from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
@@ -21,6 +21,7 @@ from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import missing_bytes
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.plan.phases import Work
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import Strategy, WireFormat, plan_from_json
 from hearth.trace import chrome_trace, transfers
@@ -31,31 +32,36 @@ SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
 # ---- simulator ------------------------------------------------------------------------------------------------------
 
 
+CPU, OTHER_CPU = compute_of(0), compute_of(1)
+
+
+def task(resources: tuple[Resource, ...], seconds: float, after: tuple[int, ...] = (), latency: float = 0.0) -> Task:
+    return Task(Work.OPERATOR, 0, None, None, resources, seconds, after, latency)
+
+
 def test_a_device_runs_one_task_at_a_time_in_order() -> None:
-    timeline = simulate([Task("a", ("cpu",), 2.0), Task("b", ("cpu",), 3.0), Task("c", ("gpu",), 1.0)])
+    timeline = simulate([task(CPU, 2.0), task(CPU, 3.0), task(OTHER_CPU, 1.0)])
     assert timeline.starts == (0.0, 2.0, 0.0)
     assert timeline.makespan == 5.0
-    assert timeline.busy == {"cpu": 5.0, "gpu": 1.0}
+    assert timeline.busy == {CPU[0]: 5.0, OTHER_CPU[0]: 1.0}
 
 
 def test_work_is_conserved_a_later_task_runs_while_an_earlier_one_waits() -> None:
-    tasks = [Task("slow", ("net",), 5.0), Task("waits", ("cpu",), 1.0, (0,)), Task("free", ("cpu",), 2.0)]
+    tasks = [task(sides_of(0, 1), 5.0), task(CPU, 1.0, (0,)), task(CPU, 2.0)]
     assert simulate(tasks).starts == (0.0, 5.0, 0.0)
 
 
 def test_two_transfers_share_a_senders_side_but_not_two_different_pairs() -> None:
-    shared = [Task("0->1", ("send:0", "receive:1"), 1.0), Task("0->2", ("send:0", "receive:2"), 1.0)]
-    assert simulate(shared).makespan == 2.0
-    apart = [Task("0->1", ("send:0", "receive:1"), 1.0), Task("2->3", ("send:2", "receive:3"), 1.0)]
-    assert simulate(apart).makespan == 1.0
+    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(0, 2), 1.0)]).makespan == 2.0
+    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(2, 3), 1.0)]).makespan == 1.0
+
+
+def test_sending_receiving_and_computing_of_a_rank_go_on_at_once() -> None:
+    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(1, 0), 1.0), task(CPU, 1.0)]).makespan == 1.0
 
 
 def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
-    tasks = [
-        Task("first", ("send:0",), 1.0, latency=10.0),
-        Task("second", ("send:0",), 1.0, latency=10.0),
-        Task("use", ("cpu",), 1.0, (0,)),
-    ]
+    tasks = [task(send_of(0), 1.0, latency=10.0), task(send_of(0), 1.0, latency=10.0), task(CPU, 1.0, (0,))]
     timeline = simulate(tasks)
     assert timeline.starts == (0.0, 1.0, 11.0)
     assert timeline.makespan == 12.0
@@ -63,23 +69,23 @@ def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
 
 def test_impossible_graphs_are_refused() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
-        simulate([Task("a", (), 1.0, (1,)), Task("b", (), 1.0, (0,))])
+        simulate([task((), 1.0, (1,)), task((), 1.0, (0,))])
     with pytest.raises(ValueError, match="does not exist"):
-        simulate([Task("a", (), 1.0, (7,))])
+        simulate([task((), 1.0, (7,))])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.integers(0, 3)), min_size=1, max_size=15))
 def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, int]]) -> None:
     tasks = [
-        Task(str(i), (f"r{resource}",), seconds, tuple(range(max(i - after, 0), i)))
-        for i, (resource, seconds, after) in enumerate(drawn)
+        task(compute_of(rank), seconds, tuple(range(max(i - after, 0), i)))
+        for i, (rank, seconds, after) in enumerate(drawn)
     ]
     timeline = simulate(tasks)
-    for i, task in enumerate(tasks):
-        assert timeline.ends[i] == pytest.approx(timeline.starts[i] + task.seconds)
-        assert all(timeline.ends[before] <= timeline.starts[i] + 1e-9 for before in task.after)
+    for i, each in enumerate(tasks):
+        assert timeline.ends[i] == pytest.approx(timeline.starts[i] + each.seconds)
+        assert all(timeline.ends[before] <= timeline.starts[i] + 1e-9 for before in each.after)
         for j in range(i):
-            if tasks[j].resources == task.resources and min(task.seconds, tasks[j].seconds) > 0:
+            if tasks[j].resources == each.resources and min(each.seconds, tasks[j].seconds) > 0:
                 assert timeline.ends[j] <= timeline.starts[i] + 1e-9 or timeline.ends[i] <= timeline.starts[j] + 1e-9
 
 
@@ -104,8 +110,8 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
     graph = StepGraph(SMALL, body, cluster(devices, 8), seq_len, EXACT)
     sent = [0.0] * num_devices
     for task in graph.tasks:
-        if task.resources[0].startswith("send"):
-            sent[int(task.resources[0].split(":")[1])] += task.seconds * 1e6  # 8 Mbit/s is 1e6 bytes/s
+        if task.resources[0].kind is ResourceKind.SEND:
+            sent[task.resources[0].rank] += task.seconds * 1e6  # 8 Mbit/s is 1e6 bytes/s
     units = {"megatron-tp": 4, "hmp": 4, "sp": 2}[strategy]
     unit_bytes = seq_len * SMALL.hidden_size * 4 * (num_devices - 1) / num_devices
     embedding = (num_devices if strategy == "megatron-tp" else 1) * unit_bytes / num_devices
