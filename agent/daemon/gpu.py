@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from hearth.errors import BadSetting
+from hearth.platform.child import run_module
 from hearth.wire.messages import Gpu
 
 log = logging.getLogger(__name__)
@@ -70,26 +70,16 @@ class GpuReader:
 
 async def probe_cuda(timeout_seconds: float = _PROBE_SECONDS) -> Gpu | None:
     """Ask torch in a child process; None where it has no CUDA device, is not there, or does not answer."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "agent.worker.probe",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
     try:
-        output, errors = await asyncio.wait_for(process.communicate(), timeout_seconds)
+        ended = await run_module("agent.worker.probe", b"", timeout_seconds, listen=lambda line: None)
     except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
         log.warning("the GPU did not answer within %g s; computing on the CPU", timeout_seconds)
         return None
-    if process.returncode != 0:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:]
-        log.info("no GPU: %s", last[0] if last else f"the probe exited with {process.returncode}")
+    if ended.code != 0:
+        log.info("no GPU: %s", ended.last_lines[-1] if ended.last_lines else f"the probe {ended.cause}")
         return None
     try:
-        answer = json.loads(output)
+        answer = json.loads(ended.output)
         return Gpu(kind="cuda", **answer) if answer else None
     except (ValueError, TypeError) as error:
         log.warning("the GPU probe's answer cannot be read: %s", error)

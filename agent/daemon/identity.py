@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hearth.errors import BadSetting
+from hearth.files import write_atomically
 from hearth.platform.security import KeyPair, new_keypair
 
 log = logging.getLogger(__name__)
@@ -116,12 +117,7 @@ def _load_or_make(path: Path, hardware: str) -> Identity:
         public_key=keypair.public,
         secret_key=keypair.secret,
     )
-    beside = path.with_suffix(".new")
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(made.model_dump_json())
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    write_atomically(path, made.model_dump_json(), private=True)
     return Identity(made.device_id, keypair, regenerated)
 
 

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import re
-import secrets
 import shutil
 import tempfile
 import threading
@@ -17,12 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
+from hearth.files import PART_SUFFIX, write_atomically
 from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
-_PART_SUFFIX = ".part"
 _PROFILE_PREFIX = "profile-"
 _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256, so that a name is never a path
 
@@ -84,17 +83,9 @@ class ShardStore:
 
     def _write(self, chunk: str, data: Buffer) -> None:
         """Whole or not at all. Without the lock: a disk takes several writes at once faster than one after the other."""
-        target = self._file(chunk)
-        part = target.with_name(f"{chunk}.{secrets.token_hex(4)}{_PART_SUFFIX}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
+            write_atomically(self._file(chunk), data)
         except OSError as error:
-            part.unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with self._lock:
                     raise self._full(len(data)) from None
@@ -194,11 +185,11 @@ class ShardStore:
         """What an earlier run left: chunks in order of their last deployment; what it had not finished is removed."""
         for folder in self.path.glob(f"{_PROFILE_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in self.path.glob(f"*{_PART_SUFFIX}"):
+        for file in self.path.glob(f"*{PART_SUFFIX}"):
             file.unlink(missing_ok=True)
         found = []
         for file in self.path.glob("??/*"):
-            if file.name.endswith(_PART_SUFFIX):
+            if file.name.endswith(PART_SUFFIX):
                 file.unlink(missing_ok=True)
             elif _CHUNK_NAME.fullmatch(file.name) and file == self._file(file.name) and file.is_file():
                 status = file.stat()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +16,7 @@ import zmq.asyncio
 
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.platform.asyncio_tools import within
+from hearth.platform.child import cause_of_death, run_module
 from hearth.wire.messages import (
     AbortGraph,
     AbortStep,
@@ -205,7 +204,7 @@ class WorkerProcess:
         assert self._process is not None
         code = await self._process.wait()
         if not self._stopping:
-            self._fail(WorkerDied(device=self._device, reason=_cause_of_death(code)))
+            self._fail(WorkerDied(device=self._device, reason=cause_of_death(code)))
 
     async def _receive(self) -> None:
         while True:
@@ -238,28 +237,12 @@ def _raised(answer: _Answer) -> tuple[Message, list[bytes]]:
     return answer
 
 
-def _cause_of_death(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "killed (SIGKILL), often by the kernel because memory ran out"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exited with code {code}"
-
-
 async def run_child(module: str, request_json: str, timeout_seconds: float, device: str) -> str:
     """Run a short-lived `python -m MODULE`, one JSON line in, one out. Raises WorkerDied or DeadlineExceeded."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    began = time.monotonic()
     try:
-        output, _ = await asyncio.wait_for(process.communicate(request_json.encode() + b"\n"), timeout_seconds)
+        ended = await run_module(module, request_json.encode() + b"\n", timeout_seconds)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded(action=f"{module} on {device}", seconds=time.monotonic() - began) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        raise WorkerDied(device=device, reason=f"{module} {_cause_of_death(process.returncode or 1)}")
-    return output.decode()
+        raise DeadlineExceeded(action=f"{module} on {device}", seconds=timeout_seconds) from None
+    if ended.code != 0:
+        raise WorkerDied(device=device, reason=f"{module} {ended.cause}")
+    return ended.output.decode()

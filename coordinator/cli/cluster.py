@@ -23,6 +23,7 @@ from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile, DeviceProfile
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.validation import first_error
 from hearth.wire.messages import AcquireLease, LeaseGranted
 
 
@@ -136,9 +137,7 @@ def load_cluster(path: Path, goal: ServingGoal, model: Model) -> ClusterProfile:
     except OSError as error:
         raise bad(f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise bad(f"is no profile ({where + ': ' if where else ''}{first['msg']})") from None
+        raise bad(f"is no profile ({first_error(error)})") from None
     ids = [device.device_id for device in cluster.devices]
     links = {(link.source, link.target) for link in cluster.links}
     if len(set(ids)) < len(ids):

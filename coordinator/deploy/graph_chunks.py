@@ -12,6 +12,7 @@ from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.memory import CHUNK_BYTES
 from hearth.errors import BadModelFile
 from hearth.plan.graph import Segment
+from hearth.validation import first_error
 from hearth.wire.messages import ArrayChunks, SegmentFiles
 
 
@@ -62,8 +63,7 @@ class Pieces:
                     )
                 )
             except ValidationError as error:
-                first = error.errors()[0]
-                reason = f"the weight {weight.name} cannot be sent: {first['loc'][0]}: {first['msg']}"
+                reason = f"the weight {weight.name} cannot be sent: {first_error(error)}"
                 raise BadModelFile(path=str(self._graph.path), reason=reason) from None
         files = SegmentFiles(graph=tuple(piece.hash for piece in graph), initializers=tuple(arrays))
         return SegmentPieces(files, tuple(pieces))

@@ -16,6 +16,7 @@ from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
 from hearth.plan.graph_spec import GraphSpec
 from hearth.platform.units import parse_bytes
+from hearth.validation import first_error
 
 _MAX_DEVICES = 256
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -59,9 +60,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     try:
         read = _FileCluster.model_validate(_values(path))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise _bad(path, f"{where}: {first['msg']}") from None
+        raise _bad(path, first_error(error)) from None
     names = [device.name for device in read.devices]
     if len(set(names)) < len(names):
         raise _bad(path, "names a device twice")

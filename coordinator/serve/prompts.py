@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json
 from hearth.errors import BadCheckpoint, BadRequest
+from hearth.validation import first_error
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 
 if TYPE_CHECKING:
@@ -212,9 +213,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
             max_tokens=config.max_new_tokens or _DEFAULT_MAX_TOKENS,
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadCheckpoint(path=str(path), reason=f"{where}: {first['msg']}") from None
+        raise BadCheckpoint(path=str(path), reason=first_error(error)) from None
 
 
 # ---- chat templates -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +15,7 @@ from hearth.plan.graph import GraphPlan
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 from hearth.plan.profile import WireCost
 from hearth.plan.transformer import WireFormat
-from hearth.platform.asyncio_tools import within
+from hearth.platform.child import run_module
 
 # Beside the time limit, which is for the search alone: the interpreter, the model of the problem, heuristics.
 _GRACE_SECONDS = 300.0
@@ -41,47 +40,19 @@ async def solve_instance(
 
 
 async def _child(fields: dict[str, Any], time_limit_seconds: float, progress: Callable[[str], None]) -> Planned:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "coordinator.serve.solver",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    said: list[str] = []
+    def listen(line: str) -> None:
+        if line.startswith(MARK):
+            progress(line.removeprefix(MARK))
 
-    async def listen(stream: asyncio.StreamReader) -> None:
-        async for line in stream:
-            text = line.decode(errors="replace").rstrip()
-            if text.startswith(MARK):
-                progress(text.removeprefix(MARK))
-            else:
-                said.append(text)
-
-    async def ask(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> bytes:
-        stdin.write(json.dumps(fields).encode())
-        await stdin.drain()
-        stdin.close()
-        return await stdout.read()
-
-    listening = asyncio.ensure_future(listen(process.stderr))
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
     try:
-        answer = await within(seconds, ask(process.stdin, process.stdout))
-        await within(seconds, process.wait())
+        ended = await run_module("coordinator.serve.solver", json.dumps(fields).encode(), seconds, listen)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action="planning the graph", seconds=seconds) from None
-    except (BrokenPipeError, ConnectionResetError):
-        answer = b""
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await asyncio.gather(listening, return_exceptions=True)
     try:
-        values = json.loads(answer)
+        values = json.loads(ended.output)
     except ValueError:  # it died: out of memory, most likely
-        reason = f"the planner's process ended with {process.returncode}: {' '.join(said[-3:])}"
+        reason = f"the planner's process {ended.cause}: {' '.join(ended.last_lines)}"
         raise InternalError(where="the coordinator", reason=reason[:1000]) from None
     if "error" in values:
         raise error_from_wire(values["error"], values["details"])

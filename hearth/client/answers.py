@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hearth.errors import BadMessage, BadRequest, HearthError
+from hearth.validation import first_error
 from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ def valid(model: type[_M], **fields: Any) -> _M:
         schema = model.model_json_schema()["properties"].get(name, {})
         number = next((kind for kind in schema.get("anyOf", [schema]) if kind.get("type") in _NUMBERS), None)
         if number is None:
-            raise BadRequest(reason=f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise BadRequest(reason=first_error(error)) from None
         limits = " and ".join(f"{word} {number[key]}" for key, word in _LIMITS.items() if key in number)
         raise BadRequest(
             reason=f"{name} must be {_NUMBERS[number['type']]} {limits}, not {str(first['input'])[:40]}"

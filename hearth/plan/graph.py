@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hearth.errors import BadPlan
 from hearth.plan.transformer import Alternative, MemoryUse, WireFormat, patience_seconds
+from hearth.validation import first_error
 
 Objective = Literal["latency", "throughput"]
 
@@ -112,6 +113,4 @@ def graph_plan_from_json(text: str | bytes) -> GraphPlan:
     try:
         return GraphPlan.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the plan"
-        raise BadPlan(reason=f"{where}: {first['msg']}") from None
+        raise BadPlan(reason=first_error(error, "the plan")) from None

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hearth.errors import UnsupportedArchitecture
+from hearth.validation import first_error
 
 Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -88,8 +89,7 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
     try:
         spec = RotarySpec(kind=kind, **values)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{_FIELDS[str(first['loc'][0])]}: {first['msg']}") from None
+        raise ValueError(first_error(error, names=_FIELDS)) from None
     if "factor" not in values and spec.original_positions:
         spec = spec.model_copy(update={"factor": max_positions / spec.original_positions})
     if rotary_dim(spec, head_dim) % 2:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hearth.errors import BadPlan
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.validation import first_error
 
 Strategy = Literal["local", "megatron-tp", "sp", "hmp", "pipeline"]
 Values = Literal["exact", "bf16", "fp16", "int8"]
@@ -344,6 +345,4 @@ def plan_from_json(text: str | bytes) -> Plan:
     try:
         return Plan.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the plan"
-        raise BadPlan(reason=f"{where}: {first['msg']}") from None
+        raise BadPlan(reason=first_error(error, "the plan")) from None

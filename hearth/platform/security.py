@@ -23,6 +23,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
+from hearth.files import write_atomically
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
 Role = Literal["agent", "coordinator", "admin"]
@@ -171,13 +172,7 @@ def save_credential(path: Path, credential: Credential, force: bool = False) -> 
     if path.exists() and not force:
         raise KeyExists(path=str(path))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(format_credential(credential) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    write_atomically(path, format_credential(credential) + "\n", private=True)
 
 
 def resolve_credential(key: str | Path | Credential | None) -> Credential:

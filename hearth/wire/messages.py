@@ -18,6 +18,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, Link, WireCost
 from hearth.plan.transformer import Plan, Values
 from hearth.protocol import MAX_MESSAGE_BYTES, MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
+from hearth.validation import first_error
 
 Name = Annotated[str, StringConstraints(max_length=256)]
 Text = Annotated[str, StringConstraints(max_length=1 << 16)]
@@ -883,6 +884,4 @@ def decode(data: bytes | memoryview) -> Message:
     try:
         return _ADAPTER.validate_python(fields)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadMessage(reason=f"{where}: {first['msg']}") from None
+        raise BadMessage(reason=first_error(error)) from None

@@ -28,6 +28,7 @@ from coordinator.plan.graph.throughput.points import (
 from coordinator.plan.graph.throughput.problem import PipelineProblem
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages, theorem_bound
 from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.files import write_atomically
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.partition_setup import Accounting, draw_links, problem_of
 
@@ -242,6 +243,4 @@ def load_rows(path: Path | None) -> dict[Setting, Bottlenecks]:
 
 def save_rows(path: Path, rows: Sequence[Bottlenecks]) -> None:
     """Whole or not at all: an interrupt leaves the file as it was."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_bytes(_ROWS.dump_json(list(rows)))
-    beside.replace(path)
+    write_atomically(path, _ROWS.dump_json(list(rows)))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hearth.errors import BadSetting
 from hearth.platform.units import parse_bytes
+from hearth.validation import first_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -155,5 +156,4 @@ def _devices(values: dict[str, Any]) -> list[dict[str, Any]]:
 def _first(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'scenario'}: {first['msg']}"
+    return first_error(error, "scenario")

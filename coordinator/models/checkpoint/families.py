@@ -15,6 +15,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.rotary import read_rotary
+from hearth.validation import first_error
 
 # From a config and our fields read so far to more of our fields. Raises ValueError or UnsupportedArchitecture.
 Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
@@ -370,9 +371,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
             dtype = checkpoint.dtype(TensorNames(family, checkpoint).layer(0, "q.weight").name)
         return ModelSpec(name=model_name(model_dir, config), family=name, dtype=dtype, **values)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(family.config.get(str(part), str(part)) for part in first["loc"]) or "the config"
-        raise BadCheckpoint(path=str(path), reason=f"{where}: {first['msg']}") from None
+        raise BadCheckpoint(path=str(path), reason=first_error(error, "the config", family.config)) from None
     except ValueError as error:
         raise BadCheckpoint(path=str(path), reason=str(error)) from None
 

@@ -14,6 +14,7 @@ from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpo
 from coordinator.models.checkpoint.chunk_layout import OF_LAYER, ChunkKind, all_chunks, slices, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
 from hearth.errors import BadCheckpoint
+from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
 
@@ -96,8 +97,5 @@ def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) ->
         return _MANIFEST.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         refs = manifest(checkpoint, spec)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_bytes(_MANIFEST.dump_json(refs))
-    beside.replace(path)
+    write_atomically(path, _MANIFEST.dump_json(refs))
     return refs

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hearth.errors import BadModelFile
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
+from hearth.validation import first_error
 
 _MAX_FILE_BYTES = 256 << 20
 _MAX_NODES = 100_000
@@ -54,9 +55,7 @@ def read_json(path: str | Path) -> GraphSpec:
     except OSError as error:
         raise bad(f"it cannot be read ({error})") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise bad(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        raise bad(first_error(error)) from None
     for index, node in enumerate(graph.nodes):
         if node.id != index:
             raise bad(f"node {index} has the id {node.id}")

@@ -1,0 +1,58 @@
+"""Children are real processes of this interpreter: their modules are written by the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hearth.platform.child import Ended, run_module
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source of the module `short_lived`; empty at first."""
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return tmp_path / "short_lived.py"
+
+
+def run(seconds: float = 60.0, **options: object) -> Ended:
+    return asyncio.run(run_module("short_lived", b"1 2 3\n", seconds, **options))  # type: ignore[arg-type]
+
+
+def test_it_gets_its_input_and_its_output_and_lines_come_back(module: Path) -> None:
+    module.write_text("import sys; print(sum(map(int, input().split()))); print('one\\ntwo', file=sys.stderr)")
+    heard: list[str] = []
+    assert run(listen=heard.append) == Ended(b"6\n", 0, ("one", "two"))
+    assert heard == ["one", "two"]
+
+
+def test_how_it_ended_is_told(module: Path) -> None:
+    module.write_text("raise SystemExit(3)")
+    assert (run().code, run().cause) == (3, "exited with code 3")
+    module.write_text("import os; os.kill(os.getpid(), 9)")
+    assert run().cause.startswith("killed (SIGKILL)")
+    module.write_text("import os; os.close(0); raise ValueError('no input')")
+    ended = run(listen=lambda line: None)
+    assert (ended.code, ended.last_lines[-1]) == (1, "ValueError: no input")
+
+
+def test_one_that_is_late_or_cancelled_is_gone(module: Path) -> None:
+    module.write_text("import time; time.sleep(600)")
+    with pytest.raises(asyncio.TimeoutError):
+        run(seconds=0.2)
+    module.write_text("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(600)")
+
+    async def cancel() -> None:
+        came = asyncio.Event()
+        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: came.set()))
+        await asyncio.wait_for(came.wait(), 60.0)
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+    asyncio.run(cancel())
+    assert not [child for child in psutil.Process().children() if "short_lived" in child.cmdline()]

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hearth.files import write_atomically
+
+
+def test_a_file_is_replaced_as_a_whole_and_may_be_private(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "state.json"
+    write_atomically(path, "old")
+    write_atomically(path, memoryview(b"new"), private=True)
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    with pytest.raises(OSError, match="state"):
+        write_atomically(tmp_path / "state", "a folder is in its place")
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
