@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import logging.config
 import re
 import subprocess
 import sys
@@ -50,8 +51,11 @@ IMPURE_LIBRARIES = {
 IMPURE_BUILTINS = {"breakpoint", "input", "open", "print"}
 
 
-def test_packages_import_only_what_lies_below_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_packages_import_only_what_lies_below_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The contracts of `[tool.importlinter]` in pyproject.toml."""
+    monkeypatch.setattr(logging.config, "dictConfig", lambda config: None)  # it disables the loggers of all other tests
     status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     assert status == 0, capsys.readouterr().out
 
