@@ -18,7 +18,8 @@ __version__ = "0.1.0"
 __all__ = ["AsyncHome", "HearthError", "Home", "__version__", "connect", "connect_async"]
 
 if TYPE_CHECKING:
-    from hearth.client.home import AsyncHome, Home, connect, connect_async
+    from hearth.client.home import AsyncHome, connect_async
+    from hearth.client.sync import Home, connect
     from hearth.errors import HearthError
 
 
@@ -28,8 +29,12 @@ def __getattr__(name: str) -> Any:
         from hearth.errors import HearthError
 
         return HearthError
-    if name in __all__:
-        from hearth.client import home as client
+    if name in ("AsyncHome", "connect_async"):
+        from hearth.client import home
 
-        return getattr(client, name)
+        return getattr(home, name)
+    if name in ("Home", "connect"):
+        from hearth.client import sync
+
+        return getattr(sync, name)
     raise AttributeError(f"module 'hearth' has no attribute '{name}'")

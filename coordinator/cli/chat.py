@@ -22,7 +22,7 @@ from coordinator.cli.generate import (
 from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors
 from hearth.client.answers import Generation
-from hearth.client.home import connect
+from hearth.client.sync import connect
 from hearth.errors import HearthError
 from hearth.wire.messages import ChatMessage
 

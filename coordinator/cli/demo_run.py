@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hearth.client.home import Home, connect
+from hearth.client.sync import Home, connect
 from hearth.errors import DeadlineExceeded, HearthError, InternalError
 from hearth.plan.transformer import Plan
 from hearth.platform.security import new_home_key, save_credential

@@ -11,7 +11,7 @@ import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
-from hearth.client.home import connect
+from hearth.client.sync import connect
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace, overlap_seconds
 

@@ -10,7 +10,7 @@ import typer
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, print_json
 from hearth.client.answers import Usage
-from hearth.client.home import connect
+from hearth.client.sync import connect
 from hearth.errors import BadSetting
 from hearth.platform.units import format_seconds
 

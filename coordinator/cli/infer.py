@@ -14,7 +14,8 @@ from coordinator.cli.load import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
 from coordinator.plan.graph.price import in_flight
-from hearth.client.home import connect, connect_async
+from hearth.client.home import connect_async
+from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotAuthorised
 from hearth.plan.graph import GraphPlan
 from hearth.platform.units import format_seconds

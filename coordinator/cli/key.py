@@ -143,7 +143,7 @@ def add_app(
     as_json: AsJson = False,
 ) -> None:
     """Make a key for an app: it may ask for inference, nothing else. Needs the running coordinator."""
-    from hearth.client.home import connect
+    from hearth.client.sync import connect
 
     credential = load_credential(_path(key))
     pair = new_keypair()
@@ -170,7 +170,7 @@ def revoke(
     key: KeyPath = None,
 ) -> None:
     """Shut an app out, from its next request on. Needs the running coordinator."""
-    from hearth.client.home import connect
+    from hearth.client.sync import connect
 
     with connect(address, load_credential(_path(key)), interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_app(name)

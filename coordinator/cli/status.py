@@ -6,7 +6,7 @@ from coordinator.cli.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import device_table, plan_tables
-from hearth.client.home import connect
+from hearth.client.sync import connect
 from hearth.platform.units import format_bytes, format_seconds
 
 

@@ -1,6 +1,6 @@
-"""The client library: what an app calls. Layers: `hearth.wire.rpc` moves messages, `AsyncHome` speaks in verbs, `Home` is the
-same for programs without an event loop. Answers that come token by token are in `hearth.client.answers`, arrays in and out
-of a graph in `hearth.client.arrays`.
+"""The client library for asyncio programs: `hearth.wire.rpc` moves messages, `AsyncHome` speaks in verbs. `hearth.client.sync`
+is the same for programs without an event loop. Answers that come token by token are in `hearth.client.answers`, arrays in and
+out of a graph in `hearth.client.arrays`.
 
 Every call has a timeout and raises a `HearthError`. A connection that was lost is taken up again by itself; a
 coordinator that moved to another address is looked for again over mDNS.
@@ -9,10 +9,8 @@ coordinator that moved to another address is looked for again over mDNS.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -21,7 +19,6 @@ import zmq.asyncio
 from hearth.client.answers import (
     AsyncGeneration,
     Chat,
-    Generation,
     Token,
     Usage,
     chat_message,
@@ -72,7 +69,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 COORDINATOR_PORT = 47830
-_CALL_SECONDS = 10.0  # for calls that compute nothing
+CALL_SECONDS = 10.0  # for calls that compute nothing
 _READY_POLL_SECONDS = 0.2
 
 _T = TypeVar("_T")
@@ -194,15 +191,15 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return inference_of(reply.message, reply.payload)
 
-    async def model_info(self, timeout_seconds: float = _CALL_SECONDS) -> ModelInfo:
+    async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> ModelInfo:
         """What the served graph takes and gives: names, dtypes, shapes."""
         return await self._ask(GetModelInfo(), ModelInfo, timeout_seconds)
 
-    async def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
+    async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> Readiness:
         """Whether a model is being served, which, and if not, why."""
         return await self._ask(GetReadiness(), Readiness, timeout_seconds)
 
-    async def ready(self, timeout_seconds: float = _CALL_SECONDS) -> bool:
+    async def ready(self, timeout_seconds: float = CALL_SECONDS) -> bool:
         """Whether requests are answered now."""
         return (await self.readiness(timeout_seconds)).ready
 
@@ -216,23 +213,24 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     # ---- with an admin key ----------------------------------------------------------------------------------------
 
-    async def devices(self, timeout_seconds: float = _CALL_SECONDS) -> DeviceList:
-        """The devices of the home as the coordinator sees them, and the links it has measured."""
+    async def devices(self, timeout_seconds: float = CALL_SECONDS) -> DeviceList:
+        """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
         return await self._ask(ListDevices(), DeviceList, timeout_seconds)
 
-    async def status(self, timeout_seconds: float = _CALL_SECONDS) -> Status:
-        """What the coordinator does: model, plan, queue, counters, last error."""
+    async def status(self, timeout_seconds: float = CALL_SECONDS) -> Status:
+        """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
         return await self._ask(GetStatus(), Status, timeout_seconds)
 
-    async def add_app(self, name: str, public_key: str, timeout_seconds: float = _CALL_SECONDS) -> None:
-        """Admit an app's key for inference."""
+    async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Admit an app's key for inference (admin key)."""
         await self._ask(AddApp(name=name, public_key=public_key), Done, timeout_seconds)
 
-    async def revoke_app(self, name: str, timeout_seconds: float = _CALL_SECONDS) -> None:
-        """Shut an app out; it is refused from its next request on."""
+    async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Shut an app out; it is refused from its next request on (admin key)."""
         await self._ask(RevokeApp(name=name), Done, timeout_seconds)
 
-    async def apps(self, timeout_seconds: float = _CALL_SECONDS) -> AppList:
+    async def apps(self, timeout_seconds: float = CALL_SECONDS) -> AppList:
+        """The apps that were admitted and revoked (admin key)."""
         return await self._ask(ListApps(), AppList, timeout_seconds)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
@@ -325,154 +323,6 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             await client.close()
 
 
-class Home(AbstractContextManager["Home"]):
-    """The same connection for programs without an event loop; safe to share between threads. Made by `connect`."""
-
-    def __init__(self, home: AsyncHome) -> None:
-        self._home = home
-        self._loop = asyncio.new_event_loop()
-        self._waiting: set[concurrent.futures.Future[Any]] = set()  # what threads wait for
-        self._ending = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        with self._ending:  # nobody begins a call that the loop would not live to answer
-            already, self._closed = self._closed, True
-        if already:
-            return
-        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        for future in list(self._waiting):
-            future.cancel()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def embed(self, texts: Sequence[str], timeout_seconds: float = 60.0) -> np.ndarray[Any, Any]:
-        """Normalised sentence embeddings [N,H], float32. Raises TextTooLong, NotServing, QueueFull, WorkerDied, ..."""
-        return self._run(self._home.embed(texts, timeout_seconds))
-
-    def request_embeddings(self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False) -> Result:
-        """As `embed`, with latency and, on request, each device's timeline."""
-        return self._run(self._home.request_embeddings(texts, timeout_seconds, trace))
-
-    def hidden_states(
-        self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
-    ) -> np.ndarray[Any, Any]:
-        """Last hidden states [T,H], float32, of one sequence of T token ids."""
-        return self._run(self._home.hidden_states(token_ids, timeout_seconds))
-
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Chat | None = None,
-        token_ids: Sequence[int] | np.ndarray[Any, Any] | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        timeout_seconds: float = 600.0,
-    ) -> Generation:
-        """Continue a prompt, answer a chat, or continue token ids; `for token in home.generate("Once"): ...`.
-
-        What is left out comes from the model's generation_config.json, else the likeliest token is taken (temperature
-        0), up to 512 of them. `timeout_seconds` bounds the whole answer. Raises BadRequest for a value out of range at
-        once; later ContextTooLong, NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
-        """
-        answer = self._home.generate(
-            prompt, messages=messages, token_ids=token_ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
-            timeout_seconds=timeout_seconds,
-        )  # fmt: skip
-        return Generation(answer, self._run, self._loop)
-
-    def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
-        """Run the served graph once: its inputs by name in, its outputs by name out; `model_info` tells both.
-
-        Raises BadRequest that names an input of a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
-        """
-        return self._run(self._home.infer(inputs, timeout_seconds))
-
-    def request_inference(self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False) -> InferenceResult:
-        """As `infer`, with latency and, on request, each device's timeline."""
-        return self._run(self._home.request_inference(inputs, timeout_seconds, trace))
-
-    def model_info(self, timeout_seconds: float = _CALL_SECONDS) -> ModelInfo:
-        """What the served graph takes and gives: names, dtypes, shapes."""
-        return self._run(self._home.model_info(timeout_seconds))
-
-    def readiness(self, timeout_seconds: float = _CALL_SECONDS) -> Readiness:
-        """Whether a model is being served, which, and if not, why."""
-        return self._run(self._home.readiness(timeout_seconds))
-
-    def ready(self, timeout_seconds: float = _CALL_SECONDS) -> bool:
-        """Whether requests are answered now."""
-        return self._run(self._home.ready(timeout_seconds))
-
-    def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until requests are answered. Raises DeadlineExceeded that says what is still going on."""
-        self._run(self._home.wait_ready(timeout_seconds))
-
-    def devices(self, timeout_seconds: float = _CALL_SECONDS) -> DeviceList:
-        """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
-        return self._run(self._home.devices(timeout_seconds))
-
-    def status(self, timeout_seconds: float = _CALL_SECONDS) -> Status:
-        """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
-        return self._run(self._home.status(timeout_seconds))
-
-    def add_app(self, name: str, public_key: str, timeout_seconds: float = _CALL_SECONDS) -> None:
-        """Admit an app's key for inference (admin key)."""
-        self._run(self._home.add_app(name, public_key, timeout_seconds))
-
-    def revoke_app(self, name: str, timeout_seconds: float = _CALL_SECONDS) -> None:
-        """Shut an app out; it is refused from its next request on (admin key)."""
-        self._run(self._home.revoke_app(name, timeout_seconds))
-
-    def apps(self, timeout_seconds: float = _CALL_SECONDS) -> AppList:
-        """The apps that were admitted and revoked (admin key)."""
-        return self._run(self._home.apps(timeout_seconds))
-
-    def _open(self, timeout_seconds: float) -> None:
-        self._run(self._home.open(timeout_seconds))
-
-    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Run it in the loop's thread. Ctrl-C here cancels it there."""
-        with self._ending:
-            if self._closed:
-                call.close()
-                raise ConnectionLost(endpoint="the coordinator")
-            future = asyncio.run_coroutine_threadsafe(call, self._loop)
-            self._waiting.add(future)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:  # another thread has closed this
-            raise ConnectionLost(endpoint="the coordinator") from None
-        except BaseException:
-            future.cancel()
-            raise
-        finally:
-            self._waiting.discard(future)
-
-    async def _finish(self) -> None:
-        """Close; whatever other threads still wait for ends, before the loop does."""
-        await self._home.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=_CALL_SECONDS)
-
-
 def _server_seconds(timeout_seconds: float) -> float:
     """A little less than our own patience: the coordinator knows why a request is late, and its answer must get here."""
     return max(timeout_seconds - min(0.1 * timeout_seconds, 1.0), 1e-3)
@@ -486,34 +336,13 @@ def endpoint_of(address: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def connect(
-    address: str | None = None,
-    key: str | Path | Credential | None = None,
-    timeout_seconds: float = 10.0,
-    interfaces: Sequence[str] | None = None,
-) -> Home:
-    """Connect to this home's coordinator: found over mDNS, or at `address` ("host" or "host:port").
-
-    `key` is a credential, its one-line text or its file; by default the file that `hearth key import` writes.
-    `interfaces` are the local addresses on which to ask over mDNS. Raises KeyMissing, NoCoordinator, Unreachable,
-    WrongKey, ProtocolMismatch. Use it as a context manager, or call `close()`.
-    """
-    home = Home(AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces))
-    try:
-        home._open(timeout_seconds)
-    except HearthError:
-        home.close()
-        raise
-    return home
-
-
 async def connect_async(
     address: str | None = None,
     key: str | Path | Credential | None = None,
     timeout_seconds: float = 10.0,
     interfaces: Sequence[str] | None = None,
 ) -> AsyncHome:
-    """As `connect`, for asyncio programs: `async with await hearth.connect_async() as home: ...`."""
+    """As `hearth.connect`, for asyncio programs: `async with await hearth.connect_async() as home: ...`."""
     home = AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces)
     try:
         return await home.open(timeout_seconds)

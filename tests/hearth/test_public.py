@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -39,3 +40,16 @@ def test_the_public_names_are_these() -> None:
     assert all(getattr(hearth, name) for name in hearth.__all__)
     with pytest.raises(AttributeError):
         _ = hearth.nonsense
+
+
+def test_both_faces_of_the_client_have_the_same_calls() -> None:
+    from hearth import AsyncHome, Home
+
+    calls = {name: call for name, call in vars(AsyncHome).items() if name[0] != "_" and name not in ("open", "close")}
+    assert len(calls) > 12
+    for name, call in calls.items():
+        waiting = getattr(Home, name)
+        assert inspect.signature(waiting).parameters == inspect.signature(call).parameters, name
+        assert not inspect.iscoroutinefunction(waiting), name
+        assert inspect.getdoc(waiting), name
+    assert "`for token in home.generate" in str(inspect.getdoc(Home.generate))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from support.waiting import PATIENCE_SECONDS, wait_for
 
-from hearth.client.home import Home, connect
+from hearth.client.sync import Home, connect
 from hearth.errors import HearthError
 from hearth.platform.security import Credential, new_home_key, save_credential
 

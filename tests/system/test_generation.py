@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import greedy
 
-from hearth.client.home import Home
+from hearth.client.sync import Home
 from hearth.errors import BadRequest, ContextTooLong, QueueFull
 
 pytestmark = pytest.mark.processes

@@ -18,7 +18,7 @@ from support.graphs import save_two_branch_model
 from support.home import TestHome
 from support.waiting import wait_for
 
-from hearth.client.home import Home
+from hearth.client.sync import Home
 from hearth.errors import BadRequest, DeviceLost, HearthError, NotServing, StepFailed, WorkerDied
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")

@@ -26,7 +26,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import hidden_states
 
-from hearth.client.home import Home, connect
+from hearth.client.sync import Home, connect
 from hearth.errors import (
     AgentBusy,
     AppRevoked,

@@ -35,7 +35,8 @@ from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
 from coordinator.serve.state import ServingGoal
 from coordinator.serve.transformer import Server
 from hearth.client.answers import Token
-from hearth.client.home import AsyncHome, Home, connect
+from hearth.client.home import AsyncHome
+from hearth.client.sync import Home, connect
 from hearth.errors import (
     AppRevoked,
     BadPlan,

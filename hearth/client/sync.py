@@ -1,0 +1,138 @@
+"""The client library for programs without an event loop: `AsyncHome` in a thread of its own, and calls that wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hearth.client.answers import AsyncGeneration, Generation
+from hearth.client.home import CALL_SECONDS, AsyncHome
+from hearth.errors import ConnectionLost, HearthError
+from hearth.platform.security import Credential, coordinator_access, resolve_credential
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _waiting(
+    call: Callable[Concatenate[AsyncHome, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[Home, _P], _T]:
+    """The method of `Home` that waits for this one of `AsyncHome`: the same parameters and docstring."""
+
+    @functools.wraps(call)
+    def waits(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._run(call(self._home, *args, **kwargs))
+
+    return waits
+
+
+def _iterating(
+    call: Callable[Concatenate[AsyncHome, _P], AsyncGeneration],
+) -> Callable[Concatenate[Home, _P], Generation]:
+    """As `_waiting`, for an answer that comes piece by piece."""
+
+    @functools.wraps(call)
+    def iterates(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
+        return Generation(call(self._home, *args, **kwargs), self._run, self._loop)
+
+    iterates.__doc__ = str(call.__doc__).replace("async for", "for")
+    return iterates
+
+
+class Home(AbstractContextManager["Home"]):
+    """A connection to this home's coordinator; safe to share between threads. Made by `connect`."""
+
+    def __init__(self, home: AsyncHome) -> None:
+        self._home = home
+        self._loop = asyncio.new_event_loop()
+        self._waiting: set[concurrent.futures.Future[Any]] = set()  # what threads wait for
+        self._ending = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._ending:  # nobody begins a call that the loop would not live to answer
+            already, self._closed = self._closed, True
+        if already:
+            return
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        for future in list(self._waiting):
+            future.cancel()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    embed = _waiting(AsyncHome.embed)
+    request_embeddings = _waiting(AsyncHome.request_embeddings)
+    hidden_states = _waiting(AsyncHome.hidden_states)
+    generate = _iterating(AsyncHome.generate)
+    infer = _waiting(AsyncHome.infer)
+    request_inference = _waiting(AsyncHome.request_inference)
+    model_info = _waiting(AsyncHome.model_info)
+    readiness = _waiting(AsyncHome.readiness)
+    ready = _waiting(AsyncHome.ready)
+    wait_ready = _waiting(AsyncHome.wait_ready)
+    devices = _waiting(AsyncHome.devices)
+    status = _waiting(AsyncHome.status)
+    add_app = _waiting(AsyncHome.add_app)
+    revoke_app = _waiting(AsyncHome.revoke_app)
+    apps = _waiting(AsyncHome.apps)
+    _open = _waiting(AsyncHome.open)
+
+    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Run it in the loop's thread. Ctrl-C here cancels it there."""
+        with self._ending:
+            if self._closed:
+                call.close()
+                raise ConnectionLost(endpoint="the coordinator")
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+            self._waiting.add(future)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:  # another thread has closed this
+            raise ConnectionLost(endpoint="the coordinator") from None
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._waiting.discard(future)
+
+    async def _finish(self) -> None:
+        """Close; whatever other threads still wait for ends, before the loop does."""
+        await self._home.close()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=CALL_SECONDS)
+
+
+def connect(
+    address: str | None = None,
+    key: str | Path | Credential | None = None,
+    timeout_seconds: float = 10.0,
+    interfaces: Sequence[str] | None = None,
+) -> Home:
+    """Connect to this home's coordinator: found over mDNS, or at `address` ("host" or "host:port").
+
+    `key` is a credential, its one-line text or its file; by default the file that `hearth key import` writes.
+    `interfaces` are the local addresses on which to ask over mDNS. Raises KeyMissing, NoCoordinator, Unreachable,
+    WrongKey, ProtocolMismatch. Use it as a context manager, or call `close()`.
+    """
+    home = Home(AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces))
+    try:
+        home._open(timeout_seconds)
+    except HearthError:
+        home.close()
+        raise
+    return home
