@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.wire.messages import DeviceTrace, GraphDone, StepDone, TraceEvent
 
 
@@ -25,92 +27,87 @@ def shift_to_common_clock(
     )
 
 
-class Transfer(NamedTuple):
-    """One tile on one hop, from the moment it was handed to the transport until it had arrived."""
+_Hop: TypeAlias = tuple[TaskKind, int | None, int | None, int | None, int | None]  # kind, layer, tile, sender, receiver
 
-    name: str
-    sender: str
-    receiver: str
+
+class Transfer(NamedTuple):
+    """One tile on one hop, from the moment it was handed to the transport until it had arrived.
+
+    `sender` and `receiver` are ranks.
+    """
+
+    label: str
+    sender: int
+    receiver: int
     start_seconds: float
     end_seconds: float
     num_bytes: int
 
 
+def label(event: TraceEvent) -> str:
+    """The text that people see of an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
+    name = event.kind.value if isinstance(event.kind, Work) else event.kind.name.lower().replace("_", " ")
+    parts = [name, event.tensor]
+    if event.layer is not None and not event.tensor:
+        parts = (
+            [name, str(event.layer)] if event.kind in (Work.SEGMENT, Phase.TENSOR) else [f"layer {event.layer}", name]
+        )
+    if event.tile is not None:
+        parts.append(f"tile {event.tile}")
+    if event.lane == "compute" and event.peer is not None:
+        parts.append(f"of rank {event.peer}")
+    return " ".join(filter(None, parts))
+
+
 def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
-    """Pair each `send` with the `receive` of the same name, in order of their start."""
-    sent = {event.name: (trace.device, event) for trace in traces for event in trace.events if event.lane == "send"}
+    """Pair each `send` with its `receive`, in order of their start.
+
+    A tile in several chunks, or of several steps, has several of each: a link keeps their order.
+    """
+    sent: dict[_Hop, deque[TraceEvent]] = defaultdict(deque)
+    for trace in traces:
+        for event in trace.events:
+            if event.lane == "send":
+                sent[event.kind, event.layer, event.tile, trace.rank, event.peer].append(event)
     found = []
     for trace in traces:
         for event in trace.events:
-            if event.lane == "receive" and event.name in sent:
-                sender, start = sent[event.name]
-                found.append(
-                    Transfer(
-                        event.name,
-                        sender,
-                        trace.device,
-                        start.start_seconds,
-                        event.end_seconds,
-                        event.num_bytes,
-                    )
-                )
+            waiting = sent.get((event.kind, event.layer, event.tile, event.peer, trace.rank))
+            if event.lane == "receive" and event.peer is not None and waiting:
+                start, name = waiting.popleft().start_seconds, f"{label(event)} {event.peer}->{trace.rank}"
+                found.append(Transfer(name, event.peer, trace.rank, start, event.end_seconds, event.num_bytes))
     return sorted(found, key=lambda transfer: transfer.start_seconds)
 
 
 def overlap_seconds(traces: Sequence[DeviceTrace]) -> float:
     """Seconds of transfers during which the receiving device was computing (their bars intersected)."""
-    computing = {
-        trace.device: [(event.start_seconds, event.end_seconds) for event in trace.events if event.lane == "compute"]
-        for trace in traces
-    }
+    computing: dict[int, list[TraceEvent]] = defaultdict(list)
+    for trace in traces:
+        computing[trace.rank] += [event for event in trace.events if event.lane == "compute"]
     return sum(
-        max(0.0, min(end, transfer.end_seconds) - max(start, transfer.start_seconds))
+        max(0.0, min(event.end_seconds, transfer.end_seconds) - max(event.start_seconds, transfer.start_seconds))
         for transfer in transfers(traces)
-        for start, end in computing[transfer.receiver]
+        for event in computing[transfer.receiver]
     )
 
 
 def chrome_trace(traces: Sequence[DeviceTrace]) -> dict[str, Any]:
-    """The Chrome trace event format (chrome://tracing, Perfetto): a process per device, lanes for compute and links."""
-    pids = {trace.device: index + 1 for index, trace in enumerate(traces)}
+    """The Chrome trace event format (chrome://tracing, Perfetto): a process per rank, lanes for compute and links."""
+    names = {trace.rank: trace.device for trace in traces}
     start = min((event.start_seconds for trace in traces for event in trace.events), default=0.0)
 
-    def bar(name: str, category: str, pid: int, tid: str, begin: float, end: float, num_bytes: int) -> dict[str, Any]:
+    def bar(rank: int, lane: str, category: str, shown: Transfer | TraceEvent) -> dict[str, Any]:
         return {
-            "name": name, "cat": category, "ph": "X", "pid": pid, "tid": tid,
-            "ts": (begin - start) * 1e6, "dur": max(end - begin, 0.0) * 1e6, "args": {"bytes": num_bytes},
+            "name": label(shown) if isinstance(shown, TraceEvent) else shown.label,
+            "cat": category, "ph": "X", "pid": rank + 1, "tid": lane, "ts": (shown.start_seconds - start) * 1e6,
+            "dur": max(shown.end_seconds - shown.start_seconds, 0.0) * 1e6, "args": {"bytes": shown.num_bytes},
         }  # fmt: skip
 
     events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": device}} for device, pid in pids.items()
+        {"name": "process_name", "ph": "M", "pid": rank + 1, "args": {"name": name}} for rank, name in names.items()
     ]
     for trace in traces:
-        for event in _bars(trace.events):
-            events.append(
-                bar(
-                    event.name,
-                    event.lane,
-                    pids[trace.device],
-                    event.lane,
-                    event.start_seconds,
-                    event.end_seconds,
-                    event.num_bytes,
-                )
-            )
+        events += [bar(trace.rank, "compute", "compute", event) for event in trace.events if event.lane == "compute"]
     for transfer in transfers(traces):
-        events.append(
-            bar(
-                transfer.name,
-                "transfer",
-                pids[transfer.receiver],
-                f"from {transfer.sender}",
-                transfer.start_seconds,
-                transfer.end_seconds,
-                transfer.num_bytes,
-            )
-        )
+        events.append(bar(transfer.receiver, f"from {names[transfer.sender]}", "transfer", transfer))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _bars(events: Iterable[TraceEvent]) -> Iterable[TraceEvent]:
-    return (event for event in events if event.lane in ("compute", "wait"))

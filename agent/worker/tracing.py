@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from hearth.plan.phases import Work
+from hearth.transport.base import Buffer
 from hearth.wire.framing import TileKey
 from hearth.wire.messages import TraceEvent
 
 _NOTHING = nullcontext()
+_TENSOR_CHARACTERS = 64  # the end of a tensor's name tells more than its beginning
 
 
-def transfer_name(key: TileKey, sender: int, receiver: int) -> str:
-    """The name that both ends give to one tile on one hop."""
-    return f"layer {key.layer} {key.phase.name.lower()} tile {key.tile} {sender}->{receiver}"
+class Moved(NamedTuple):
+    """A tile was handed to the transport for `peer`, or arrived from it, at `seconds` of the monotonic clock."""
+
+    lane: Literal["send", "receive"]
+    key: TileKey
+    peer: int
+    num_bytes: int
+    seconds: float
+
+    @classmethod
+    def now(cls, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> Moved:
+        return cls(lane, key, peer, sum(len(frame) for frame in frames), time.monotonic())
 
 
 class Recorder:
@@ -25,19 +37,41 @@ class Recorder:
         self._enabled = enabled
         self._events: list[TraceEvent] = []
 
-    def bar(self, name: str) -> AbstractContextManager[None]:
-        """What runs inside is one bar of the compute lane."""
-        return self._bar(name) if self._enabled else _NOTHING
+    def bar(
+        self, work: Work, layer: int | None = None, tile: int | None = None, peer: int | None = None
+    ) -> AbstractContextManager[None]:
+        """The time inside is one bar of the compute lane. `peer`: the rank whose heads or rows it is for."""
+        return self._bar(work, layer, tile, peer) if self._enabled else _NOTHING
 
     @contextmanager
-    def _bar(self, name: str) -> Iterator[None]:
+    def _bar(self, work: Work, layer: int | None, tile: int | None, peer: int | None) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self._add(name, "compute", start, time.monotonic(), 0)
+        end = time.monotonic()
+        self._events.append(
+            TraceEvent(
+                lane="compute", kind=work, layer=layer, tile=tile, peer=peer, start_seconds=start, end_seconds=end
+            )
+        )
 
-    def instant(self, name: str, lane: Literal["send", "receive"], num_bytes: int) -> None:
-        now = time.monotonic()
-        self._add(name, lane, now, now, num_bytes)
+    def transfer(self, moved: Moved, tensor: str = "") -> None:
+        """`tensor`: in a graph, its name."""
+        if not self._enabled:
+            return
+        key = moved.key
+        self._events.append(
+            TraceEvent(
+                lane=moved.lane,
+                kind=key.phase,
+                layer=key.layer,
+                tile=None if tensor else key.tile,
+                peer=moved.peer,
+                tensor=tensor[-_TENSOR_CHARACTERS:],
+                start_seconds=moved.seconds,
+                end_seconds=moved.seconds,
+                num_bytes=moved.num_bytes,
+            )
+        )
 
     @property
     def enabled(self) -> bool:
@@ -45,13 +79,3 @@ class Recorder:
 
     def events(self) -> tuple[TraceEvent, ...]:
         return tuple(self._events)
-
-    def _add(
-        self,
-        name: str,
-        lane: Literal["compute", "send", "receive"],
-        start: float,
-        end: float,
-        num_bytes: int,
-    ) -> None:
-        self._events.append(TraceEvent(name=name, lane=lane, start_seconds=start, end_seconds=end, num_bytes=num_bytes))

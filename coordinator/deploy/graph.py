@@ -148,7 +148,7 @@ class GraphDeployment(Workers):
             latency_seconds=latency,
             compute_seconds=tuple(sum(done.compute_seconds) for done, _ in results),
             traces=tuple(
-                DeviceTrace(device=device.name, events=shift_to_common_clock(done, *clocks[rank]))
+                DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
                 for rank, (device, (done, _)) in enumerate(zip(self.devices, results, strict=True))
                 if trace
             ),

@@ -156,7 +156,7 @@ class Deployment(Workers):
         else:
             rows = np.concatenate([part for _, part in results])
         traces = tuple(
-            DeviceTrace(device=device.name, events=shift_to_common_clock(done, *clocks[rank]))
+            DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
             for rank, (device, (done, _)) in enumerate(zip(self.plan.devices, results, strict=True))
             if trace
         )

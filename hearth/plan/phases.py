@@ -23,8 +23,8 @@ class Work(str, Enum):
     UP = "up"
     DOWN = "down"
     CONNECTIVE_MLP = "connective 2"
-    ATTENTION_BLOCK = "attention block"  # QKV, attention and out of a whole layer (pipeline)
-    MLP_BLOCK = "mlp block"  # up and down of a whole layer (pipeline)
+    ATTENTION_BLOCK = "attention block"  # QKV, attention and out, with no transfer between them
+    MLP_BLOCK = "mlp block"  # up and down, with no transfer between them
     LAYERS = "layers"  # all layers of a stage (pipeline)
     HEAD = "head"
     WIRE = "wire"  # encryption, TCP and conversion of the formats of values
@@ -57,19 +57,3 @@ class Phase(IntEnum):
 
 
 TaskKind: TypeAlias = Work | Phase
-
-
-_NUMBERED = (Work.SEGMENT, Work.OPERATOR, Phase.TENSOR)  # of graphs: `layer` is their own number
-
-
-def label(kind: TaskKind, layer: int | None, tile: int | None, peer: int | None = None) -> str:
-    """What people see of a task or an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
-    name = kind.value if isinstance(kind, Work) else kind.name.lower().replace("_", " ")
-    parts = [name]
-    if layer is not None:
-        parts = [name, str(layer)] if kind in _NUMBERED else [f"layer {layer}", name]
-    if tile is not None:
-        parts.append(f"tile {tile}")
-    if peer is not None:
-        parts.append(f"rank {peer}")
-    return " ".join(parts)

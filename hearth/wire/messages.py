@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
 from hearth.plan.graph import GraphPlan
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import BlockProfile, Link, WireCost
 from hearth.plan.transformer import Plan, Values
 from hearth.protocol import MAX_MESSAGE_BYTES, MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
@@ -285,12 +286,16 @@ class RunStep(_Message):
 class TraceEvent(_Message):
     """One bar of a timeline, in seconds of the worker's monotonic clock.
 
-    `send` and `receive` are instants: a tile handed to the transport, a tile arrived. Both ends give one tile the same
-    name, so that `hearth.trace` can draw the transfer between them.
+    `send` and `receive` are instants: a tile was handed to the transport, a tile arrived. Both ends of a transfer give it
+    the same kind, layer and tile, and each other's rank as `peer`, so that `hearth.trace` can pair them.
     """
 
-    name: Name
-    lane: Literal["compute", "send", "receive", "wait"]
+    lane: Literal["compute", "send", "receive"]
+    kind: Work | Phase
+    layer: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None  # in a graph: the number of the segment or tensor
+    tile: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    peer: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None  # see `coordinator.plan.simulator.Task`
+    tensor: Annotated[str, StringConstraints(max_length=64)] = ""  # in a graph: the end of the tensor's name
     start_seconds: float
     end_seconds: float
     num_bytes: Bytes = 0
@@ -678,7 +683,10 @@ class TextEnded(_Message):
 
 
 class DeviceTrace(_Message):
+    """The events of one rank. Several of the same rank are of steps that ran one after the other."""
+
     device: Name
+    rank: Annotated[int, Field(ge=0, lt=1 << 16)]
     events: tuple[TraceEvent, ...]
 
 

@@ -125,7 +125,7 @@ class EngineCluster:
 
     def traces(self, answers: Sequence[StepDone]) -> list[DeviceTrace]:
         """One clock for all: they share this process."""
-        return [DeviceTrace(device=f"device{rank}", events=done.trace) for rank, done in enumerate(answers)]
+        return [DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)]
 
 
 class Home:

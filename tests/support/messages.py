@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.graph_plans import make_graph_plan
 from support.plans import BERT_LARGE, device_profile, make_plan
 
+from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import Link
 from hearth.wire import messages as m
 
@@ -18,7 +19,8 @@ _TELEMETRY = m.Telemetry(
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
 _LINK = Link(source="a", target="b", bytes_per_second=1e7, round_trip_seconds=0.001)
-_EVENT = m.TraceEvent(name="qkv", lane="compute", start_seconds=1.0, end_seconds=1.5)
+_EVENT = m.TraceEvent(lane="compute", kind=Work.QKV, layer=3, tile=1, start_seconds=1.0, end_seconds=1.5)
+_SENT = m.TraceEvent(lane="send", kind=Phase.TENSOR, layer=0, peer=1, tensor="a", start_seconds=1.0, end_seconds=1.0)
 _WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
 _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
 _LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
@@ -132,11 +134,11 @@ EXAMPLES: tuple[m.Message, ...] = (
         text=".", reason="length", num_prompt_tokens=9, num_tokens=64, queued_seconds=0.0, first_token_seconds=0.5,
         decode_seconds=1.5,
     ),
-    m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
+    m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", rank=0, events=(_EVENT, _SENT)),)),
     m.GetModelInfo(),
     m.ModelInfo(name="resnet50", inputs=(_ARRAY,), outputs=(_ARRAY,)),
     m.Infer(names=("x",), timeout_seconds=10.0),
-    m.Inferred(names=("y",), latency_seconds=0.25, traces=(m.DeviceTrace(device="a", events=(_EVENT,)),)),
+    m.Inferred(names=("y",), latency_seconds=0.25, traces=(m.DeviceTrace(device="a", rank=0, events=(_EVENT, _SENT)),)),
     m.ListDevices(),
     m.DeviceList(
         devices=(m.DeviceInfo(device_id="d", name="a", host="10.0.0.2:47800", state="alive", worker="none", telemetry=None),),

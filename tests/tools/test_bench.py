@@ -1,4 +1,4 @@
-"""The benchmark: its statistics, its bound and its rows are right; it runs end to end; nothing of it remains."""
+"""The benchmark: its statistics and its rows are right; it runs end to end; nothing of it remains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from support.waiting import wait_for
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from tools.bench import interrupts, load, paper, plots
-from tools.bench.bound import bound_seconds
 from tools.bench.generation import GenerationRow
 from tools.bench.load import Load, Process, calmest, calmest_of, foreign_ticks
 from tools.bench.measure import relative_error
@@ -69,48 +68,6 @@ def test_every_strategy_comes_first_once_in_as_many_rounds() -> None:
     orders = [rotated("abc", index) for index in range(3)]
     assert [order[0] for order in orders] == ["a", "b", "c"]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
-
-
-# ---- the bound --------------------------------------------------------------------------------------------------------
-
-
-def bar(name: str, start: float, end: float) -> dict[str, Any]:
-    return {"name": name, "lane": "compute", "start_seconds": start, "end_seconds": end, "num_bytes": 0}
-
-
-def hop(lane: str, name: str, num_bytes: int) -> dict[str, Any]:
-    return {"name": name, "lane": lane, "start_seconds": 0.0, "end_seconds": 0.0, "num_bytes": num_bytes}
-
-
-def test_a_transfer_hides_behind_the_compute_of_its_phase_and_of_no_other() -> None:
-    first = [
-        bar("layer 0 qkv tile 0", 0.0, 0.2), bar("layer 0 qkv tile 1", 0.2, 0.4),
-        hop("send", "layer 0 gather_attention tile 0 0->1", 100), hop("send", "layer 0 gather_attention tile 0 0->1", 100),
-        bar("layer 0 attention", 0.4, 0.5), bar("layer 0 out tile 1", 0.5, 0.6),
-        hop("send", "layer 0 reduce_attention tile 1 0->1", 500), bar("layer 0 connective 1", 0.6, 0.7),
-    ]  # fmt: skip
-    second = [
-        bar("layer 0 qkv tile 0", 0.0, 0.1), hop("receive", "layer 0 gather_attention tile 0 0->1", 200),
-        bar("layer 0 attention", 0.1, 0.4), hop("receive", "layer 0 reduce_attention tile 1 0->1", 500),
-    ]  # fmt: skip
-    # Entering: 0.4 s of compute hide 0.2 s of transfer. Attention 0.3 on the second. Leaving: 0.5 s hide 0.1. Then 0.1.
-    assert bound_seconds([[first, second]], [1000.0, 1000.0]) == pytest.approx(0.4 + 0.3 + 0.5 + 0.1)
-    slow_receiver = bound_seconds([[first, second]], [1000.0, 250.0])
-    assert slow_receiver == pytest.approx(0.8 + 0.3 + 2.0 + 0.1)
-
-
-def test_of_several_steps_what_was_disturbed_does_not_count() -> None:
-    calm, disturbed = [bar("layer 0 up tile 0", 0.0, 0.1)], [bar("layer 0 up tile 0", 0.0, 0.9)]
-    assert bound_seconds([[disturbed], [calm]], [1.0]) == pytest.approx(0.1)
-
-
-def test_collectives_without_compute_and_unknown_names_count_in_full() -> None:
-    events = [
-        bar("layer 0 qkv", 0.0, 0.1), hop("send", "layer 0 gather_keys tile 0 0->1", 100),
-        hop("send", "layer 0 gather_values tile 0 0->1", 100), hop("send", "layer 0 reduce_gather_mlp tile 0 0->1", 300),
-        hop("send", "layer 0 embed tile 1 0->1", 50), bar("embed", 0.0, 0.02), bar("something new", 0.0, 0.03),
-    ]  # fmt: skip
-    assert bound_seconds([[events]], [1000.0]) == pytest.approx(0.1 + 0.2 + 0.3 + 0.05 + 0.02 + 0.03)
 
 
 # ---- foreign load -----------------------------------------------------------------------------------------------------

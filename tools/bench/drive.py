@@ -24,7 +24,7 @@ from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, Link
 from hearth.plan.transformer import Plan
-from hearth.wire.messages import ChunkRef
+from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.interrupts import shielded
 from tools.testbed import Testbed
 
@@ -44,7 +44,7 @@ class Sample:
     sent_bytes: int = 0  # by all devices, forwarded tiles included
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
-    traces: tuple[list[dict[str, Any]], ...] = ()
+    traces: tuple[tuple[TraceEvent, ...], ...] = ()
 
 
 class StoredModel:
@@ -194,7 +194,7 @@ class EngineRunners(Group):
             sent_bytes=sum(part["sent_bytes"] for part in parts),
             raw_bytes=sum(part["raw_bytes"] for part in parts),
             lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
-            traces=tuple(part["trace"] for part in parts),
+            traces=tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts),
         )
 
     def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class Runner:
             "raw_bytes": transport.raw_bytes if trace else 0,
             "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes if trace else 0,
             "sums": output[0].astype(float).tolist(),
-            "trace": [event.model_dump() for event in done.trace],
+            "trace": [event.model_dump(mode="json") for event in done.trace],
         }
 
     def begin_to_compute(self) -> dict[str, Any]:

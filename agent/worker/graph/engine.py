@@ -19,9 +19,9 @@ import numpy as np
 
 from agent.worker.graph.schedule import Finished, GraphSchedule, Late, Routes, Task
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
-from agent.worker.tracing import Recorder
+from agent.worker.tracing import Moved, Recorder
 from hearth.errors import BadMessage, BadRequest, FrameTooLarge, HearthError, StepFailed
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, Work
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Codec
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Answer = Callable[[bytes, Message, Sequence[Any]], None]
 
-MAX_TRACE_EVENTS = 20_000  # what a message has room for
+MAX_TRACE_EVENTS = 16_000  # the most that a message has room for
 _RECEIVE_SLICE_SECONDS = 0.5  # how soon a thread notices what nobody woke it for: the end, or a deadline
 
 
@@ -173,7 +173,7 @@ class GraphEngine:
         segment = self._routes.segments[task.segment]
         began = time.monotonic()
         try:
-            with request.recorder.bar(f"segment {segment.number}"):
+            with request.recorder.bar(Work.SEGMENT, segment.number):
                 arrays = self._sessions[task.segment].run(feeds, request.running)
             outputs = dict(zip(segment.outputs, arrays, strict=True))
             _check_sizes(self._routes, outputs)
@@ -306,14 +306,13 @@ class GraphEngine:
         array = decode_body(header, received.frames)
         if not array.flags.aligned:  # a small one that shares its frame with the header
             array = array.copy()
-        num_bytes = sum(len(frame) for frame in received.frames)
+        moved = Moved.now("receive", key, received.source, received.frames)
         with self._changed:
             if not self._schedule.arrive(key.step, name, time.monotonic() + self._early_seconds):
                 return
             request = self._requests.setdefault(key.step, _Request(Recorder(enabled=True)))
             request.values[name] = array
-            if request.recorder.enabled:
-                request.recorder.instant(_transfer(name, received.source, self._routes.rank), "receive", num_bytes)
+            request.recorder.transfer(moved, name)
             self._changed.notify_all()
 
     def _send_loop(self) -> None:
@@ -336,23 +335,15 @@ class GraphEngine:
         self._complete(leaving.step, request)
 
     def _send(self, leaving: Outgoing, recorder: Recorder) -> None:
-        rank = self._routes.rank
-        key = TileKey(self._epoch, leaving.step, self._numbers[leaving.name], Phase.TENSOR, 0, rank)
+        key = TileKey(self._epoch, leaving.step, self._numbers[leaving.name], Phase.TENSOR, 0, self._routes.rank)
         frames = encode_tile(self._token, key, leaving.array, self._codecs[leaving.target])
-        if recorder.enabled:
-            num_bytes = sum(len(frame) for frame in frames)
-            recorder.instant(_transfer(leaving.name, rank, leaving.target), "send", num_bytes)
+        recorder.transfer(Moved.now("send", key, leaving.target, frames), leaving.name)
         self._transport.send(leaving.target, frames)
 
     def _drop(self, what: str) -> None:
         self.dropped += 1
         if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
             log.warning("dropped %s", what)
-
-
-def _transfer(name: str, sender: int, receiver: int) -> str:
-    """The name that both ends give to a tensor's way."""
-    return f"{name} {sender}->{receiver}"[:256]
 
 
 def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:

@@ -21,7 +21,7 @@ from agent.worker.transformer.micro_batches import Turns
 from agent.worker.transformer.shard import LayerShard, Shard
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import Plan
 
 
@@ -92,7 +92,7 @@ def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Te
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
         if step.heads:
             span = step.collectives.tiles[tile]
-            with step.recorder.bar(f"layer {index} qkv tile {tile}"):
+            with step.recorder.bar(Work.QKV, index, tile):
                 blocks.project_qkv(step.spec, layer, 0, rows_xH, step.rows, span, qkv[slice(*span)])
     return qkv
 
@@ -103,7 +103,7 @@ def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> T
     tiles, own = step.collectives.tiles, step.own
 
     def project(rank: int, out: Tensor) -> Tensor:
-        with step.recorder.bar(f"layer {index} qkv for {rank}"):
+        with step.recorder.bar(Work.QKV, index, step.rank, rank):
             blocks.project_qkv(spec, layer, rank, x_sH, step.rows, own, out)
         return out
 
@@ -138,7 +138,7 @@ def _reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tens
     def context(tile: int) -> Tensor:
         return _attend(step, index, qkv, tile)
 
-    return _reduce_rows(step, index, Phase.REDUCE_ATTENTION, "out", context, layer.out_weight)
+    return _reduce_rows(step, index, Phase.REDUCE_ATTENTION, Work.OUT, context, layer.out_weight)
 
 
 def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Te
 
     def add(rank: int, context_sw: Tensor) -> None:
         columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
-        with step.recorder.bar(f"layer {index} out of {rank}"):
+        with step.recorder.bar(Work.OUT, index, step.rank, rank):
             y_sH.add_(layer.out_weight.columns(columns).times(context_sw))
 
     if own.size:
@@ -176,7 +176,7 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
     q_sw, k_sk, v_sk = (x_sH.new_empty(x_sH.shape[0], width(spec.num_heads)) for width in
                         (spec.q_width, spec.kv_width, spec.kv_width))  # fmt: skip
     if x_sH.shape[0]:
-        with step.recorder.bar(f"layer {index} qkv"):
+        with step.recorder.bar(Work.QKV, index):
             for block, heads in enumerate(layer.qkv_blocks):
                 qkv = x_sH.new_empty(x_sH.shape[0], spec.qkv_width(heads.size))
                 blocks.project_qkv(spec, layer, block, x_sH, step.rows, step.own, qkv)
@@ -189,9 +189,9 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
     _keep_own_heads(step, index, k_Tk, v_Tk)
     if not x_sH.shape[0]:
         return x_sH
-    with step.recorder.bar(f"layer {index} attention"):
+    with step.recorder.bar(Work.ATTENTION, index):
         context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, step.rows, step.own, cached=False)
-    with step.recorder.bar(f"layer {index} out"):
+    with step.recorder.bar(Work.OUT, index):
         return layer.out_weight.times(context_sw)
 
 
@@ -211,25 +211,23 @@ def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
     def hidden(tile: int) -> Tensor:
         while tile not in expanded:
             arrived, rows_xH = next(arriving)
-            with step.recorder.bar(f"layer {index} up tile {arrived}"):
+            with step.recorder.bar(Work.UP, index, arrived):
                 expanded[arrived] = blocks.mlp_up(step.spec, layer, rows_xH)
         return expanded.pop(tile)
 
-    return _reduce_rows(step, index, Phase.REDUCE_MLP, "down", hidden, layer.down_weight)
+    return _reduce_rows(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.down_weight)
 
 
 def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """MLP replicated: own rows only, and nothing travels."""
     if not x_sH.shape[0]:
         return x_sH
-    with step.recorder.bar(f"layer {index} up"):
-        hidden_sF = blocks.mlp_up(step.spec, layer, x_sH)
-    with step.recorder.bar(f"layer {index} down"):
-        return layer.down_weight.times(hidden_sF)
+    with step.recorder.bar(Work.MLP_BLOCK, index):
+        return layer.down_weight.times(blocks.mlp_up(step.spec, layer, x_sH))
 
 
 def _reduce_rows(
-    step: Step, index: int, phase: Phase, name: str, input_of: Callable[[int], Tensor], weight_Hx: Matrix
+    step: Step, index: int, phase: Phase, work: Work, input_of: Callable[[int], Tensor], weight_Hx: Matrix
 ) -> Tensor:
     """The partial sums of `input_of(tile)` [k,x] times the weight, tile by tile in the ring's order. [s,H]"""
 
@@ -237,7 +235,7 @@ def _reduce_rows(
         if not step.collectives.tiles[tile].size:
             return torch.empty(0, step.spec.hidden_size, device=step.rows.token_ids.device)
         input_kx = input_of(tile)
-        with step.recorder.bar(f"layer {index} {name} tile {tile}"):
+        with step.recorder.bar(work, index, tile):
             # With no heads or columns this is the sum over nothing: zeros.
             return weight_Hx.times(input_kx)
 
@@ -255,17 +253,17 @@ def _megatron(step: Step) -> Tensor:
         entered_TH = enter_attention(step, index, layer, x_TH)
         qkv = x_TH.new_empty(x_TH.shape[0], step.spec.qkv_width(step.heads))
         if step.heads:
-            with step.recorder.bar(f"layer {index} qkv"):
+            with step.recorder.bar(Work.QKV, index):
                 blocks.project_qkv(step.spec, layer, 0, entered_TH, step.rows, everything, qkv)
         _keep(step, index, qkv)
         y_sH = _reduced_out(step, index, layer, qkv)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_ATTENTION, y_sH)
         x_TH = leave_attention(step, index, layer, x_TH, y_TH)
         entered_TH = enter_mlp(step, index, layer, x_TH)
-        with step.recorder.bar(f"layer {index} up"):
+        with step.recorder.bar(Work.UP, index):
             hidden_Tc = blocks.mlp_up(step.spec, layer, entered_TH)
         parts = [hidden_Tc[slice(*rows)] for rows in step.collectives.tiles]
-        y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, "down", parts.__getitem__, layer.down_weight)
+        y_sH = _reduce_rows(step, index, Phase.REDUCE_MLP, Work.DOWN, parts.__getitem__, layer.down_weight)
         y_TH = step.collectives.all_gather_rows(index, Phase.REDUCE_GATHER_MLP, y_sH)
         x_TH = leave_mlp(step, index, layer, x_TH, y_TH)
     return x_TH[slice(*step.own)]
@@ -288,7 +286,7 @@ def _enter_stage(step: Step) -> Tensor:
     """The first stage holds all words; the others are sent what the one before has made of them."""
     spec, embedding, rows = step.spec, step.shard.embedding, step.rows
     if step.rank == 0:
-        with step.recorder.bar("embed"):
+        with step.recorder.bar(Work.EMBEDDING):
             return blocks.finish_embedding(spec, embedding, embedding.word[rows.token_ids].float(), rows.positions)
     before = spans(step.plan.body.layers)[step.rank - 1]
     x_TH = torch.empty(rows.num_rows, spec.hidden_size, device=rows.token_ids.device)
@@ -301,7 +299,7 @@ def _whole_layer(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Ten
     spec, everything = step.spec, Span(0, step.rows.num_rows)
     entered_TH = enter_attention(step, index, layer, x_TH)
     qkv = x_TH.new_empty(x_TH.shape[0], spec.qkv_width(step.heads))
-    with step.recorder.bar(f"layer {index} attention"):
+    with step.recorder.bar(Work.ATTENTION_BLOCK, index):
         blocks.project_qkv(spec, layer, 0, entered_TH, step.rows, everything, qkv)
         _keep(step, index, qkv)
         q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, step.heads, qkv)
@@ -309,7 +307,7 @@ def _whole_layer(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Ten
         y_TH = layer.out_weight.times(context_Tw)
     x_TH = leave_attention(step, index, layer, x_TH, y_TH)
     entered_TH = enter_mlp(step, index, layer, x_TH)
-    with step.recorder.bar(f"layer {index} MLP"):
+    with step.recorder.bar(Work.MLP_BLOCK, index):
         y_TH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_TH))
     return leave_mlp(step, index, layer, x_TH, y_TH)
 
@@ -350,7 +348,7 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
         indexes = held_by(step.rank, span)
         return word_rows(indexes) if len(indexes) else None
 
-    with step.recorder.bar("embed"):
+    with step.recorder.bar(Work.EMBEDDING):
         step.collectives.scatter_rows(0, Phase.EMBED, rows_for_target)
         word_sH = torch.empty(wanted.size, spec.hidden_size, device=rows.token_ids.device)
         own = held_by(step.rank, wanted)
@@ -366,28 +364,28 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
 def _attend(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
     """Attention of our heads for the rows of a tile: the first partial sums leave before the last rows are attended."""
     rows = step.collectives.tiles[tile]
-    with step.recorder.bar(f"layer {index} attention tile {tile}"):
+    with step.recorder.bar(Work.ATTENTION, index, tile):
         q_Tw, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
         return blocks.attention(step.spec, index, q_Tw[slice(*rows)], k_Tk, v_Tk, step.rows, rows)
 
 
 def enter_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    with step.recorder.bar(f"layer {index} enter attention"):
+    with step.recorder.bar(Work.ENTER_ATTENTION, index):
         return blocks.enter(step.spec, x_sH, layer.norm1)
 
 
 def leave_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
-    with step.recorder.bar(f"layer {index} connective 1"):
+    with step.recorder.bar(Work.CONNECTIVE_ATTENTION, index):
         return blocks.leave(step.spec, x_sH, y_sH, layer.out_bias, layer.norm1)
 
 
 def enter_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    with step.recorder.bar(f"layer {index} enter MLP"):
+    with step.recorder.bar(Work.ENTER_MLP, index):
         return blocks.enter(step.spec, x_sH, layer.norm2)
 
 
 def leave_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
-    with step.recorder.bar(f"layer {index} connective 2"):
+    with step.recorder.bar(Work.CONNECTIVE_MLP, index):
         return blocks.leave(step.spec, x_sH, y_sH, layer.down_bias, layer.norm2)
 
 

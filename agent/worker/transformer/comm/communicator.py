@@ -14,17 +14,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from agent.worker.tracing import Recorder, transfer_name
+from agent.worker.tracing import Moved, Recorder
 from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase
 from hearth.plan.transformer import Plan
-from hearth.transport.base import Received, Transport
+from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Codec, ValueFormat
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WireStats
@@ -99,6 +99,7 @@ class Communicator:
         self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
+        self._early: list[Moved] = []  # of steps that peers began before us: their traces are asked for later
         self._arrived: dict[TileKey, Array] = {}
         self._partials: dict[TileKey, Array] = {}  # ours, waiting for the sum that comes from the previous rank
         # What each thread that waits waits for: the first of its sets to be empty.
@@ -159,6 +160,10 @@ class Communicator:
             self._oldest_step = oldest = step if oldest_step is None else oldest_step
             self._timeout_seconds = timeout_seconds
             self._recorder = recorder
+            for moved in self._early:
+                if moved.key.step == step:
+                    recorder.transfer(moved)
+            self._early = [moved for moved in self._early if moved.key.step > step]
             if after_failure:
                 self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
@@ -182,9 +187,7 @@ class Communicator:
         """Encode for that link and queue. The array must not change afterwards."""
         with self._codec_locks[target]:
             frames = encode_tile(self._token, key, tile, self._codecs[target])
-        if self._recorder.enabled:
-            num_bytes = sum(len(frame) for frame in frames)
-            self._recorder.instant(transfer_name(key, self.rank, target), "send", num_bytes)
+        self._record("send", key, target, frames)
         self._transport.send(target, frames)
 
     def reduce(self, key: TileKey, partial: Array) -> None:
@@ -347,9 +350,7 @@ class Communicator:
         if key.phase in GATHERS:
             self._forward(header, received)
         tile = decode_body(header, received.frames, _CASTS)
-        if self._recorder.enabled:
-            num_bytes = sum(len(frame) for frame in received.frames)
-            self._recorder.instant(transfer_name(key, received.source, self.rank), "receive", num_bytes)
+        self._record("receive", key, received.source, received.frames)
         with self._changed:
             partial = self._partials.pop(key, None)
             if partial is None:
@@ -369,10 +370,18 @@ class Communicator:
         if header.values is ValueFormat.EXACT and self._codecs[following].is_lossy:  # it came by a faster link
             self.send(following, key, decode_body(header, received.frames, _CASTS))
             return
-        if self._recorder.enabled:
-            num_bytes = sum(len(frame) for frame in received.frames)
-            self._recorder.instant(transfer_name(key, self.rank, following), "send", num_bytes)
+        self._record("send", key, following, received.frames)
         self._transport.send(following, received.frames)
+
+    def _record(self, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> None:
+        if not self._recorder.enabled and key.step <= self._step:
+            return
+        moved = Moved.now(lane, key, peer, frames)
+        with self._changed:
+            if key.step <= self._step:
+                self._recorder.transfer(moved)
+            else:
+                self._early.append(moved)
 
     def _pass_on(self, key: TileKey, received: Array, partial: Array) -> None:
         if received.shape != partial.shape:

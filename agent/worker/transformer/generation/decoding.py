@@ -18,7 +18,7 @@ from agent.worker.transformer.shard import LayerShard, Shard
 from agent.worker.transformer.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import Plan
 
 
@@ -71,7 +71,7 @@ def decode(step: Step, layers: list[LayerShard]) -> Tensor:
         entered_BH = enter_attention(step, index, layer, x_BH)
         y_BH = None
         if step.heads:
-            with bar(f"layer {index} attention"):
+            with bar(Work.ATTENTION_BLOCK, index):
                 qkv = x_BH.new_empty(x_BH.shape[0], spec.qkv_width(step.heads))
                 blocks.project_qkv(spec, layer, 0, entered_BH, step.rows, everything, qkv)
                 q, k, v = blocks.split_qkv(spec, step.heads, qkv)
@@ -82,7 +82,7 @@ def decode(step: Step, layers: list[LayerShard]) -> Tensor:
         entered_BH = enter_mlp(step, index, layer, x_BH)
         y_BH = None
         if layer.up_weight.shape[0]:
-            with bar(f"layer {index} MLP"):
+            with bar(Work.MLP_BLOCK, index):
                 y_BH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_BH))
         y_BH = step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
         x_BH = leave_mlp(step, index, layer, x_BH, y_BH)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Literal
 
 from coordinator.plan.simulator import Resource, ResourceKind, Task, Timeline, simulate
 from coordinator.plan.transformer.cost.pipeline_graph import pipeline_tasks
 from coordinator.plan.transformer.cost.step_graph import step_tasks
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.phases import label
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import LayerMode, Plan, Prediction, TransformerPlan, WireFormat
 from hearth.wire.messages import DeviceTrace, TraceEvent
@@ -17,6 +17,11 @@ from hearth.wire.messages import DeviceTrace, TraceEvent
 # Of equal layers this many are simulated; each further one takes as long as the last of them.
 _SIMULATED_LAYERS = 2
 _LAYERS_TO_SETTLE = 4  # with micro-batches in flight
+_LANES: Mapping[ResourceKind, Literal["compute", "send", "receive"]] = {
+    ResourceKind.COMPUTE: "compute",
+    ResourceKind.SEND: "send",
+    ResourceKind.RECEIVE: "receive",
+}
 
 
 def predict(
@@ -103,7 +108,7 @@ def decoding_seconds(plan: Plan) -> float:
 def predicted_timeline(
     spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> tuple[DeviceTrace, ...]:
-    """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`: to be laid beside it."""
+    """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`."""
     tasks = _all_tasks(spec, body, cluster, seq_len, wire)
     return _as_traces(tasks, simulate(tasks), [device.name for device in cluster.devices])
 
@@ -118,17 +123,20 @@ def _all_tasks(
 
 def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
     events: list[list[TraceEvent]] = [[] for _ in names]
+
+    def add(task: Task, resource: Resource, peer: int | None, start: float, end: float) -> None:
+        events[resource.rank].append(
+            TraceEvent(
+                lane=_LANES[resource.kind], kind=task.kind, layer=task.layer, tile=task.tile, peer=peer,
+                start_seconds=start, end_seconds=end, num_bytes=task.num_bytes,
+            )
+        )  # fmt: skip
+
     for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
-        name, first = label(task.kind, task.layer, task.tile), task.resources[0]
-        if first.kind is ResourceKind.COMPUTE:
-            events[first.rank].append(TraceEvent(name=name, lane="compute", start_seconds=start, end_seconds=end))
-            continue
-        source, target = (side.rank for side in task.resources)
-        name = f"{name} {source}->{target}"
-        events[source].append(
-            TraceEvent(name=name, lane="send", start_seconds=start, end_seconds=start, num_bytes=task.num_bytes)
-        )
-        events[target].append(
-            TraceEvent(name=name, lane="receive", start_seconds=end, end_seconds=end, num_bytes=task.num_bytes)
-        )
-    return tuple(DeviceTrace(device=name, events=tuple(found)) for name, found in zip(names, events, strict=True))
+        if task.resources[0].kind is ResourceKind.COMPUTE:
+            add(task, task.resources[0], task.peer, start, end)
+        else:
+            sender, receiver = task.resources
+            add(task, sender, receiver.rank, start, start)
+            add(task, receiver, sender.rank, end, end)
+    return tuple(DeviceTrace(device=name, rank=rank, events=tuple(events[rank])) for rank, name in enumerate(names))

@@ -35,13 +35,15 @@ from support.graph_plans import make_graph_plan
 from support.waiting import wait_for
 
 from agent.daemon.store import ShardStore
+from agent.worker.graph.engine import MAX_TRACE_EVENTS
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
+from agent.worker.tracing import Moved, Recorder
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import WireFormat
 from hearth.wire.codec import Codec
 from hearth.wire.framing import TileKey, encode_tile
-from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles
+from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles, WireStats, decode, encode
 
 
 def feeds_of(seed: int) -> dict[str, Array]:
@@ -404,10 +406,26 @@ def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
             assert len(done.compute_seconds) == 1
             assert done.compute_seconds[0] > 0
             assert done.ended_seconds > done.began_seconds
-            events[rank] = {(event.lane, event.name) for event in done.trace}
-    assert events[0] == {("compute", "segment 0"), ("send", "a 0->1")}
-    assert events[1] == {("receive", "a 0->1"), ("compute", "segment 1"), ("send", "b 1->2")}
-    assert events[2] == {("receive", "b 1->2"), ("compute", "segment 2")}
+            events[rank] = {(event.lane, event.kind, event.layer, event.tensor, event.peer) for event in done.trace}
+    assert events == {
+        0: {("compute", Work.SEGMENT, 0, "", None), ("send", Phase.TENSOR, 0, "a", 1)},
+        1: {
+            ("receive", Phase.TENSOR, 0, "a", 0),
+            ("compute", Work.SEGMENT, 1, "", None),
+            ("send", Phase.TENSOR, 1, "b", 2),
+        },
+        2: {("receive", Phase.TENSOR, 1, "b", 1), ("compute", Work.SEGMENT, 2, "", None)},
+    }
+
+
+def test_the_longest_trace_fits_in_a_message() -> None:
+    recorder = Recorder(enabled=True)
+    recorder.transfer(Moved("receive", TileKey(1, 1, 65535, Phase.TENSOR, 0, 9), 65535, (1 << 63) - 1, 1e6), "n" * 1024)
+    done = GraphDone(
+        names=("y",), began_seconds=0.0, ended_seconds=1.0, compute_seconds=(1.0,), wire=WireStats(), dropped_messages=0,
+        trace=recorder.events() * MAX_TRACE_EVENTS,
+    )  # fmt: skip
+    assert decode(encode(done)) == done
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------------------

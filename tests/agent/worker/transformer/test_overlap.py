@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.models import save_random_model, small_bert
 from support.plans import make_plan
+from support.waiting import wait_for
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed
+from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
+from hearth.wire.messages import RunStep
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.engines import EngineCluster
+
+from agent.worker.transformer.comm.communicator import GATHERS
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +67,27 @@ def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(wide_bert: Pat
     for rank, answer in answers:
         computing = [(e.start_seconds, e.end_seconds) for e in answer.trace if e.lane == "compute"]
         for event in answer.trace:
-            forwards = "gather" in event.name and f"tile {rank} " not in event.name and event.lane == "send"
+            forwards = event.kind in GATHERS and event.tile != rank and event.lane == "send"
             if forwards and any(start < event.start_seconds < end for start, end in computing):
                 forwarded_at_once += 1
     assert forwarded_at_once > 0
+
+
+def test_a_trace_has_the_tiles_that_came_before_the_rank_began_the_step(wide_bert: Path) -> None:
+    request = RunStep(holder="test", epoch=1, step=1, output="hidden", timeout_seconds=30.0, trace=True)
+    ids, lengths = np.full(64, 3, np.int32), np.array([0, 64], np.int32)  # a word that rank 0 holds
+    with (
+        EngineCluster(wide_bert, make_plan(read_spec(wide_bert), "hmp", (1, 1))) as cluster,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        first = pool.submit(cluster.engines[0].run, request, ids, lengths)
+        second = cluster.communicators[1]
+        early = second.key(0, Phase.EMBED, tile=1, source=0, step=1)
+        wait_for("the words of rank 1's rows", lambda: second.has_arrived([early]))
+        done, _ = cluster.engines[1].run(request, ids, lengths)
+        sent = [(e.kind, e.layer, e.tile) for e in first.result(30.0)[0].trace if e.lane == "send"]
+    assert sent[0] == (Phase.EMBED, 0, 1)
+    assert sorted((e.kind, e.layer, e.tile) for e in done.trace if e.lane == "receive") == sorted(sent)
 
 
 def test_a_peer_that_says_nothing_is_a_typed_error_in_time(wide_bert: Path) -> None:
@@ -102,10 +126,8 @@ def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
 
 
 def test_messages_of_another_epoch_or_step_are_dropped_and_counted(wide_bert: Path) -> None:
-    import numpy as np
     from support.engines import TOKEN
 
-    from hearth.plan.phases import Phase
     from hearth.plan.transformer import WireFormat
     from hearth.wire.codec import Codec
     from hearth.wire.framing import TileKey, encode_tile
