@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from hearth.errors import BadSetting
 from hearth.platform.discovery import AGENT_PORT
 from hearth.platform.security import default_key_path
+from hearth.platform.settings import read_settings
 from hearth.platform.units import parse_bytes
 
 PREFIX = "HEARTH_AGENT_"
@@ -106,15 +106,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentSettings:
     """Flags win over variables, variables over defaults. Raises BadSetting that names the setting."""
-    values = defaults(environ)
-    for name in AgentSettings.model_fields:
-        if variable := environ.get(PREFIX + name.upper()):
-            values[name] = variable
-        if (given := getattr(arguments, name, None)) is not None:
-            values[name] = given
-    try:
-        return AgentSettings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        setting = str(first["loc"][0]) if first["loc"] else "settings"
-        raise BadSetting(setting=f"--{setting.replace('_', '-')}", reason=first["msg"]) from None
+    return read_settings(AgentSettings, PREFIX, environ, vars(arguments), defaults(environ))

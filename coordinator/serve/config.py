@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.client.home import COORDINATOR_PORT
-from hearth.errors import BadSetting
+from hearth.platform.settings import read_settings
 
 PREFIX = "HEARTH_COORDINATOR_"
 
@@ -57,14 +57,5 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:
     """Flags win over variables, variables over defaults. Raises BadSetting that names the setting."""
-    values: dict[str, Any] = {"state_dir": default_state_dir(environ)}
-    for name in CoordinatorSettings.model_fields:
-        if variable := environ.get(PREFIX + name.upper()):
-            values[name] = variable
-    values.update({name: value for name, value in flags.items() if value is not None})
-    try:
-        return CoordinatorSettings(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        setting = str(first["loc"][0]) if first["loc"] else "settings"
-        raise BadSetting(setting=f"--{setting.replace('_', '-')}", reason=first["msg"]) from None
+    defaults = {"state_dir": default_state_dir(environ)}
+    return read_settings(CoordinatorSettings, PREFIX, environ, flags, defaults)
