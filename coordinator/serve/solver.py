@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
-from coordinator.serve.solving import MARK, decode_request, encode_planned
+from coordinator.serve.solving import MARK, PLANNED, REQUEST
 from hearth.errors import HearthError
 
 
@@ -27,8 +27,8 @@ def main() -> None:
             problem = read_instance(fields["path"], fields["congestion"])
             planned = plan_instance(problem, fields["strategy"], fields["time_limit_seconds"], time.monotonic, progress)
         else:
-            planned = plan_graph(decode_request(fields), time.monotonic, progress)
-        result = encode_planned(planned)
+            planned = plan_graph(REQUEST.validate_python(fields), time.monotonic, progress)
+        result = PLANNED.dump_python(planned, mode="json")
     except HearthError as error:
         result = {"error": error.code, "details": error.details()}
     json.dump(result, sys.stdout)
