@@ -61,7 +61,11 @@ def serve(
     name: Annotated[Optional[str], typer.Option(help="Name shown to people.")] = None,  # noqa: UP045
     encrypt_data_plane: Annotated[
         Optional[bool],  # noqa: UP045
-        typer.Option(help="Encrypt activations between devices. Off is for measuring, and warns."),
+        typer.Option(  # in a panel of its own: its two long names would leave no room for the help of all others
+            help="Encrypt activations between devices. Off is for measuring, and warns.",
+            metavar="",
+            rich_help_panel="Data plane",
+        ),
     ] = None,
     static: Devices = None,
     mdns_interfaces: Interfaces = None,

@@ -21,6 +21,12 @@ def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = PATIENC
     return found
 
 
+async def turns(count: int = 100) -> None:
+    """Let the event loop run what is ready, and what that makes ready, `count` times: for code that waits for no clock."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def until(what: str, happened: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
     """The same inside of an event loop."""
     deadline = time.monotonic() + seconds

@@ -153,6 +153,7 @@ def test_only_between_two_tokens_a_worker_may_not_be_silent(monkeypatch: pytest.
         reading = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
         await asyncio.sleep(0.5)  # others come first
+        assert not reading.done()
         await worker.answer(request_id, token(1))
         with pytest.raises(DeadlineExceeded):
             await reading

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from support.checkpoints import write_model
 from support.plans import BERT_LARGE, make_plan
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -25,11 +29,38 @@ def run(*arguments: str, code: int = 0, text: str | None = None) -> str:
     return result.output
 
 
-def test_every_command_explains_itself() -> None:
-    for command in ("devices", "plan", "serve", "embed", "status", "doctor", "demo", "key"):
-        assert "Usage" in run(command, "--help")
-    for command in ("new", "show", "import", "export", "rotate", "add-app", "revoke"):
-        assert "Usage" in run("key", command, "--help")
+def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command and all those below it, with the words that call each."""
+    yield path, command
+    if isinstance(command, TyperGroup):
+        for name, below in command.commands.items():
+            yield from commands_of(below, (*path, name))
+
+
+COMMANDS = dict(commands_of(typer.main.get_command(app)))
+
+
+def test_the_walk_finds_commands_and_those_of_groups() -> None:
+    assert {"plan", "serve", "generate", "infer", "bench-model", "key"} <= {path[0] for path in COMMANDS if path}
+    assert ("key", "rotate") in COMMANDS
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_command_and_option_explains_itself_within_the_width_of_the_terminal(
+    path: tuple[str, ...], width: int
+) -> None:
+    command = COMMANDS[path]
+    assert (command.help or "").strip()
+    result = runner.invoke(app, [*path, "--help"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)})
+    assert result.exit_code == 0, result.output
+    assert "Usage" in result.output
+    assert max(map(len, result.output.splitlines())) <= width
+    assert "…" not in result.output
+    for parameter in command.params:
+        assert (getattr(parameter, "help", "") or "").strip(), parameter.name
+        if parameter.param_type_name == "option":
+            assert all(name in result.output for name in (*parameter.opts, *parameter.secondary_opts)), parameter.name
 
 
 def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:

@@ -280,9 +280,15 @@ class FakeFleet:
         self.link_factor = 1.0
         self.loads: dict[str, LoadShard] = {}
         self.asked: list[tuple[str, Message]] = []
+        self.num_looks = 0  # of the re-planner, and a few others
 
     def usable(self) -> list[Device]:
+        self.num_looks += 1
         return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
+
+    def add(self, name: str) -> None:
+        self.devices[name] = ready_device(name)
+        self.slow[name] = 1.0
 
     async def settle(self, *_: float) -> list[Device]:
         return self.usable()
@@ -352,6 +358,15 @@ class House:
         except AssertionError as error:
             raise AssertionError(self.lines) from error
 
+    async def looks(self) -> None:
+        """Wait until the re-planner has looked for reasons at the present time, and has done what it found to do.
+
+        It waits for a new plan before its next look, so the third look from here begins after the first one's work.
+        """
+        assert self.server.ready
+        seen = self.fleet.num_looks
+        await self.until(lambda: self.fleet.num_looks >= seen + 3)
+
     async def ask(self, count: int) -> None:
         """Requests of full length."""
         for _ in range(count):
@@ -406,6 +421,7 @@ def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch:
             home.fleet.slow["a"] = 1.0  # (the fake's factor is against the plan, which knows of it now)
             home.now += 2 * REPLAN_SECONDS
             await home.ask(30)
+            await home.looks()
             assert home.said("changing the plan") == 1
 
     asyncio.run(main())
@@ -423,7 +439,7 @@ def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
             await home.until(lambda: home.names() == "b" and home.server.ready)
             home.fleet.slow["a"] = 1.0
             home.now += LOOK_AGAIN_SECONDS
-            await asyncio.sleep(0.05)
+            await home.looks()
             assert home.names() == "b"
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "ab" and home.server.ready)
@@ -447,7 +463,7 @@ def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
             await home.ask(BASELINE_STEPS)  # the new normal
             home.fleet.link_factor = 4.0
             await home.ask(30)
-            await asyncio.sleep(0.05)
+            await home.looks()
             assert home.said("the plan stays") == 1  # not before the pause is over
             home.now += REPLAN_SECONDS
             await home.until(lambda: home.said("the plan stays") == 2)
@@ -467,9 +483,9 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
             await home.until(lambda: home.names() == "a" and home.server.ready)
             home.now = 100.0
             home.fleet.devices["b"] = there
-            await asyncio.sleep(0.05)
+            await home.looks()
             home.now += STAY_SECONDS - 1
-            await asyncio.sleep(0.05)
+            await home.looks()
             assert home.names() == "a"
             home.now += 1
             asking = asyncio.create_task(home.ask(200))  # none of them fails
@@ -482,21 +498,33 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
     asyncio.run(main())
 
 
-def test_excluded_devices_do_not_join_and_a_given_plan_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(plan: Plan | None, **goal: Any) -> Plan | None:
-        async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
-            home.fleet.devices["c"] = ready_device("c")
-            home.fleet.slow["c"] = 1.0
-            for _ in range(3):
-                await asyncio.sleep(0.02)
-                home.now += STAY_SECONDS
-            await asyncio.sleep(0.05)
+def test_an_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with house(tmp_path, monkeypatch, exclude=("c",)) as home:
+            home.fleet.add("c")
+            await home.looks()
+            home.now += STAY_SECONDS
+            await home.looks()
             assert home.names() == "ab"
-            return home.server.plan
 
-    found = asyncio.run(main(None, exclude=("c",)))
-    assert found is not None
-    asyncio.run(main(found, keep_plan=True))
+    asyncio.run(main())
+
+
+def test_a_given_plan_is_kept_whoever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with house(tmp_path / "free", monkeypatch, "a") as free:
+            plan = free.server.plan
+            async with house(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
+                for name, members in (("b", "ab"), ("c", "abc")):  # the free home shows how long it takes to join
+                    for home in (free, kept):
+                        home.fleet.add(name)
+                    await free.looks()
+                    for home in (free, kept):
+                        home.now += REPLAN_SECONDS
+                    await free.until(lambda members=members: free.names() == members and free.server.ready)
+                assert kept.server.plan == plan
+
+    asyncio.run(main())
 
 
 def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
@@ -511,9 +539,8 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
         async with house(tmp_path, monkeypatch, limits=limits) as home:
             assert budgets(home) == {"a": 1, "b": 4}
             assert home.said("no device here is called cellar yet") == 1
-            home.fleet.devices["c"] = ready_device("c")
-            home.fleet.slow["c"] = 1.0
-            await asyncio.sleep(0.05)
+            home.fleet.add("c")
+            await home.looks()
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "abc" and home.server.ready)
             assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of that again
@@ -551,13 +578,13 @@ def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
                 return await working(device_id, message, *rest, **named)
 
             home.fleet.call = call  # type: ignore[method-assign]
-            home.fleet.devices["c"] = ready_device("c")
-            await asyncio.sleep(0.05)
+            home.fleet.add("c")
+            await home.looks()
             home.now += STAY_SECONDS
             await home.until(lambda: home.said("c can join: the plan stays"))
             home.now += 10 * REPLAN_SECONDS
             await home.ask(5)
-            await asyncio.sleep(0.05)
+            await home.looks()
             assert home.said("c can join") == 1
 
     asyncio.run(main())
@@ -588,6 +615,7 @@ def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkey
             assert values == {None}
         async with house(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
             await home.ask(2)
+            await home.looks()
             assert not home.said("activations")
 
     asyncio.run(main())

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.plans import LLAMA_1B, make_plan
-from support.waiting import until, wait_for
+from support.waiting import PATIENCE_SECONDS, turns, until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli import chat as chat_command
@@ -439,16 +439,16 @@ def test_a_better_plan_waits_until_nothing_is_generated_and_generations_wait_for
         two = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
         await anext(one)
         swapping = asyncio.create_task(swap())
-        await asyncio.sleep(0.01)
+        await turns()
         await anext(two)  # joins those that run
         await one.aclose()
-        await asyncio.sleep(0.01)
+        await turns()
         assert not order
         await two.aclose()
         await swapping
         await lock.acquire()
         asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
-        await asyncio.sleep(0.01)
+        await turns()
         assert not host.deployments[0].requests
         lock.release()
         assert (await asking).tokens == expected([1], 3)
@@ -633,7 +633,7 @@ def test_a_stream_that_is_given_up_ends_at_the_agent() -> None:
         _, answers = await deployed(Agents(script))
         await anext(answers)
         waiting = asyncio.create_task(_all(answers))
-        await asyncio.sleep(0.02)
+        await turns()
         waiting.cancel()
         await asyncio.wait({waiting})
         assert (waiting.cancelled(), script.open_now) == (True, 0)
@@ -737,6 +737,7 @@ async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -
     finally:
         await server.close()
         gatekeeper.stop()
+        await turns()  # its task ends, before another socket takes its file descriptor
         context.destroy(linger=0)
 
 
@@ -830,8 +831,7 @@ def test_leaving_an_answer_ends_it_in_the_home() -> None:
 
 def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
     async def main() -> None:
-        script = Script(silent_after=2)
-        async with coordinator(script) as (served, server):
+        async with coordinator(Script(silent_after=2)) as (served, server):
             port = server.port
             home = await AsyncHome(access(), f"127.0.0.1:{port}", None).open(5)
             answer = home.generate(token_ids=[1])
@@ -839,17 +839,18 @@ def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
             await server.close()
             with pytest.raises(ConnectionLost):
                 await answer.text()
-            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=30)
+        async with coordinator(Script(silent_after=0), port=port) as (served, server):
+            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=PATIENCE_SECONDS)
             asking = asyncio.create_task(fresh.text())
-            await asyncio.sleep(0.2)
-            assert served.asked == 1
-            async with coordinator(Script(), port=port) as (served, server):
-                await asking
-                assert fresh.token_ids == expected([1], 2)
-                served.error = AppRevoked(app="lamp")
-                with pytest.raises(AppRevoked):
-                    await home.generate(token_ids=[1]).text()
-                await home.close()
+            await until("the request", lambda: served.asked)
+        async with coordinator(Script(), port=port) as (again, server):
+            await asking
+            assert fresh.token_ids == expected([1], 2)
+            assert (served.asked, again.asked) == (1, 1)
+            again.error = AppRevoked(app="lamp")
+            with pytest.raises(AppRevoked):
+                await home.generate(token_ids=[1]).text()
+            await home.close()
 
     asyncio.run(main())
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.models import save_random_model, small_bert
 from support.plans import make_plan
-from support.waiting import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed
+from hearth.plan.geometry import Span, spans
+from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
 from hearth.wire.messages import RunStep
@@ -22,7 +26,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.engines import EngineCluster
 
-from agent.worker.transformer.comm.communicator import GATHERS
+from agent.worker.transformer import blocks
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +60,31 @@ def test_transfers_run_under_gemms_with_overlap_and_hardly_without(wide_bert: Pa
     assert with_overlap > 1.5 * without
 
 
-def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(wide_bert: Path) -> None:
-    """Pitfall (a): in a lock-step loop a tile that arrives during a GEMM would wait for its end."""
+def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(
+    wide_bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock-step loop would forward a tile only when the receiver's own GEMM has ended. Here rank 1's GEMM lasts until
+    rank 2 has the tile of rank 0, whose only way leads over rank 1."""
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
-    forwarded_at_once = 0
-    # A tile arrives in about half the time of a GEMM.
-    with EngineCluster(wide_bert, plan, bytes_per_second=300e6) as cluster:
-        cluster.run([[3] * 384])
-        answers = [answer for _ in range(5) for answer in enumerate(cluster.run([[3] * 384], trace=True)[1])]
-    for rank, answer in answers:
-        computing = [(e.start_seconds, e.end_seconds) for e in answer.trace if e.lane == "compute"]
-        for event in answer.trace:
-            forwards = event.kind in GATHERS and event.tile != rank and event.lane == "send"
-            if forwards and any(start < event.start_seconds < end for start, end in computing):
-                forwarded_at_once += 1
-    assert forwarded_at_once > 0
+    tile_0, tile_1, tile_2 = spans((128, 128, 128))
+    own = threading.local()  # each rank computes in its own thread, and its own tile first
+    forwarded = threading.Event()
+    in_time: list[bool] = []
+    project_qkv = blocks.project_qkv
+
+    def held(spec: ModelSpec, layer: Any, target: int, x_xH: Any, rows: Any, span: Span, out: Any) -> None:
+        own.tile = getattr(own, "tile", span)
+        if own.tile == tile_2 and span == tile_0:
+            forwarded.set()
+        if own.tile == span == tile_1:
+            in_time.append(forwarded.wait(PATIENCE_SECONDS))
+        project_qkv(spec, layer, target, x_xH, rows, span, out)
+
+    monkeypatch.setattr(blocks, "project_qkv", held)
+    with EngineCluster(wide_bert, plan) as cluster:
+        cluster.run([[3] * 384], timeout=2 * PATIENCE_SECONDS)
+    assert in_time
+    assert all(in_time)
 
 
 def test_a_trace_has_the_tiles_that_came_before_the_rank_began_the_step(wide_bert: Path) -> None:
@@ -102,8 +116,6 @@ def test_a_peer_that_says_nothing_is_a_typed_error_in_time(wide_bert: Path) -> N
 
 
 def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
-    import threading
-
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
     with EngineCluster(wide_bert, plan) as cluster:
         cluster.hub.cut(0, 1)

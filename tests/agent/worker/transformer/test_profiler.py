@@ -47,13 +47,6 @@ def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec
     assert blocks.decode_layer_seconds > 0
 
 
-def test_a_slower_device_decodes_slower() -> None:
-    blocks = profile(ProfilerRequest(model=SMALL, seq_len=8, num_threads=1, compute_device="cpu"))
-    slower = blocks.scaled(3.0)
-    assert slower.decode_seconds_per_byte == 3 * blocks.decode_seconds_per_byte
-    assert slower.decode_layer_seconds == 3 * blocks.decode_layer_seconds
-
-
 def test_a_random_layer_has_the_shapes_of_grouped_queries_and_of_a_gate() -> None:
     import torch
 

@@ -353,6 +353,18 @@ def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> Non
         assert plan_from_json(plan.model_dump_json()) == plan
 
 
+@given(st.floats(1.1, 20.0))
+def test_prefill_and_decoding_slow_down_by_the_factor_of_a_scaled_profile(factor: float) -> None:
+    asked = request([1.0], generation=GenerationRequest(2048))
+    slower = asked.cluster.devices[0].model_copy(update={"blocks": asked.cluster.devices[0].blocks.scaled(factor)})
+    before = plan_for(asked)
+    after = plan_for(replace(asked, cluster=asked.cluster.model_copy(update={"devices": (slower,)})))
+    assert before.generation is not None
+    assert after.generation is not None
+    assert after.predicted.total_seconds == pytest.approx(factor * before.predicted.total_seconds)
+    assert after.generation.decode_seconds == pytest.approx(factor * before.generation.decode_seconds)
+
+
 def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() -> None:
     tiny = SMALL.model_copy(update={"num_layers": 6})
     asked = request([1.0, 1.0], 1000, spec=tiny, seq_len=64, generation=GenerationRequest(64))
