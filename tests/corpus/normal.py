@@ -1,0 +1,137 @@
+"""Normal forms: what a printed plan says, whatever envelope it is printed in. One small function for each recorded format.
+
+`normalise(printed)` picks by the version that a plan names. A new version gets functions of its own in the tables at the
+end; the records stay as they are, in the normal form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+Json = dict[str, Any]
+
+# What tells a model apart; the rest of its spec follows from its config.
+_MODEL = (
+    "name", "family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "ffn_size", "vocab_size",
+    "dtype", "weights",
+)  # fmt: skip
+_BODY = ("overlap", "heads", "columns", "row_weights", "vocabulary", "micro_batches")
+_SHARDED = {"qkv": "sharded", "out": "sharded", "mlp": "sharded", "attention": "heads"}
+# Times of planning and the wording of reasons are never recorded.
+
+
+def _by_label(found: Sequence[Json]) -> Json:
+    """Alternatives as {strategy: predicted seconds}; a label that comes again gets a number."""
+    labelled: Json = {}
+    for each in found:
+        label, count = each["strategy"], 2
+        while label in labelled:
+            label, count = f"{each['strategy']} #{count}", count + 1
+        labelled[label] = each["predicted_seconds"]
+    return labelled
+
+
+def _devices(plan: Json) -> list[Json]:
+    return [
+        {name: each[name] for name in ("device_id", "name", "memory", "budget_bytes", "compute_seconds")}
+        for each in plan["devices"]
+    ]
+
+
+# ---- version 1 --------------------------------------------------------------------------------------------------------
+
+
+def transformer_plan_v1(printed: Json) -> Json:
+    """A plan of `hearth plan` for a transformer.
+
+    A pipeline's heads, columns, vocabulary and rows follow from its layers. Modes are runs of layers that are alike;
+    none where all is sharded.
+    """
+    body, model = printed["body"], printed["model"]
+    normal: Json = {
+        "kind": "transformer",
+        "strategy": body["strategy"],
+        "planner": printed["planner"],
+        "model": {name: model[name] for name in _MODEL},
+        "seq_len": printed["seq_len"],
+        "wire": printed["wire"],
+        "devices": _devices(printed),
+        "exact_links": body["exact_links"],
+        "predicted": printed["predicted"],
+        "generation": printed["generation"],
+    }
+    if body["strategy"] == "pipeline":
+        normal["layers"], normal["chunk_rows"] = body["layers"], body["chunk_rows"]
+    else:
+        runs = [[mode, len(list(same))] for mode, same in groupby(body["modes"])]
+        normal.update({name: body[name] for name in _BODY})
+        normal["modes"] = [] if all(mode == _SHARDED for mode, _ in runs) else runs
+    return {"plan": normal, "alternatives": _by_label(printed["alternatives"])}
+
+
+def graph_plan_v1(printed: Json) -> Json:
+    """A plan of `hearth plan` for a graph; `answer` is what is printed around it: placement, schedule, bound."""
+    plan = printed["plan"]
+    normal = {
+        "kind": "graph",
+        "strategy": printed["strategy"],
+        "planner": plan["planner"],
+        "objective": plan["objective"],
+        "model": {"name": plan["model"], "hash": plan["model_hash"]},
+        "wire": plan["wire"],
+        "devices": _devices(plan),
+        "segments": [
+            {name: each[name] for name in ("operators", "rank", "inputs", "outputs", "seconds")}
+            for each in plan["segments"]
+        ],
+        "inputs": plan["inputs"],
+        "outputs": plan["outputs"],
+        "predicted": plan["predicted"],
+    }
+    return {"plan": normal, "answer": _answer_v1(printed), "alternatives": _by_label(plan["alternatives"])}
+
+
+def instance_plan_v1(printed: Json) -> Json:
+    """The placement of a problem that brings its own devices: there is no plan to run."""
+    normal = {
+        "kind": "instance",
+        "strategy": printed["strategy"],
+        "objective": printed["objective"],
+        "model": {"name": printed["model"]},
+        "devices": printed["devices"],
+    }
+    others = [each for each in printed["candidates"] if each["strategy"] != printed["strategy"]]
+    return {"plan": normal, "answer": _answer_v1(printed), "alternatives": _by_label(others)}
+
+
+def _answer_v1(printed: Json) -> Json:
+    names = ("objective_value", "bound", "proven_optimal", "congestion", "unit", "assignment", "starts")
+    return {name: printed[name] for name in names}
+
+
+# ---- by version -------------------------------------------------------------------------------------------------------
+
+# By kind and version. Where version 2 prints another envelope, its functions go here, with the same normal form.
+NORMALISERS: dict[tuple[str, int], Callable[[Json], Json]] = {
+    ("transformer", 1): transformer_plan_v1,
+    ("graph", 1): graph_plan_v1,
+    ("instance", 1): instance_plan_v1,
+}
+
+
+def normalise(kind: str, printed: Json) -> Json:
+    """`plan`, `alternatives`, and for graphs `answer`; with the version of the format that was read."""
+    version = printed.get("plan", printed).get("version", 1)
+    return {"version": version, **NORMALISERS[kind, version](printed)}
+
+
+def seconds_that_count(normal: Json) -> float:
+    """What a plan is better or worse by: the predicted time under its objective."""
+    predicted = normal["plan"].get("predicted", {})
+    if normal["plan"]["kind"] == "instance":
+        return float(normal["answer"]["objective_value"])
+    if normal["plan"]["kind"] == "transformer":
+        return float(predicted["total_seconds"])
+    return float(predicted["latency_seconds" if normal["plan"]["objective"] == "latency" else "bottleneck_seconds"])

@@ -1,0 +1,111 @@
+"""What is recorded in the corpus is what this tree does: plans, the command line, messages, outputs bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from corpus.cases import Case
+from corpus.check import check_cli, check_messages
+from corpus.compare import Difference, Intended, differences, not_intended
+from corpus.plans import PARTS, check_case, compare_case, run_case, subset_of
+from corpus.store import load, load_intended
+
+
+def told(part: str, found: Iterable[tuple[str, list[Difference]]]) -> list[str]:
+    """Differences that are not intended, as lines."""
+    intended = load_intended()
+    return [f"{case}: {each}" for case, every in found for each in not_intended(part, case, every, intended)]
+
+
+GROUPS = [
+    (part, list(cases))
+    for part in PARTS
+    for _, cases in groupby(subset_of(part), key=lambda case: case.name.partition("-")[0])
+]
+
+
+@pytest.mark.parametrize(("part", "cases"), GROUPS, ids=[f"{part}-{cases[0].name}" for part, cases in GROUPS])
+def test_plans_are_those_that_were_recorded(part: str, cases: list[Case]) -> None:
+    recorded = load(f"{part}.json.gz")
+    assert not told(part, ((case.name, check_case(case, recorded[case.name])) for case in cases))
+
+
+def test_commands_options_defaults_and_choices_are_those_that_were_recorded() -> None:
+    assert not told("cli", check_cli())
+
+
+def test_messages_have_the_bytes_of_version_1_but_where_that_is_intended() -> None:
+    assert not told("messages", check_messages())
+
+
+def test_outputs_are_those_that_were_recorded_bit_for_bit(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    pytest.importorskip("transformers")
+    from corpus.exactness import compare_outputs, machine, names, outputs_of
+
+    recorded = load("outputs.json.gz")
+    same = recorded["machine"] == machine()
+    found = ((name, compare_outputs(recorded["cases"][name], outputs_of(name, tmp_path), same)) for name in names())
+    assert not told("outputs", found)
+    if not same:
+        pytest.skip("close to what was recorded; bits were not compared: another processor, or other libraries")
+
+
+def test_the_corpus_covers_what_it_should() -> None:
+    for part, strategies in (("transformers", 6), ("graphs", 11)):
+        recorded = load(f"{part}.json.gz")
+        assert len({name.partition("-")[0] for name in recorded}) >= 40
+        chosen = [record["plan"]["strategy"] for record in recorded.values() if "plan" in record]
+        assert len(set(chosen)) >= strategies - 1  # `auto` is no plan's strategy
+        assert 0 < len(recorded) - len(chosen) < len(recorded) / 3
+
+
+# ---- the checker ------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_differs_is_told_by_its_path() -> None:
+    recorded = {"a": [1, {"b": 2.0}], "c": None, "same": 1.0}
+    found = differences(recorded, {"a": [1, {"b": 2.0000001}], "d": None, "same": 1.0 + 1e-15})
+    assert [each.path for each in found] == ["a.1.b", "c", "d"]
+    assert differences([1, 2], [1, 2, 3])
+    assert differences(1, True)
+    assert differences({"a": None}, {})
+
+
+def test_an_intended_difference_is_not_told_and_counts_as_used() -> None:
+    found = differences({"plan": {"x": 1, "y": 2}}, {"plan": {"x": 2, "y": 3}})
+    entry, other = (Intended("graphs", "0?-*", path, "because") for path in ("plan.x", "plan.z"))
+    used: set[Intended] = set()
+    assert [each.path for each in not_intended("graphs", "01-net", found, [entry, other], used)] == ["plan.y"]
+    assert used == {entry}
+    assert len(not_intended("graphs", "11-net", found, [entry])) == 2
+
+
+@pytest.mark.parametrize("path", [("plan", "devices", 0, "memory", "weights"), ("plan", "strategy"), ("alternatives",)])
+def test_a_record_that_was_tampered_with_is_told(path: tuple[str | int, ...]) -> None:
+    _, (case, *_) = GROUPS[1]
+    record = run_case(case)
+    assert compare_case(record, run_case(case)) == []
+    tampered = place = run_case(case)
+    for step in path[:-1]:
+        place = place[step]  # type: ignore[index]
+    place[path[-1]] = "something else"  # type: ignore[index]
+    assert [each.path for each in compare_case(record, tampered)] == [".".join(map(str, path))]
+
+
+def test_a_search_that_the_clock_ended_may_be_a_hundredth_worse() -> None:
+    def record(seconds: float) -> dict[str, object]:
+        plan = {
+            "kind": "graph",
+            "objective": "latency",
+            "predicted": {"latency_seconds": seconds},
+            "segments": [seconds],
+        }
+        return {"digest": "", "plan": plan, "ended": "clock"}
+
+    assert compare_case(record(1.0), record(1.009)) == []
+    assert compare_case(record(1.0), record(0.5)) == []
+    assert [each.path for each in compare_case(record(1.0), record(1.02))] == ["seconds"]

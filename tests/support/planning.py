@@ -1,0 +1,29 @@
+"""Planning of graphs in this process: the planner's own takes a second to start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from coordinator.cli import graph_plan
+from coordinator.devices.cluster_file import read_instance
+from coordinator.plan.graph.auto import plan_graph, plan_instance
+from coordinator.plan.graph.request import GraphRequest, Planned
+
+
+@contextmanager
+def graphs_planned_here() -> Iterator[None]:
+    """`hearth plan` of a graph starts no process while this lasts."""
+
+    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> Planned:
+        return plan_graph(request, time.monotonic, progress)
+
+    async def solve_instance(
+        path: str, strategy: str, congestion: bool, seconds: float, progress: Callable[[str], None]
+    ) -> Planned:
+        return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
+
+    with mock.patch.multiple(graph_plan, solve=solve, solve_instance=solve_instance):
+        yield
