@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from agent.worker.transformer.generation.facts import SequenceCancelled, StepBegun, log_fact
 from hearth.errors import BadSetting
 from tools.bench import proofs
 from tools.bench.cases import CASES, Case, ExactnessRow, Family, chosen_cases, chosen_families, details, summary
@@ -27,17 +28,28 @@ def test_requests_are_the_same_for_a_seed_and_every_other_one_is_sampled() -> No
 
 
 def test_rows_of_a_cancelled_sequence_count_from_the_step_that_follows_on_any_rank() -> None:
-    leader = [
-        "x DEBUG step of prefill: rows of [(1, 40), (2, 7)], frees []",
-        "x DEBUG sequence 2 was cancelled after 3 tokens",
-        "x DEBUG step of decode: rows of [(1, 1)], frees [2]",
-    ]
+    leader = logged(
+        StepBegun(kind="prefill", rows={1: 40, 2: 7}, freed=()),
+        SequenceCancelled(sequence=2, num_tokens=3),
+        StepBegun(kind="decode", rows={1: 1}, freed=(2,)),
+    )
     ledger = read_ledger(leader)
     assert (ledger.cancelled, ledger.steps, ledger.late_rows) == ({2: 3}, 2, 0)
-    late = read_ledger([*leader, "x DEBUG step of decode: rows of [(1, 1), (2, 5)], frees []"])
+    late = read_ledger([*leader, *logged(StepBegun(kind="decode", rows={1: 1, 2: 5}, freed=()))])
     assert late.rows_after == {2: 5}
-    follower = read_ledger([leader[2], "x DEBUG step of decode: rows of [(2, 1), (1, 1)], frees []"])
+    follower = read_ledger([leader[2], *logged(StepBegun(kind="decode", rows={2: 1, 1: 1}, freed=()))])
     assert (follower.cancelled, follower.late_rows) == ({}, 1)
+
+
+def logged(*facts: StepBegun | SequenceCancelled) -> list[str]:
+    """Lines of a worker's log."""
+    log, records = logging.Logger("hearth.worker", logging.DEBUG), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    for fact in facts:
+        log_fact(log, fact)
+    return [f"{record.name} {record.levelname} {record.getMessage()}" for record in records]
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------

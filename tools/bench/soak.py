@@ -2,13 +2,12 @@
 
 The real coordinator, agents and workers on a testbed. Each request of a pool is answered alone first; whatever the same
 request gets in the crowd must equal that. What rank 0 and the others did for a request that was cancelled is read from
-their logs, which at level debug name the sequences of every step.
+the facts in their debug logs (`agent.worker.transformer.generation.facts`).
 """
 
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from types import TracebackType
 
 import psutil
 
+from agent.worker.transformer.generation.facts import SequenceCancelled, facts_in
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.client_runner import ClientRunner
@@ -35,8 +35,6 @@ _POOL = 32  # different requests
 _SEED = 20240229
 _SETTLE_SECONDS = 30.0
 _SOAK_MARGIN_SECONDS = 300.0
-_ORDER = re.compile(r"DEBUG step of (\w+): rows of (\[.*?\]), frees (\[.*?\])$")
-_CANCELLED = re.compile(r"DEBUG sequence (\d+) was cancelled after (\d+) tokens$")
 
 
 @dataclass
@@ -53,20 +51,18 @@ class Ledger:
 
 
 def read_ledger(lines: Sequence[str]) -> Ledger:
-    """Rank 0 logs what is cancelled; every rank logs each step's sequences, and those that are freed before it: rows of a
-    sequence in a step after either are rows too many. Numbers are never given twice."""
+    """Rank 0 logs each cancel; every rank logs each step's sequences, and those that it frees before: rows of a sequence in
+    a step after either are rows too many. Numbers are never given twice."""
     ledger = Ledger()
     gone: set[int] = set()
-    for line in lines:
-        if (found := _CANCELLED.search(line)) is not None:
-            ledger.cancelled[int(found[1])] = int(found[2])
-            gone.add(int(found[1]))
-        elif (found := _ORDER.search(line)) is not None:
+    for fact in facts_in(lines):
+        if isinstance(fact, SequenceCancelled):
+            ledger.cancelled[fact.sequence] = fact.num_tokens
+            gone.add(fact.sequence)
+        else:
             ledger.steps += 1
-            gone.update(map(int, re.findall(r"\d+", found[3])))
-            for sequence, rows in re.findall(r"\((\d+), (\d+)\)", found[2]):
-                if int(sequence) in gone:
-                    ledger.rows_after[int(sequence)] += int(rows)
+            gone.update(fact.freed)
+            ledger.rows_after.update({sequence: rows for sequence, rows in fact.rows.items() if sequence in gone})
     return ledger
 
 

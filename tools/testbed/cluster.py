@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import os
 import signal
 import statistics
@@ -241,17 +241,21 @@ class Testbed:
             self.start_agent(device.name, *options)
 
     def wait_for_agents(self, seconds: float = 60.0) -> None:
-        """Until all listen. Raises InternalError with what one said before it ended, or DeadlineExceeded."""
-        for name in (device.name for device in self.scenario.devices):
-            wait_until(f"the start of {name}", functools.partial(self._agent_is_ready, name), seconds)
+        """Until all answer. Raises InternalError with what one said before it ended, or DeadlineExceeded."""
+        wait_until("the start of the agents", self._agents_are_ready, seconds)
 
-    def _agent_is_ready(self, name: str) -> bool:
-        said = self.log(f"{name}.log")
-        if " is ready on " in said:
-            return True
-        if not self.pids(name):
-            raise InternalError(where=f"the agent on {name}", reason=said.strip()[-500:] or "it ended at once")
-        return False
+    def _agents_are_ready(self) -> bool:
+        names = [device.name for device in self.scenario.devices]
+        for name in names:
+            if not self.pids(name):
+                said = self.log(f"{name}.log").strip()[-500:]
+                raise InternalError(where=f"the agent on {name}", reason=said or "it ended at once")
+        try:
+            answer = self.hearth("devices", "--json", "--wait", "0.5", "--devices", ",".join(map(self.address, names)),
+                                 "--mdns-interfaces", self.address(self.scenario.coordinator_device))  # fmt: skip
+        except InternalError:  # none answers yet
+            return False
+        return {device["name"] for device in json.loads(answer)["devices"]} >= set(names)
 
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name

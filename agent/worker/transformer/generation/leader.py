@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from agent.worker.transformer.generation.facts import SequenceCancelled, log_fact
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from agent.worker.transformer.generation.steps import Generation
 from hearth.errors import BadRequest, HearthError, StepFailed
@@ -71,7 +72,7 @@ class Leader:
         """Forget a request; one that has ended is none."""
         for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
             running = self._scheduler.running.get(number)
-            log.debug("sequence %d was cancelled after %d tokens", number, len(running.generated) if running else 0)
+            log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
             self._forget(number)
 
     def step(self) -> Answers:

@@ -25,6 +25,7 @@ from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.generation import decoding, sampling
+from agent.worker.transformer.generation.facts import StepBegun, log_fact
 from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.shard import Shard
 from hearth.errors import BadMessage, StepFailed
@@ -128,8 +129,8 @@ class Generation:
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
         if log.isEnabledFor(logging.DEBUG):
-            counts = [(rows.sequence, len(rows.token_ids)) for rows in order.rows]
-            log.debug("step of %s: rows of %s, frees %s", order.kind, counts, list(order.freed))
+            counts = {rows.sequence: len(rows.token_ids) for rows in order.rows}
+            log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
         for sequence in order.freed:
             self._caches.pop(sequence, None)
         if not order.rows:
