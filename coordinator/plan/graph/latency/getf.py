@@ -11,10 +11,10 @@ import math
 import highspy
 import numpy as np
 
-from coordinator.plan.graph.latency.linear import Rows, Vector
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.linear import Rows, Vector
 
 
 def getf(problem: PlacementProblem) -> Schedule:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from coordinator.plan.graph.latency.linear import Rows
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.linear import Rows
 
 # An edge whose transfer the relaxation pays less than half of is spared; Baechi's published code has the same default.
 _THRESHOLD = 0.5

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-import highspy
+import numpy as np
 
+from coordinator.plan.linear import Rows
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes, price
@@ -211,24 +212,22 @@ class _Problem:
         if sum(most[0]) < self._totals[0] or sum(most[1]) < self._totals[1]:
             return None
         bounds = [*most, [self._totals[2]] * self._num]
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("time_limit", _SOLVE_SECONDS)
-        solver.setOptionValue("threads", 1)
         sizes = (self._budget.head_grain, self._budget.column_grain, self._budget.vocabulary_grain)
-        variables = [[solver.addIntegral(lb=0, ub=bounds[kind][d]) for d in range(self._num)] for kind in range(3)]
+        rows = Rows(3 * self._num)  # of each kind, the grains of every device
         for kind in range(3):
-            solver.addConstr(sum(variables[kind]) == self._totals[kind])
+            rows.equal({kind * self._num + d: 1.0 for d in range(self._num)}, self._totals[kind])
         unit = float(1 << 20)
         for d in range(self._num):
-            used = sum(sizes[kind] / unit * variables[kind][d] for kind in range(3))
-            solver.addConstr(used <= self._budget.total(d) / unit)
+            row = {kind * self._num + d: sizes[kind] / unit for kind in range(3)}
+            rows.at_most(row, self._budget.total(d) / unit)
         # Among equals: balanced, that is most to those who are fast, which the upper bounds express.
-        weights = [[1.0 / max(bounds[kind][d], 1) for d in range(self._num)] for kind in range(3)]
-        solver.minimize(sum(weights[kind][d] * variables[kind][d] for kind in (0, 1) for d in range(self._num)))
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        cost = [1.0 / max(most, 1) if kind < 2 else 0.0 for kind in range(3) for most in bounds[kind]]
+        upper = np.array([most for kind in range(3) for most in bounds[kind]], np.float64)
+        try:
+            values = rows.minimise(np.array(cost), upper, integer=True, time_limit_seconds=_SOLVE_SECONDS)
+        except ValueError:
             return None
-        found = [tuple(round(solver.val(v)) for v in variables[kind]) for kind in range(3)]
+        found = [tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num).tolist()]
         return [*found[:2], self._vocabulary_within(found)]
 
 

@@ -1,4 +1,4 @@
-"""Linear and integer programs row by row, for HiGHS. Pure."""
+"""Linear and integer programs, row by row, solved by HiGHS. Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class Rows:
         self._lower.append(lower)
         self._upper.append(upper)
 
-    def program(self, cost: Vector, upper: Vector, integer: bool = False) -> highspy.Highs:
-        """Minimise `cost` with each variable between 0 and `upper`; loaded, not yet run. One thread, so that it repeats."""
+    def minimise(
+        self, cost: Vector, upper: Vector, integer: bool = False, time_limit_seconds: float = _INFINITY
+    ) -> Vector:
+        """The values between 0 and `upper` that cost least; on one thread, so that they repeat. Raises ValueError where
+        there are none, or the best are not proven in time."""
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = self._num_variables, len(self._lower)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self._num_variables), upper
@@ -51,13 +54,9 @@ class Rows:
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)
+        solver.setOptionValue("time_limit", time_limit_seconds)
         solver.passModel(lp)
-        return solver
-
-    def minimise(self, cost: Vector, upper: Vector) -> Vector:
-        """Solve the linear program. Raises ValueError where it has no solution."""
-        solver = self.program(cost, upper)
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise ValueError("the linear program has no solution")
+            raise ValueError("the program has no solution, or the best one was not proven in time")
         return np.array(solver.getSolution().col_value)
