@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
+from hearth.plan.parts import Values, WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.profile import WireCost
-from hearth.plan.transformer import Values, WireFormat
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Casts, Codec

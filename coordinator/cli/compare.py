@@ -17,7 +17,7 @@ from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import Model, plan_request
 from coordinator.serve.state import ServingGoal
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.platform.units import format_seconds
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ async def compare(
         )  # fmt: skip
 
 
-def _plans(request: PlanRequest) -> list[Plan]:
+def _plans(request: PlanRequest) -> list[TransformerPlan]:
     return best_of_each_strategy(options(request, make_plan(request)))
 
 

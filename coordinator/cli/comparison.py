@@ -19,8 +19,8 @@ from coordinator.serve.generation import context_tokens
 from coordinator.serve.goal import Model
 from coordinator.serve.sentences import pack
 from hearth.errors import DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
-from hearth.plan.transformer import Plan
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import GenerationEnded, Sampling
 
@@ -35,7 +35,7 @@ class Comparison:
     For a decoder, each is of a whole request instead: a prompt and all tokens of its answer (see `timed_work`).
     """
 
-    plan: Plan
+    plan: TransformerPlan
     step_seconds: tuple[float, ...]
     failure: str = ""
 
@@ -94,7 +94,7 @@ class Comparer:
         fleet: Fleet,
         links: Mapping[tuple[str, str], Link],
         model: Model,
-        plans: Sequence[Plan],
+        plans: Sequence[TransformerPlan],
         rounds: int,
         cache_dir: Path,
         encrypt: bool,
@@ -117,7 +117,7 @@ class Comparer:
         fleet: Fleet,
         links: Mapping[tuple[str, str], Link],
         model: Model,
-        plan: Plan,
+        plan: TransformerPlan,
         rounds: int,
         cache_dir: Path,
         encrypt: bool,
@@ -133,7 +133,7 @@ class Comparer:
             await deployment.close()
 
 
-def timed_work(plan: Plan) -> str:
+def timed_work(plan: TransformerPlan) -> str:
     """What is timed, for people."""
     length, new_tokens = _timed_tokens(plan)
     if not new_tokens:
@@ -141,13 +141,13 @@ def timed_work(plan: Plan) -> str:
     return f"a request of {length} prompt tokens and {new_tokens} generated tokens"
 
 
-def _timed_tokens(plan: Plan) -> tuple[int, int]:
+def _timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
     """Rows of the prompt or step, and tokens to generate: 0 for an encoder."""
-    promise = plan.generation
-    if promise is None:
-        return plan.seq_len, 0
-    length = promise.prompt_tokens or plan.seq_len
-    return length, max(min(promise.new_tokens, context_tokens(plan) - length), 1)
+    limits, seq_len = plan.body.generation, plan.body.seq_len
+    if limits is None:
+        return seq_len, 0
+    length = limits.prompt_tokens or seq_len
+    return length, max(min(limits.new_tokens, context_tokens(plan) - length), 1)
 
 
 async def _seconds(deployment: Deployment, seed: int) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 
 from hearth.client.sync import Home, connect
 from hearth.errors import DeadlineExceeded, HearthError, InternalError
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.platform.security import new_home_key, save_credential
 from hearth.wire.messages import DeviceList
 
@@ -59,7 +59,7 @@ class DemoResult:
     """What the demo measured; `answers` pair each sentence with its nearest command."""
 
     devices: DeviceList
-    plan: Plan
+    plan: TransformerPlan
     answers: list[dict[str, Any]]
     max_abs_difference: float
     latency_seconds: float
@@ -97,7 +97,7 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
             _, alone = _measure(home, texts)
     report("the same with transformers in this machine's own Python, for comparison")
     reference = _reference(model_dir, texts)
-    if plan is None:
+    if not is_transformer_plan(plan):
         raise InternalError(where="the demo", reason="the coordinator served without a plan")
     return DemoResult(
         devices=devices,

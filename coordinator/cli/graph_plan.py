@@ -91,12 +91,12 @@ def _show(graph: Graph, cluster: GraphCluster, planned: Planned, goal: GraphGoal
     assert plan is not None
     assert answer is not None
     members = list(dict.fromkeys(answer.assignment))
-    priced = price(spec, plan.segments, cluster, members, goal.congestion, plan.wire.values)
+    priced = price(spec, plan.body.segments, cluster, members, goal.congestion, plan.wire.values)
     if output.save is not None:
         _save(output.save, plan.model_dump_json(indent=1))
     if output.picture is not None:
         legend = [
-            f"{device.name}: {sum(len(segment.operators) for segment in plan.segments_of(rank))} operators, "
+            f"{device.name}: {sum(len(segment.operators) for segment in plan.body.segments_of(rank))} operators, "
             f"{format_seconds(device.compute_seconds)}, {format_bytes(device.memory.weights)} of weights"
             for rank, device in enumerate(plan.devices)
         ]

@@ -9,8 +9,9 @@ from rich.table import Table
 from coordinator.plan.graph.price import Price, transfers_of
 from coordinator.plan.graph.request import Candidate, Planned, seconds_of
 from coordinator.plan.simulator import ResourceKind
-from hearth.plan.graph import GraphPlan, Objective
+from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 
 _NUM_TRANSFERS = 12  # that are listed, the largest first
@@ -22,7 +23,7 @@ def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[T
     `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
     """
     devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
-    title = f"Plan: {plan.model} by {plan.planner} on {devices}, for {plan.objective}"
+    title = f"Plan: {plan.model.name} by {plan.planner} on {devices}, for {plan.body.objective}"
     work = Table(title=title, title_justify="left", show_edge=False)
     memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
     work.add_column("device", overflow="fold")
@@ -34,7 +35,7 @@ def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[T
     if peaks:
         memory.add_column("peak\nso far", justify="right", no_wrap=True)
     for rank, device in enumerate(plan.devices):
-        segments = plan.segments_of(rank)
+        segments = plan.body.segments_of(rank)
         num_operators = sum(len(segment.operators) for segment in segments)
         work.add_row(device.name, str(num_operators), str(len(segments)), format_seconds(device.compute_seconds))
         use = device.memory
@@ -76,7 +77,7 @@ def one_device_line(planned: Planned) -> str:
         return ""
     if not shared:
         return "one device is faster: every strategy that may share the work keeps it on one"
-    objective = plan.objective
+    objective = plan.body.objective
     best = min(shared, key=lambda each: each.seconds(objective))
     seconds, alone = best.seconds(objective), chosen.seconds(objective)
     if alone <= seconds:
@@ -141,7 +142,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[s
         f"busiest in a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
         f"({share:.0%} of the time that one alone takes)"
     ]
-    transfers = sorted(transfers_of(spec, plan.segments, plan.wire.values), key=lambda each: -each.num_bytes)
+    transfers = sorted(transfers_of(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)
     if transfers:
         total = sum(each.num_bytes for each in transfers)
         lines.append(f"{len(transfers)} transfers of {format_bytes(total)} in all for a request:")
@@ -157,7 +158,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[s
 def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
     """Each segment in the order in which they run."""
     lines = []
-    for index, segment in enumerate(plan.segments):
+    for index, segment in enumerate(plan.body.segments):
         first, last = (spec.operators[segment.operators[end]].name for end in (0, -1))
         span = first if len(segment.operators) == 1 else f"{first} … {last}"
         device = plan.devices[segment.rank].name
@@ -169,8 +170,8 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
 
 def title_of(plan: GraphPlan) -> str:
     """Of a picture."""
-    what = "one request" if plan.objective == "latency" else "per request"
-    return f"{plan.model} by {plan.planner}: {format_seconds(seconds_of(plan))} {what}"
+    what = "one request" if plan.body.objective == "latency" else "per request"
+    return f"{plan.model.name} by {plan.planner}: {format_seconds(seconds_of(plan))} {what}"
 
 
 def _amount(value: float, unit: str) -> str:

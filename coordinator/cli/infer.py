@@ -17,7 +17,7 @@ from coordinator.plan.graph.price import in_flight
 from hearth.client.home import connect_async
 from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotAuthorised
-from hearth.plan.graph import GraphPlan
+from hearth.plan.plan import GraphPlan, is_graph_plan
 from hearth.platform.units import format_seconds
 
 if TYPE_CHECKING:
@@ -88,10 +88,11 @@ def bench_model(
             info = await home.model_info(timeout)
             arrays = given if given is not None else random_inputs(info.inputs)
             try:
-                plan = (await home.status()).graph_plan
+                served = (await home.status()).plan
             except NotAuthorised:  # an app's key
-                plan = None
-            at_once = concurrency or (in_flight(plan.segments) if plan else _DEFAULT_CONCURRENCY)
+                served = None
+            plan = served if is_graph_plan(served) else None
+            at_once = concurrency or (in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
             err.print(f"asking {info.name} for {seconds:g} s, one request at a time", soft_wrap=True)
             alone = await measure(home, arrays, 1, seconds / 2, timeout)
             err.print(f"asking {info.name} for {seconds:g} s, {at_once} requests at once", soft_wrap=True)

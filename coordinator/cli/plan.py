@@ -28,8 +28,10 @@ from coordinator.serve.state import ServingGoal
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
 from hearth.plan.model_spec import WeightFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import STRATEGIES, Plan, WireFormat
+from hearth.plan.transformer import STRATEGIES
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace
 
@@ -246,12 +248,12 @@ async def _measure(goal: ServingGoal, model: Model, reach: Reach) -> ClusterProf
         return live.profile
 
 
-def _timeline(made: Plan, cluster: ClusterProfile) -> str:
+def _timeline(made: TransformerPlan, cluster: ClusterProfile) -> str:
     used = cluster.subset(tuple(device.device_id for device in made.devices))
-    return json.dumps(chrome_trace(predicted_timeline(made.model, made.body, used, made.seq_len, made.wire)))
+    return json.dumps(chrome_trace(predicted_timeline(made.model, made.body, used, made.body.seq_len, made.wire)))
 
 
-def _formats(made: Plan) -> str:
+def _formats(made: TransformerPlan) -> str:
     """Which links carry what, where not all are alike."""
     names = [device.name for device in made.devices]
     if len(made.body.exact_links) == len(names) * (len(names) - 1):
@@ -267,11 +269,11 @@ def _save(option: str, path: Path, text: str) -> None:
         raise BadSetting(setting=option, reason=f"{path} cannot be written ({error.strerror})") from None
 
 
-def _print(made: Plan, request: PlanRequest, explain: bool) -> None:
+def _print(made: TransformerPlan, request: PlanRequest, explain: bool) -> None:
     out.print(*plan_tables(made), sep="\n")
     predicted = made.predicted
     out.print(
-        f"predicted: {format_seconds(predicted.total_seconds)} a step "
+        f"predicted: {format_seconds(predicted.latency_seconds)} a step "
         f"(busiest device {format_seconds(predicted.compute_seconds)}, "
         f"busiest link {format_seconds(predicted.transfer_seconds)})"
     )

@@ -20,8 +20,7 @@ from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import GraphGoal, ServingGoal
 from hearth.errors import BadKey, BadPlan, BadSetting
-from hearth.plan.graph import GraphPlan, graph_plan_from_json
-from hearth.plan.transformer import Plan, plan_from_json
+from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
 
 
@@ -120,13 +119,13 @@ def serve(
         )
         goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
         goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
-    saved: Plan | GraphPlan | None = None
+    saved: Plan | None = None
     if plan is not None:
         if goal is None:
             raise BadSetting(setting="--plan", reason="it needs the MODEL that it was made for")
         try:
             text = plan.read_bytes()
-            saved = graph_plan_from_json(text) if isinstance(goal, GraphGoal) else plan_from_json(text)
+            saved = plan_from_json(text)
         except OSError as error:
             raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
     logging.getLogger().setLevel(logging.WARNING)

@@ -7,6 +7,7 @@ from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeou
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.tables import device_table, plan_tables
 from hearth.client.sync import connect
+from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
 
@@ -26,11 +27,11 @@ def status(
         return
     out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
     peaks = {device.device_id: device.worker_peak_bytes for device in devices.devices}
-    if now.plan is not None:
+    if is_transformer_plan(now.plan):
         out.print(*plan_tables(now.plan, peaks), sep="\n")
-    if now.graph_plan is not None:
-        out.print(*graph_plan_tables(now.graph_plan, peaks), sep="\n")
-        out.print(prediction_line(now.graph_plan), soft_wrap=True)
+    elif is_graph_plan(now.plan):
+        out.print(*graph_plan_tables(now.plan, peaks), sep="\n")
+        out.print(prediction_line(now.plan), soft_wrap=True)
     out.print(device_table(devices.devices))
     latency = f", last {format_seconds(now.last_latency_seconds)}" if now.last_latency_seconds is not None else ""
     out.print(

@@ -9,8 +9,8 @@ from rich.table import Table
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.explain import Option, bottleneck, decoding_rate, unit_of, why_lost
 from hearth.plan.geometry import rows_for
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
-from hearth.plan.transformer import Plan
 from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import DeviceInfo
 
@@ -62,7 +62,7 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
     return table
 
 
-def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
+def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
     """Per device: its shares and its busy time in a step; and its bytes by kind against the budget.
 
     `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
@@ -70,7 +70,7 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
     devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
     title = (
         f"Plan: {plan.model.name} by {plan.body.title} on {devices}, "
-        f"{plan.seq_len} rows a step, predicted {format_seconds(plan.predicted.total_seconds)}"
+        f"{plan.body.seq_len} rows a step, predicted {format_seconds(plan.predicted.latency_seconds)}"
     )
     if rate := decoding_rate(plan):
         title += f", then {rate}"
@@ -82,13 +82,13 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
     for heading in ("layers", "rows", "vocabulary", "busy") if staged else _SHARED:
         shares.add_column(heading, justify="right")
     # One more kind for a decoder, and one column less, so that it fits a terminal of 80 columns.
-    decodes = plan.generation is not None
+    decodes = plan.body.generation is not None
     last = ("KV\ncache", "total\n[dim]budget[/]") if decodes else ("total", "budget")
     for heading in ("weights", "embed-\ndings", "activa-\ntions", "work-\nspace", *last):
         memory.add_column(heading, justify="right", no_wrap=True)
     if peaks:
         memory.add_column("peak\nso far", justify="right", no_wrap=True)
-    rows = rows_for(plan.body.row_weights, plan.seq_len)
+    rows = rows_for(plan.body.row_weights, plan.body.seq_len)
     whole = plan.body.strategy == "sp" and not decodes  # a decoder decodes with its share
     for rank, device in enumerate(plan.devices):
         stage = plan.body.layers_of(rank, plan.model.num_layers)
@@ -99,7 +99,7 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
         shares.add_row(
             device.name,
             *([f"{stage.start} to {stage.stop - 1}"] if staged else of_layers),
-            str(plan.seq_len if staged or plan.body.strategy == "megatron-tp" else rows[rank]),
+            str(plan.body.seq_len if staged or plan.body.strategy == "megatron-tp" else rows[rank]),
             str(plan.body.vocabulary[rank]),
             format_seconds(device.compute_seconds),
         )
@@ -112,9 +112,9 @@ def plan_tables(plan: Plan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table
     return shares, memory
 
 
-def generation_lines(plan: Plan) -> list[str]:
+def generation_lines(plan: TransformerPlan) -> list[str]:
     """What a plan for a decoder promises and predicts; nothing for an encoder."""
-    generation = plan.generation
+    generation = plan.body.generation
     if generation is None:
         return []
     context = generation.context or generation.kv_tokens
@@ -126,9 +126,9 @@ def generation_lines(plan: Plan) -> list[str]:
     return [room]
 
 
-def alternatives_table(plan: Plan, most: int) -> Table:
+def alternatives_table(plan: TransformerPlan, most: int) -> Table:
     """The best `most` that were not taken."""
-    unit = f" ({unit_of(plan)})" if plan.generation else ""
+    unit = f" ({unit_of(plan)})" if plan.body.generation else ""
     others = sorted(plan.alternatives, key=lambda other: (other.predicted_seconds is None, other.predicted_seconds))
     left = len(others) - most
     table = Table(

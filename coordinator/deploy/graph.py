@@ -13,7 +13,7 @@ from coordinator.deploy.workers import Workers, errors_of
 from coordinator.devices.fleet import Fleet
 from coordinator.plan.graph.price import in_flight
 from hearth.errors import BadMessage, DeviceLost, HearthError, WorkerDied
-from hearth.plan.graph import GraphPlan
+from hearth.plan.plan import GraphPlan
 from hearth.plan.profile import Link
 from hearth.trace import shift_to_common_clock
 from hearth.wire.framing import pack_array, unpack_array
@@ -43,10 +43,14 @@ class GraphDeployment(Workers):
     def __init__(self, fleet: Fleet, plan: GraphPlan) -> None:
         super().__init__(fleet, plan.devices, plan.epoch)
         self.plan = plan
-        self.max_in_flight = in_flight(plan.segments)
+        self.max_in_flight = in_flight(plan.body.segments)
         self._step = 0
         self._inputs = [
-            tuple(name for name in plan.inputs if any(name in segment.inputs for segment in plan.segments_of(rank)))
+            tuple(
+                name
+                for name in plan.model.inputs
+                if any(name in segment.inputs for segment in plan.body.segments_of(rank))
+            )
             for rank in range(plan.num_ranks)
         ]
 
@@ -54,10 +58,10 @@ class GraphDeployment(Workers):
 
     async def push(self, pieces: Pieces, progress: Progress) -> list[tuple[SegmentFiles, ...]]:
         """Bring every device the pieces that it needs and does not have. By rank, what its segments are made from."""
-        made = [await asyncio.to_thread(pieces.of, segment) for segment in self.plan.segments]
+        made = [await asyncio.to_thread(pieces.of, segment) for segment in self.plan.body.segments]
         ranks = range(self.plan.num_ranks)
         own = [
-            [each for segment, each in zip(self.plan.segments, made, strict=True) if segment.rank == rank]
+            [each for segment, each in zip(self.plan.body.segments, made, strict=True) if segment.rank == rank]
             for rank in ranks
         ]
         needed = [list({piece.hash: piece for each in of_rank for piece in each.pieces}.values()) for of_rank in own]
@@ -95,7 +99,7 @@ class GraphDeployment(Workers):
         if self.failure is not None:
             raise self.failure
         self._step += 1
-        step, timeout = self._step, self.plan.wait_seconds
+        step, timeout = self._step, self.plan.wait_seconds()
         frames = {name: pack_array(array) for name, array in inputs.items()}
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -141,10 +145,10 @@ class GraphDeployment(Workers):
         self.wire = WireStats.sum(done.wire for done, _ in results)
         self.dropped_messages = sum(done.dropped_messages for done, _ in results)
         made = {name: array for done, arrays in results for name, array in zip(done.names, arrays, strict=True)}
-        if missing := [name for name in self.plan.outputs if name not in made]:
+        if missing := [name for name in self.plan.model.outputs if name not in made]:
             raise BadMessage(reason=f"no worker gave the output {missing[0]}")
         return Inference(
-            outputs={name: made[name] for name in self.plan.outputs},
+            outputs={name: made[name] for name in self.plan.model.outputs},
             latency_seconds=latency,
             compute_seconds=tuple(sum(done.compute_seconds) for done, _ in results),
             traces=tuple(

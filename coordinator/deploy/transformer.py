@@ -16,8 +16,9 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadMessage
+from hearth.plan.parts import Values
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
-from hearth.plan.transformer import Plan, Values
 from hearth.trace import shift_to_common_clock
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
@@ -52,7 +53,7 @@ class StepResult:
 class Deployment(Workers):
     """Of a transformer. Steps run one at a time; generations side by side."""
 
-    def __init__(self, fleet: Fleet, plan: Plan) -> None:
+    def __init__(self, fleet: Fleet, plan: TransformerPlan) -> None:
         super().__init__(fleet, plan.devices, plan.epoch)
         self.plan = plan
         self.weight_error = 0.0  # of the matrices, for the format that they are kept in; of the worst device

@@ -8,9 +8,8 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hearth.errors import BadSetting
-from hearth.plan.graph import GraphPlan
+from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan
 from hearth.platform.units import format_bytes, parse_bytes
 
 _LEAST_BYTES = 1 << 20  # below, a unit was forgotten
@@ -69,7 +68,9 @@ def parse_limit(text: str) -> MemoryLimit:
         raise BadSetting(setting=f"--limit {device}", reason=str(error)) from None
 
 
-def memory_caps(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> dict[str, int]:
+def memory_caps(
+    cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: TransformerPlan | None = None
+) -> dict[str, int]:
     """Most that each limited device may hold, by id.
 
     While a plan is deployed, a device offers less by what its worker holds; a share is of both. It is also no more
@@ -108,7 +109,10 @@ def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit]) -> Clust
 
 
 def breach(
-    plan: Plan | GraphPlan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
+    plan: Plan,
+    limits: Sequence[MemoryLimit],
+    exclude: Sequence[str],
+    offered_bytes: Mapping[str, int],
 ) -> str | None:
     """How a plan made elsewhere goes against the user's wishes, or None. `offered_bytes` is by device id."""
     for device in plan.devices:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan
 
 BASELINE_STEPS = 5  # counted steps that say what is normal for this plan on these devices
 SUSTAINED_STEPS = 5  # counted steps in a row for which a drift must last: a household is busy for seconds now and then
@@ -41,7 +41,7 @@ class DriftMonitor:
     Only the change of measured/predicted counts, not its level: a systematic error of the simulator is no drift.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TransformerPlan) -> None:
         self.finding: Finding | None = None  # what is so after the latest step
         self._plan = plan
         self._is_first = True
@@ -60,15 +60,15 @@ class DriftMonitor:
         Times are predicted for `seq_len` rows and scaled by the rows, so that steps of less than half of them say too
         little; so does the first, which warms up. A rank that reports no time is left out.
         """
-        if 2 * num_rows < self._plan.seq_len:
+        if 2 * num_rows < self._plan.body.seq_len:
             return self.finding
         if self._is_first:
             self._is_first = False
             return None
-        share = num_rows / self._plan.seq_len
+        share = num_rows / self._plan.body.seq_len
         for device, seconds in zip(self._plan.devices, compute_seconds, strict=True):
             self._devices[device.device_id].add(seconds, device.compute_seconds * share)
-        self._total.add(step_seconds, self._plan.predicted.total_seconds * share)
+        self._total.add(step_seconds, self._plan.predicted.latency_seconds * share)
         self._compute_drifted = self._compute_drifted + 1 if self._has_compute_drifted() else 0
         self._total_drifted = self._total_drifted + 1 if abs(self._total.change) > math.log(TOTAL_DRIFT) else 0
         self.finding = self._judge()
@@ -180,7 +180,7 @@ def pays(new_seconds: float, old_seconds: float) -> bool:
     return new_seconds <= (1 - MIN_GAIN) * old_seconds
 
 
-def with_held_memory(cluster: ClusterProfile, plan: Plan) -> ClusterProfile:
+def with_held_memory(cluster: ClusterProfile, plan: TransformerPlan) -> ClusterProfile:
     """The cluster as it will be once `plan`, which is deployed, has been taken down.
 
     A device reports what is free beside its worker. What the worker gives back counts too, but no more than what the

@@ -20,7 +20,7 @@ from hearth.errors import (
     QueueFull,
 )
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import within
 from hearth.wire.messages import (
     FinishReason,
@@ -47,7 +47,7 @@ _WARM_UP_SECONDS = 120.0
 class Deployed(Protocol):
     """What runs sequences (see `coordinator.deploy.transformer`)."""
 
-    plan: Plan
+    plan: TransformerPlan
 
     def generate(
         self,
@@ -115,12 +115,12 @@ class TextModel:
         return ids
 
 
-def context_tokens(plan: Plan) -> int:
+def context_tokens(plan: TransformerPlan) -> int:
     """How many tokens one request may have, prompt and answer together."""
-    if plan.generation is None:
+    if plan.body.generation is None:
         raise BadPlan(reason="it is not for a model that generates")
-    promised = plan.generation.kv_tokens
-    return min(plan.model.max_positions, promised, plan.generation.context or promised)
+    promised = plan.body.generation.kv_tokens
+    return min(plan.model.max_positions, promised, plan.body.generation.context or promised)
 
 
 async def warm_up(deployment: Deployed) -> None:

@@ -21,8 +21,9 @@ from coordinator.serve.sentences import SentenceTokenizer
 from coordinator.serve.state import GraphGoal, ServingGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Values
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan, Values
 
 DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
 DEFAULT_CONTEXT = 2048  # as much; what more is promised is held in memory on every device
@@ -77,11 +78,12 @@ def allowed(goal: ServingGoal | GraphGoal, devices: Iterable[_D]) -> list[_D]:
     return [device for device in devices if not {device.name, device.device_id} & excluded]
 
 
-def suits(plan: Plan, model: Model) -> bool:
-    """Whether a plan from before is for this model, and promises what is asked for now."""
-    promise = model.generation.promise(model.seq_len) if model.generation is not None else None
-    promised = plan.generation.model_copy(update={"decode_seconds": 0.0}) if plan.generation is not None else None
-    return plan.model == model.spec and plan.seq_len == model.seq_len and promised == promise
+def suits(plan: TransformerPlan, model: Model) -> bool:
+    """Whether a saved plan is for this model, and has the capacity that the user asks for now."""
+    body, wanted = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
+    if wanted is not None:  # a pipeline prefills in smaller chunks
+        wanted = wanted.model_copy(update={"prefill_rows": min(wanted.prefill_rows, body.max_step_rows)})
+    return plan.model == model.spec and body.seq_len == model.seq_len and body.generation == wanted
 
 
 def plan_request(
@@ -89,7 +91,7 @@ def plan_request(
     model: Model,
     cluster: ClusterProfile,
     values: Values | None = None,
-    deployed: Plan | None = None,
+    deployed: TransformerPlan | None = None,
 ) -> PlanRequest:
     """What to ask a planner, under the user's limits. `deployed` is taken down before the new plan comes.
 

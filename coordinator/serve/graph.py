@@ -35,8 +35,8 @@ from hearth.errors import (
     QueueFull,
     StepFailed,
 )
-from hearth.plan.graph import GraphPlan
 from hearth.plan.graph_spec import Tensor
+from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import ArrayInfo, ElementType, Infer, ModelInfo
@@ -200,9 +200,9 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
         """As `Upkeep.start`. Raises BadPlan for a plan that the user gave and that is for another graph."""
         if plan is not None and goal.keep_plan:
             graph = open_graph(Path(goal.model_file), goal.dims)
-            if plan.model_hash != graph.fingerprint:
+            if plan.model.sha256 != graph.fingerprint:
                 raise BadPlan(reason=f"it was made for another graph than {goal.model_file}")
-            check_segments(graph.spec, plan.segments)
+            check_segments(graph.spec, plan.body.segments)
         super().start(goal, plan)
 
     def _open(self, goal: GraphGoal) -> None:
@@ -218,10 +218,10 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
 
     def _suits(self, plan: GraphPlan) -> bool:
         graph, goal = self._require_graph(), self.goal
-        if plan.model_hash != graph.fingerprint or goal is None or plan.objective != goal.objective:
+        if plan.model.sha256 != graph.fingerprint or goal is None or plan.body.objective != goal.objective:
             return False
         try:
-            check_segments(graph.spec, plan.segments)
+            check_segments(graph.spec, plan.body.segments)
         except BadPlan:
             return False
         return True
@@ -237,7 +237,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
         assert plan is not None
         self._report(
             f"planned by {plan.planner}: {format_seconds(seconds_of(plan))} "
-            f"{'for one request' if plan.objective == 'latency' else 'per request of a full pipeline'}"
+            f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
         )
         return plan
 
@@ -261,7 +261,7 @@ class GraphServer(Upkeep[GraphGoal, GraphPlan, GraphDeployment]):
 
     def _serving(self, plan: GraphPlan) -> str:
         names = ", ".join(device.name for device in plan.devices)
-        return f"serving {plan.model} on {names} ({plan.planner}, for {plan.objective})"
+        return f"serving {plan.model.name} on {names} ({plan.planner}, for {plan.body.objective})"
 
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from hearth.errors import HearthError
-from hearth.plan.graph import GraphPlan
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import GraphPlan, TransformerPlan
 
 Phase = Literal[
     "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
 ]  # fmt: skip
-AnyPlan: TypeAlias = Plan | GraphPlan
+AnyPlan: TypeAlias = TransformerPlan | GraphPlan
 
 RETRY_SECONDS = 2.0  # after a failure: long enough not to flood the log, short beside what planning and loading take
 HISTORY_LENGTH = 50  # moves that are kept: several recoveries, each of about eight moves

@@ -19,7 +19,8 @@ from coordinator.serve.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch,
 from coordinator.serve.goal import Model, allowed, plan_request
 from coordinator.serve.state import ServingGoal
 from hearth.errors import DeviceLost, HearthError, InternalError
-from hearth.plan.transformer import Plan, Values
+from hearth.plan.parts import Values
+from hearth.plan.plan import TransformerPlan
 from hearth.platform.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Served:
     values: Values | None  # the format of activations that an accuracy budget chose
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TransformerPlan:
         return self.deployment.plan
 
 
@@ -64,8 +65,8 @@ class Replanner:
         profiler: Profiler,
         stepping: asyncio.Lock,
         served: Callable[[], Served | None],
-        push: Callable[[Plan], Awaitable[object]],
-        swap: Callable[[Served, Plan], None],
+        push: Callable[[TransformerPlan], Awaitable[object]],
+        swap: Callable[[Served, TransformerPlan], None],
         report: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -84,11 +85,11 @@ class Replanner:
         """A device was lost while it was in use."""
         self._watch.lost(device_id, self._clock())
 
-    def restored(self, plan: Plan) -> None:
+    def restored(self, plan: TransformerPlan) -> None:
         """A saved plan is used: every other device is a newcomer."""
         self._watch.planned([device.device_id for device in plan.devices], self._clock())
 
-    def considered(self, devices: Sequence[Device], plan: Plan) -> None:
+    def considered(self, devices: Sequence[Device], plan: TransformerPlan) -> None:
         """`plan` is the best that could be made of `devices`."""
         ids = {device.device_id for device in devices}
         left_out = ids - {device.device_id for device in plan.devices}
@@ -131,7 +132,7 @@ class Replanner:
             if reasons.finding is not None:
                 served.monitor.rebase()
 
-    async def _better_plan(self, served: Served, reasons: Reasons) -> Plan | None:
+    async def _better_plan(self, served: Served, reasons: Reasons) -> TransformerPlan | None:
         """A plan that gains enough over the one that is deployed, both priced under what is known now."""
         goal, model, plan = served.goal, served.model, served.plan
         devices = allowed(goal, self._fleet.usable())

@@ -24,8 +24,7 @@ from coordinator.serve.graph import GraphServer
 from coordinator.serve.state import GraphGoal, ServingGoal, StateFile
 from coordinator.serve.transformer import Answer, Server
 from hearth.errors import AppRevoked, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
-from hearth.plan.graph import GraphPlan
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import Plan, is_graph_plan, is_transformer_plan
 from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
@@ -91,7 +90,7 @@ class Service:
         self._report = report
         self._progress = progress
 
-    async def run(self, goal: ServingGoal | GraphGoal | None, plan: Plan | GraphPlan | None = None) -> None:
+    async def run(self, goal: ServingGoal | GraphGoal | None, plan: Plan | None = None) -> None:
         """Serve until SIGTERM or SIGINT; without a goal, what was served last. Raises NotServing when that is nothing,
         what `Server.start` raises, PortInUse."""
         stop = asyncio.Event()
@@ -146,14 +145,14 @@ class Service:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    def _start(self, goal: ServingGoal | GraphGoal, plan: Plan | GraphPlan | None) -> None:
+    def _start(self, goal: ServingGoal | GraphGoal, plan: Plan | None) -> None:
         """Serve what kind of model it is. A plan of the other kind is for something else, and is left aside."""
         if isinstance(goal, GraphGoal):
             graphs = self._served = GraphServer(self._settings, self._fleet, self._report, self._progress)
-            graphs.start(goal, plan if isinstance(plan, GraphPlan) else None)
+            graphs.start(goal, plan if is_graph_plan(plan) else None)
         else:
             server = self._served = Server(self._settings, self._fleet, self._report, self._progress)
-            server.start(goal, plan if isinstance(plan, Plan) else None)
+            server.start(goal, plan if is_transformer_plan(plan) else None)
 
     @property
     def _server(self) -> Server | GraphServer:
@@ -247,8 +246,7 @@ class Service:
             version=hearth.__version__,
             state=server.state,
             model_path=server.goal.path if server.goal else "",
-            plan=server.plan if isinstance(server, Server) else None,
-            graph_plan=server.plan if isinstance(server, GraphServer) else None,
+            plan=server.plan,
             queued_requests=server.queued,
             served_requests=server.served,
             failed_requests=server.failed,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from coordinator.plan.limits import MemoryLimit
 from hearth.files import write_atomically
-from hearth.plan.graph import GraphPlan, Objective
+from hearth.plan.graph import Objective
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.transformer import Plan, Strategy, WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import Plan, migrated
+from hearth.plan.transformer import Strategy
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,14 @@ class SavedState(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     goal: ServingGoal | GraphGoal | None = None
-    plan: Plan | GraphPlan | None = None
+    plan: Plan | None = None
     last_epoch: int = 0
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _migrated(cls, plan: Any) -> Any:
+        """A state file of before the upgrade has a plan of version 1."""
+        return migrated(plan)
 
 
 class StateFile:

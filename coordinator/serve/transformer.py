@@ -37,7 +37,8 @@ from hearth.errors import (
     QueueFull,
     TextTooLong,
 )
-from hearth.plan.transformer import Plan, Values
+from hearth.plan.parts import Values
+from hearth.plan.plan import TransformerPlan
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import ChunkRef, DeviceTrace, Generate, TextEnded, TextGenerated
 
@@ -57,7 +58,7 @@ class Answer:
     traces: tuple[DeviceTrace, ...] = ()
 
 
-class Server(Upkeep[ServingGoal, Plan, Deployment]):
+class Server(Upkeep[ServingGoal, TransformerPlan, Deployment]):
     """Of transformers. An encoder runs one step at a time."""
 
     def __init__(
@@ -238,10 +239,10 @@ class Server(Upkeep[ServingGoal, Plan, Deployment]):
                 )
             self._text_model = TextModel.of(self._model)
 
-    def _suits(self, plan: Plan) -> bool:
+    def _suits(self, plan: TransformerPlan) -> bool:
         return suits(plan, self._require_model())
 
-    def _reused(self, plan: Plan) -> None:
+    def _reused(self, plan: TransformerPlan) -> None:
         self._replanner.restored(plan)
 
     def _lost_device(self, device_id: str) -> None:
@@ -250,7 +251,7 @@ class Server(Upkeep[ServingGoal, Plan, Deployment]):
     async def _before_deploying(self) -> None:
         await self._replanner.stop()
 
-    async def _make_plan(self, goal: ServingGoal, devices: Sequence[Device]) -> Plan:
+    async def _make_plan(self, goal: ServingGoal, devices: Sequence[Device]) -> TransformerPlan:
         model = self._require_model()
         self._set_state(f"profiling {len(devices)} devices")
         cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)
@@ -259,7 +260,7 @@ class Server(Upkeep[ServingGoal, Plan, Deployment]):
         self._replanner.considered(devices, plan)
         return plan
 
-    def _deploying(self, plan: Plan) -> Deployment:
+    def _deploying(self, plan: TransformerPlan) -> Deployment:
         self._monitor = DriftMonitor(plan)
         self._calibrated = self.goal is None or self.goal.accuracy_budget is None
         self._values = None if self._calibrated else "exact"
@@ -280,7 +281,7 @@ class Server(Upkeep[ServingGoal, Plan, Deployment]):
             self._report(f"weights in {model.spec.weights} are {lost} off the checkpoint's (root mean square)")
         await self._warm_up(deployment, model)
 
-    def _serving(self, plan: Plan) -> str:
+    def _serving(self, plan: TransformerPlan) -> str:
         names = ", ".join(device.name for device in plan.devices)
         return f"serving {plan.model.name} on {names} ({plan.body.strategy})"
 
@@ -330,13 +331,13 @@ class Server(Upkeep[ServingGoal, Plan, Deployment]):
             return None
         return Served(goal, model, deployment, monitor, self._values)
 
-    async def _push_ahead(self, plan: Plan) -> None:
+    async def _push_ahead(self, plan: TransformerPlan) -> None:
         await self._push(Deployment(self._fleet, plan), self._require_model())
 
     async def _push(self, deployment: Deployment, model: Model) -> list[tuple[ChunkRef, ...]]:
         return await deployment.push(model.directory, self._settings.state_dir / "manifests", self._progress)
 
-    def _swap(self, served: Served, plan: Plan) -> None:
+    def _swap(self, served: Served, plan: TransformerPlan) -> None:
         if served.deployment is self._deployment and self.ready:
             self._ready.clear()
             self._chosen = plan

@@ -22,8 +22,7 @@ from coordinator.serve.goal import allowed
 from coordinator.serve.replanning import failure_of
 from coordinator.serve.state import GraphGoal, SavedState, ServingGoal, StateFile
 from hearth.errors import DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
-from hearth.plan.graph import GraphPlan
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.asyncio_tools import within
 from hearth.wire.messages import WireStats
 
@@ -31,7 +30,7 @@ _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last
 _RETRY_SECONDS = 2.0
 
 _G = TypeVar("_G", ServingGoal, GraphGoal)
-_P = TypeVar("_P", Plan, GraphPlan)
+_P = TypeVar("_P", TransformerPlan, GraphPlan)
 _D = TypeVar("_D", bound=Workers)
 
 

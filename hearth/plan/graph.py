@@ -1,23 +1,32 @@
-"""A plan for a graph of operators: which device runs which segments. Printed, saved as JSON, loaded again. Pure."""
+"""How a plan divides a graph of operators among devices: into segments. Pure."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.errors import BadPlan
-from hearth.plan.transformer import Alternative, MemoryUse, WireFormat, patience_seconds
-from hearth.validation import first_error
+from hearth.plan.parts import Values
 
 Objective = Literal["latency", "throughput"]
+
+
+class GraphModel(BaseModel):
+    """What a plan must know of a graph. `inputs` and `outputs` name its tensors."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    sha256: str  # of the ONNX file and its external data; empty for a graph without weights
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 class Segment(BaseModel):
     """Operators that run as one onnxruntime session on one device. `inputs` and `outputs` name tensors of the graph.
 
-    `seconds` is its predicted compute time. An output goes to every segment that takes it, and to the client where the
-    graph gives it out.
+    `seconds` is its predicted compute time. An output goes to every segment that takes it, and to the client if the graph
+    outputs it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -29,58 +38,14 @@ class Segment(BaseModel):
     seconds: float = Field(default=0.0, ge=0)
 
 
-class GraphDevice(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    device_id: str
-    name: str
-    memory: MemoryUse
-    budget_bytes: int = Field(ge=0)
-    compute_seconds: float = Field(ge=0)  # busy time of one request, as the simulator prices it
-
-
-class GraphPrediction(BaseModel):
-    """Of one request alone, and of a full pipeline (per request: the busiest device or link)."""
-
-    model_config = ConfigDict(frozen=True)
-
-    latency_seconds: float = Field(ge=0)
-    bottleneck_seconds: float = Field(ge=0)
-    bound_seconds: float | None = Field(default=None, ge=0)  # no plan can be better in the objective, if it is known
-    proven_optimal: bool = False
-
-
-class GraphPlan(BaseModel):
+class GraphSegments(BaseModel):
     """Segments in an order in which they can run: each takes tensors of segments before it, or the graph's inputs."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = 1
     kind: Literal["graph"] = "graph"
-    epoch: int = Field(default=0, ge=0, lt=1 << 63)
-    model: str
-    model_hash: str = ""  # SHA-256 of the ONNX file and its external data; empty for a graph without weights
     objective: Objective
-    planner: str
-    devices: tuple[GraphDevice, ...] = Field(min_length=1, max_length=256)
     segments: tuple[Segment, ...] = Field(min_length=1, max_length=4096)
-    inputs: tuple[str, ...]  # of the graph
-    outputs: tuple[str, ...]
-    wire: WireFormat = WireFormat()
-    predicted: GraphPrediction
-    alternatives: tuple[Alternative, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.devices)
-
-    @property
-    def wait_seconds(self) -> float:
-        """How long a wait for a peer may last in one request, from the plan's own prediction."""
-        return patience_seconds(self.predicted.latency_seconds)
-
-    def with_epoch(self, epoch: int) -> GraphPlan:
-        return self.model_copy(update={"epoch": epoch})
 
     def segments_of(self, rank: int) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.rank == rank)
@@ -89,28 +54,27 @@ class GraphPlan(BaseModel):
         """The ranks whose segments take a tensor."""
         return tuple(sorted({segment.rank for segment in self.segments if tensor in segment.inputs}))
 
-    @model_validator(mode="after")
-    def _consistent(self) -> GraphPlan:
-        known, placed = set(self.inputs), set[int]()
+    def values_on(self, source: int, target: int, values: Values) -> Values:
+        """The value format on one link, where the plan's is `values`."""
+        return values
+
+    def share_of_step(self, num_rows: int) -> float:
+        """Every request takes as long as the predicted one."""
+        return 1.0
+
+    def check(self, model: object, num_ranks: int) -> None:
+        """Raise ValueError where the body does not fit the model or the number of devices."""
+        if not isinstance(model, GraphModel):
+            raise ValueError("the body divides a graph, but the model is a Transformer")
+        known, placed = set(model.inputs), set[int]()
         for index, segment in enumerate(self.segments):
-            if segment.rank >= self.num_ranks:
-                raise ValueError(f"segment {index} is on rank {segment.rank} of {self.num_ranks}")
+            if segment.rank >= num_ranks:
+                raise ValueError(f"segment {index} is on rank {segment.rank} of {num_ranks}")
             if unknown := [name for name in segment.inputs if name not in known]:
                 raise ValueError(f"segment {index} takes {unknown[0]}, which no segment before it makes")
             if twice := placed.intersection(segment.operators):
-                raise ValueError(f"operator {min(twice)} stands in two segments")
+                raise ValueError(f"operator {min(twice)} is in two segments")
             placed.update(segment.operators)
             known.update(segment.outputs)
-        if unknown := [name for name in self.outputs if name not in known]:
+        if unknown := [name for name in model.outputs if name not in known]:
             raise ValueError(f"no segment makes the output {unknown[0]}")
-        if len({device.device_id for device in self.devices}) != self.num_ranks:
-            raise ValueError("a device stands in the plan twice")
-        return self
-
-
-def graph_plan_from_json(text: str | bytes) -> GraphPlan:
-    """Read a saved plan. Raises BadPlan that says which field is wrong."""
-    try:
-        return GraphPlan.model_validate_json(text)
-    except ValidationError as error:
-        raise BadPlan(reason=first_error(error, "the plan")) from None

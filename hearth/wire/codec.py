@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hearth.errors import BadMessage
-from hearth.plan.transformer import WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 

@@ -13,11 +13,11 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
-from hearth.plan.graph import GraphPlan
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Values
 from hearth.plan.phases import Phase, Work
+from hearth.plan.plan import GraphPlan, Plan, TransformerPlan
 from hearth.plan.profile import BlockProfile, Link, WireCost
-from hearth.plan.transformer import Plan, Values
 from hearth.protocol import MAX_MESSAGE_BYTES, MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.validation import first_error
 
@@ -240,7 +240,7 @@ class LoadShard(_Message):
 
     t: Literal["load_shard"] = "load_shard"
     holder: Name
-    plan: Plan
+    plan: TransformerPlan
     rank: Annotated[int, Field(ge=0)]
     chunks: tuple[ChunkRef, ...] = Field(max_length=50_000)
     encrypt_data_plane: bool = True
@@ -766,7 +766,6 @@ class Status(_Message):
     state: Text
     model_path: Text
     plan: Plan | None
-    graph_plan: GraphPlan | None = None  # where the model is a graph
     queued_requests: int
     served_requests: int
     failed_requests: int

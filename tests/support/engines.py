@@ -25,7 +25,7 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
 from hearth.errors import HearthError
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.transport.memory import MemoryHub
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
@@ -69,7 +69,7 @@ class EngineCluster:
     def __init__(
         self,
         model_dir: Path,
-        plan: Plan,
+        plan: TransformerPlan,
         *,
         bytes_per_second: float | None = None,
         compute_device: str = "cpu",
@@ -92,7 +92,7 @@ class EngineCluster:
             communicator.start()
             self.communicators.append(communicator)
             self.engines.append(Engine(plan, rank, shard, communicator, staging))
-            if plan.generation is not None:
+            if plan.body.generation is not None:
                 self.generations.append(Generation(plan, rank, shard, communicator, staging))
 
     def __enter__(self) -> EngineCluster:

@@ -20,8 +20,8 @@ from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import routes_of
 from agent.worker.graph.sessions import SegmentSession, load_segment
-from hearth.plan.graph import GraphPlan
-from hearth.plan.transformer import WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import GraphPlan
 from hearth.transport.memory import MemoryHub
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array
@@ -165,9 +165,9 @@ def plan_of(
     )  # fmt: skip
     numbered = [
         segment.model_copy(update={"operators": tuple(operators)})
-        for segment, (_, operators) in zip(plan.segments, stretches, strict=True)
+        for segment, (_, operators) in zip(plan.body.segments, stretches, strict=True)
     ]
-    return plan.model_copy(update={"segments": tuple(numbered)})
+    return plan.model_copy(update={"body": plan.body.model_copy(update={"segments": tuple(numbered)})})
 
 
 def segment_files(
@@ -177,7 +177,7 @@ def segment_files(
     graph = model.graph
     values = {value.name: value for value in (*graph.input, *graph.output, *graph.value_info)}
     files = []
-    for segment in plan.segments_of(rank):
+    for segment in plan.body.segments_of(rank):
         nodes = [graph.node[index] for index in segment.operators]
         used = {name for node in nodes for name in node.input}
         parts = [_placeholder(tensor, put) for tensor in graph.initializer if tensor.name in used]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
-from hearth.plan.transformer import MemoryUse, WireFormat
+from hearth.plan.graph import GraphModel, GraphSegments, Segment
+from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction, WireFormat
+from hearth.plan.plan import GraphPlan
 
 _PLAIN_WIRE = WireFormat(lz4="off")
 _NO_MEMORY = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
@@ -23,21 +24,23 @@ def make_graph_plan(
     num_ranks = num_ranks or 1 + max(rank for rank, _, _ in segments)
     return GraphPlan(
         epoch=epoch,
-        model="model",
-        objective="throughput",
+        model=GraphModel(name="model", sha256="", inputs=tuple(inputs), outputs=tuple(outputs)),
         planner="test",
         devices=tuple(
-            GraphDevice(
+            PlannedDevice(
                 device_id=f"id{rank}", name=f"device{rank}", memory=_NO_MEMORY, budget_bytes=0, compute_seconds=0.0
             )
             for rank in range(num_ranks)
         ),
-        segments=tuple(
-            Segment(operators=(index,), rank=rank, inputs=tuple(taken), outputs=tuple(made))
-            for index, (rank, taken, made) in enumerate(segments)
-        ),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
         wire=wire,
-        predicted=GraphPrediction(latency_seconds=3.0, bottleneck_seconds=3.0),  # waits last a minute
+        predicted=Prediction(  # timeouts of a minute
+            latency_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0, bottleneck_seconds=3.0
+        ),
+        body=GraphSegments(
+            objective="throughput",
+            segments=tuple(
+                Segment(operators=(index,), rank=rank, inputs=tuple(taken), outputs=tuple(made))
+                for index, (rank, taken, made) in enumerate(segments)
+            ),
+        ),
     )

@@ -20,7 +20,9 @@ from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Generation, LayerMode, Plan, WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits, LayerMode
 from hearth.wire.messages import Sampling
 
 torch.set_num_threads(1)
@@ -71,7 +73,7 @@ def transformer_outputs(
     wire = WireFormat.model_validate({"values": values, "lz4": "on" if values != "exact" else "off"})
     plan = make_plan(spec, strategy, split, row_weights, wire, modes=modes)  # type: ignore[arg-type]
     if spec.causal:
-        promise = Generation(kv_tokens=4096, max_sequences=8, prefill_rows=prefill_rows)
+        promise = GenerationLimits(kv_tokens=4096, max_sequences=8, prefill_rows=prefill_rows)
         body = plan.body.model_copy(update={"micro_batches": micro_batches})
         plan = plan.model_copy(update={"generation": promise, "body": body})
     prompts = _sequences(spec, lengths)
@@ -86,7 +88,10 @@ def _sequences(spec: ModelSpec, lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _tokens(
-    cluster: EngineCluster, plan: Plan, prompts: Sequence[Sequence[int]], sampling: Mapping[str, float] | None
+    cluster: EngineCluster,
+    plan: TransformerPlan,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, float] | None,
 ) -> Arrays:
     home = Home(cluster)
     chosen = Sampling.model_validate(dict(sampling)) if sampling else None

@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction, WireFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
 from hearth.plan.rotary import RotarySpec
-from hearth.plan.transformer import (
-    Generation,
-    LayerMode,
-    MemoryUse,
-    Plan,
-    PlannedDevice,
-    Prediction,
-    Strategy,
-    TransformerPlan,
-    WireFormat,
-)
+from hearth.plan.transformer import GenerationLimits, LayerMode, Pipeline, Strategy, TensorParallel, TransformerBody
 
 BERT_LARGE = ModelSpec(
     name="bert-large", family="bert", num_layers=24, num_heads=16, num_kv_heads=16, head_dim=64, hidden_size=1024,
@@ -47,26 +39,32 @@ def make_plan(
     overlap: bool = True,
     epoch: int = 1,
     modes: Sequence[LayerMode] = (),
-    generation: Generation | None = None,
-) -> Plan:
+    generation: GenerationLimits | None = None,
+) -> TransformerPlan:
     """A plan whose heads, columns and vocabulary follow `weights`, one per device; no planner involved.
 
     Without `generation`, one for a decoder has room for four sequences as long as the model takes.
     """
     if generation is None and spec.causal:
         length = spec.max_positions
-        generation = Generation(kv_tokens=4 * length, max_sequences=8, prefill_rows=length, context=length)
+        generation = GenerationLimits(kv_tokens=4 * length, max_sequences=8, prefill_rows=length, context=length)
     memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
     devices = tuple(
         PlannedDevice(device_id=f"id{r}", name=f"device{r}", memory=memory, budget_bytes=0, compute_seconds=0.0)
         for r in range(len(weights))
     )
-    predicted = Prediction(total_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0)  # waits last a minute
-    return Plan(
-        epoch=epoch, model=spec, planner="test", seq_len=spec.max_positions, devices=devices,
-        body=_body(spec, strategy, weights, row_weights, overlap, modes), wire=wire, predicted=predicted,
-        generation=generation,
+    predicted = Prediction(  # timeouts of a minute
+        latency_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0, bottleneck_seconds=3.0
+    )
+    return TransformerPlan(
+        epoch=epoch, model=spec, planner="test", devices=devices, wire=wire, predicted=predicted,
+        body=_body(spec, strategy, weights, row_weights, overlap, modes, generation),
     )  # fmt: skip
+
+
+def with_generation(plan: TransformerPlan, limits: GenerationLimits | None) -> TransformerPlan:
+    """The plan with these limits for a decoder."""
+    return plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})
 
 
 def _body(
@@ -76,13 +74,17 @@ def _body(
     row_weights: Sequence[float] | None,
     overlap: bool,
     modes: Sequence[LayerMode],
-) -> TransformerPlan:
+    generation: GenerationLimits | None,
+) -> TransformerBody:
     if strategy == "pipeline":
-        return TransformerPlan.pipeline(spec, largest_remainder(weights, spec.num_layers))
+        stages = Pipeline.of(spec, largest_remainder(weights, spec.num_layers), spec.max_positions)
+        return stages.model_copy(update={"generation": generation})
     columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
     vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
-    return TransformerPlan(
+    return TensorParallel(
         strategy=strategy,
+        seq_len=spec.max_positions,
+        generation=generation,
         overlap=overlap,
         heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),

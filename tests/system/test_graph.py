@@ -63,10 +63,10 @@ def test_requests_side_by_side_equal_onnxruntime(house: TestHome, model: Path) -
         asked = [pool.submit(home.infer, image(seed)) for seed in range(12)]
         for seed, answer in enumerate(asked):
             assert_equal(answer.result(30), reference(model, image(seed)))
-        plan = home.status().graph_plan
+        plan = home.status().plan
     assert plan is not None
     assert plan.num_ranks > 1
-    assert plan.objective == "throughput"
+    assert plan.body.objective == "throughput"
 
 
 def test_an_input_that_does_not_fit_is_named(house: TestHome) -> None:
@@ -90,7 +90,7 @@ def test_an_input_that_does_not_fit_is_named(house: TestHome) -> None:
 
 def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(house: TestHome, model: Path) -> None:
     with house.connect() as home:
-        plan = home.status().graph_plan
+        plan = home.status().plan
         assert plan is not None
         victim = plan.devices[0].name
         (worker,) = [
@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(
         os.kill(worker, signal.SIGKILL)
         wait_for("the loss to be seen", lambda: "worker" in home.status().last_error)
         assert_equal(home.infer(image(), timeout_seconds=60.0), reference(model, image()))
-        after = home.status().graph_plan
+        after = home.status().plan
         assert after is not None
         assert victim not in [device.name for device in after.devices]
 
@@ -118,7 +118,7 @@ def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_fligh
 ) -> None:
     """The last test of this house: it kills one of its devices."""
     with house.connect() as home:
-        plan = home.status().graph_plan
+        plan = home.status().plan
         assert plan is not None
         load = _Load(home)
         try:
@@ -126,14 +126,14 @@ def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_fligh
             victim = plan.devices[-1].name
             house.kill(victim)
             wait_for("an error", lambda: load.errors)
-            wait_for("serving to go on", lambda: home.ready() and home.status().graph_plan.epoch > plan.epoch)  # type: ignore[union-attr]
+            wait_for("serving to go on", lambda: home.ready() and home.status().plan.epoch > plan.epoch)  # type: ignore[union-attr]
             count = len(load.answers)
             wait_for("answers again", lambda: len(load.answers) > count + 10)
         finally:
             load.end()
         assert all(isinstance(error, DeviceLost | WorkerDied | StepFailed | NotServing) for error in load.errors)
         assert len(load.errors) <= load.threads * 3
-        after = home.status().graph_plan
+        after = home.status().plan
         assert after is not None
         assert victim not in [device.name for device in after.devices]
         assert_equal(home.infer(image(3)), reference(model, image(3)))
@@ -175,18 +175,18 @@ def test_after_a_power_cut_the_graph_is_served_again_with_its_plan(model: Path, 
         house.start_agent("b")
         house.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")
         with house.ready() as home:
-            before, plan = home.infer(image())["scores"], home.status().graph_plan
+            before, plan = home.infer(image())["scores"], home.status().plan
         for name in ("a", "b", "coordinator"):
             house.kill(name)
         for name in ("b", "a"):
             house.start_agent(name)
         house.start_coordinator(model=False)
         with house.ready() as home:
-            again = home.status().graph_plan
+            again = home.status().plan
             assert np.array_equal(home.infer(image())["scores"], before)
         assert plan is not None
         assert again is not None
         assert again.epoch > plan.epoch
-        assert again.segments == plan.segments
+        assert again.segments == plan.body.segments
         pushed = re.findall(r"pushed ([\d.]+ \w+),", house.log("coordinator"))
         assert pushed[-1] == "0 B"  # everything was in the stores

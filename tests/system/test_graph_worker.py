@@ -23,7 +23,7 @@ from support.graph_engines import random_array, random_cut, random_model, refere
 
 from agent.worker.graph.schedule import routes_of
 from hearth.errors import BadPlan, BadRequest, HearthError, QueueFull, StepFailed, WorkerDied
-from hearth.plan.graph import GraphPlan
+from hearth.plan.plan import GraphPlan
 from hearth.platform.security import agent_access, load_credential
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (

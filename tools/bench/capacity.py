@@ -17,7 +17,8 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_weights
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.transformer import Plan, PlannedDevice
+from hearth.plan.parts import PlannedDevice
+from hearth.plan.plan import TransformerPlan
 from hearth.platform.units import format_bytes
 from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
@@ -71,7 +72,7 @@ class CapacityBench:
             watching.join()
         return self._findings(plan, outcomes, peaks, peak_bytes(coordinator)), self._by_device(plan, peaks)
 
-    def _serve(self) -> tuple[Plan, list[Outcome], psutil.Process]:
+    def _serve(self) -> tuple[TransformerPlan, list[Outcome], psutil.Process]:
         self._report("planning, pushing and loading")
         coordinator = self._testbed.start_coordinator(
             str(self._model_dir), "--weights", self._spec.weights, "--context", str(self._context), "--sequences",
@@ -95,7 +96,7 @@ class CapacityBench:
     # ---- what is said ----------------------------------------------------------------------------------------------
 
     def _findings(
-        self, plan: Plan, outcomes: list[Outcome], peaks: Mapping[str, int], coordinator_bytes: int
+        self, plan: TransformerPlan, outcomes: list[Outcome], peaks: Mapping[str, int], coordinator_bytes: int
     ) -> list[Finding]:
         limits = {name: self._testbed.device(name).memory_bytes or 0 for name in self._names}
         new = max(self._context // 4, 1)
@@ -129,7 +130,7 @@ class CapacityBench:
             weights = sum(chunk_weights(self._spec, kind, grain) for kind, _, grain in all_chunks(self._spec))
         return int(weights * self._spec.matrix_bytes)
 
-    def _by_device(self, plan: Plan, peaks: Mapping[str, int]) -> str:
+    def _by_device(self, plan: TransformerPlan, peaks: Mapping[str, int]) -> str:
         rows = [self._device_row(device, peaks.get(device.name, 0)) for device in plan.devices]
         headings = (
             "device", "limit", "weights", "embeddings", "KV cache", "activations", "workspace", "planned",

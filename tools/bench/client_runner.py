@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hearth.errors import HearthError, InternalError
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from tools.bench.clients import Ask, Outcome
 from tools.bench.drive import Group
 from tools.testbed import Testbed
@@ -26,14 +26,14 @@ class ClientRunner(Group):
         """`patience` in seconds."""
         return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
 
-    def ready(self) -> Plan:
+    def ready(self) -> TransformerPlan:
         """The plan that is served, once one is. Raises InternalError with what the coordinator said last."""
         try:
             status = self.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
         except HearthError as error:
             said = self._testbed.log("coordinator.log").strip()[-500:]
             raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
-        return Plan.model_validate(status["plan"])
+        return TransformerPlan.model_validate(status["plan"])
 
     def answers(self, asks: list[Ask], together: bool) -> list[Outcome]:
         found = self.call("ask", asks=[each.model_dump() for each in asks], together=together)

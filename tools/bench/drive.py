@@ -22,8 +22,8 @@ from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, Link
-from hearth.plan.transformer import Plan
 from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.interrupts import shielded
 from tools.testbed import Testbed
@@ -149,9 +149,11 @@ class EngineRunners(Group):
         for name in devices:
             self.start(name, testbed.address(name))
         self._devices = tuple(devices) if all_busy else ()
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, TransformerPlan] = {}
 
-    def load(self, plan_id: str, plan: Plan, model: StoredModel, encrypt: bool, link_bytes_per_second: float) -> None:
+    def load(
+        self, plan_id: str, plan: TransformerPlan, model: StoredModel, encrypt: bool, link_bytes_per_second: float
+    ) -> None:
         """The plan's devices are named as the testbed's."""
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan

@@ -29,8 +29,9 @@ from agent.worker.transformer.shard import load_shard
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from hearth.errors import HearthError, InternalError
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Generation as Promise
-from hearth.plan.transformer import LayerMode, Plan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits as Promise
+from hearth.plan.transformer import LayerMode
 from hearth.transport.memory import MemoryHub
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Failed, GenerateTokens, Sampling, TokensGenerated
@@ -123,7 +124,7 @@ class ExactnessBench:
         )
 
 
-def plan_of(spec: ModelSpec, case: Case, num_tokens: int) -> Plan:
+def plan_of(spec: ModelSpec, case: Case, num_tokens: int) -> TransformerPlan:
     """With room for the whole batch; `chunked` or not is a matter of how many rows a step takes."""
     longest = max(PROMPT_TOKENS) + num_tokens
     rows = _CHUNK_ROWS if case.chunked else sum(PROMPT_TOKENS)
@@ -157,7 +158,7 @@ class _Recorded:
 class Ranks:
     """Rank 0 leads in the caller's thread, each other rank follows in its own."""
 
-    def __init__(self, plan: Plan, model: StoredModel, stack: ExitStack) -> None:
+    def __init__(self, plan: TransformerPlan, model: StoredModel, stack: ExitStack) -> None:
         hub = MemoryHub(plan.num_ranks)
         stack.callback(hub.close)
         self._heads: list[_Recorded] = []
@@ -207,7 +208,7 @@ class Ranks:
 
 
 @contextmanager
-def ranks(plan: Plan, model: StoredModel) -> Iterator[Ranks]:
+def ranks(plan: TransformerPlan, model: StoredModel) -> Iterator[Ranks]:
     """One thread each, as on devices of one core."""
     threads = torch.get_num_threads()
     if plan.num_ranks > 1:

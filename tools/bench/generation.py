@@ -18,8 +18,9 @@ from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.plan.transformer.request import GenerationRequest, price
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan, Strategy
+from hearth.plan.transformer import Strategy
 from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
 from tools.bench.plans import describe
 from tools.bench.profiles import Profiles
@@ -70,7 +71,7 @@ class _Measured:
     """Seconds by round."""
 
     run: Callable[[], dict[str, Any]]
-    plan: Plan | None = None
+    plan: TransformerPlan | None = None
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
 
@@ -173,7 +174,7 @@ class GenerationBench:
         self, name: str, each: _Measured, reference: _Measured, mbit: float, prompt_tokens: int, new_tokens: int
     ) -> GenerationRow:
         ratio = paired_ratio(reference.decode, each.decode)
-        promised = each.plan.generation if each.plan is not None else None
+        token_seconds = each.plan.predicted.decode_seconds if each.plan is not None else 0.0
         return GenerationRow(
             scenario=self._testbed.scenario.name,
             mbit=mbit,
@@ -190,7 +191,7 @@ class GenerationBench:
             decode_over_reference=ratio.median,
             decode_low=ratio.low,
             decode_high=ratio.high,
-            decode_predicted=1 / promised.decode_seconds if promised and promised.decode_seconds else None,
+            decode_predicted=1 / token_seconds if token_seconds else None,
         )
 
 

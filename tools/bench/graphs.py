@@ -27,8 +27,9 @@ from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.price import in_flight, price
 from hearth.errors import HearthError, InternalError
-from hearth.plan.graph import GraphPlan, Objective, graph_plan_from_json
+from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
 from tools.bench.drive import Group
 from tools.bench.graphs_findings import NO_GAIN, ONE_DEVICE, Served, interval_seconds
@@ -90,7 +91,7 @@ class _Entry:
             wire=self.wire,
             mbit=mbit,
             devices=tuple(device.name for device in self.plan.devices),
-            segments=len(self.plan.segments),
+            segments=len(self.plan.body.segments),
             predicted_seconds=seconds if self.predicted_seconds is None else self.predicted_seconds,
             stage_seconds=tuple(device.compute_seconds for device in self.plan.devices),
             busy_seconds=tuple(
@@ -111,7 +112,7 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
     """What one request takes by a plan when every link has another rate, under the simulator: compute as the plan has it."""
     ranks = range(plan.num_ranks)
     seconds = [[0.0] * plan.num_ranks for _ in range(spec.num_operators)]
-    for segment in plan.segments:
+    for segment in plan.body.segments:
         seconds[segment.operators[0]][segment.rank] += segment.seconds
     rate = mbit * 1e6 / 8
     cluster = GraphCluster(
@@ -121,7 +122,7 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
         latency_seconds=tuple((0.0,) * plan.num_ranks for _ in ranks),
         measured=True,
     )
-    return price(spec, plan.segments, cluster, ranks, values=plan.wire.values).latency_seconds
+    return price(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
 
 
 def _alike(one: GraphPlan | None, other: GraphPlan | None) -> bool:
@@ -130,7 +131,7 @@ def _alike(one: GraphPlan | None, other: GraphPlan | None) -> bool:
         return False
 
     def placed(plan: GraphPlan) -> list[tuple[str, tuple[int, ...]]]:
-        return [(plan.devices[segment.rank].device_id, segment.operators) for segment in plan.segments]
+        return [(plan.devices[segment.rank].device_id, segment.operators) for segment in plan.body.segments]
 
     return placed(one) == placed(other)
 
@@ -174,7 +175,7 @@ class GraphsBench:
         pipelines = [_Entry(f"{strategy}, {wire}", strategy, wire) for strategy in strategies for wire in wires]
 
         def measure(entry: _Entry, plan: GraphPlan) -> Mapping[str, Any]:
-            at_once = in_flight(plan.segments)
+            at_once = in_flight(plan.body.segments)
             answered = self._clients.call(
                 "load", at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once, seconds=seconds,
                 patience=seconds + _LOAD_MARGIN_SECONDS,
@@ -276,7 +277,7 @@ class GraphsBench:
             "plan", str(model), "--objective", objective, "--strategy", entry.strategy, "--wire", entry.wire, *self._dims,
             "--time-limit", self._time_limit, "--devices", ",".join(map(self._testbed.address, others)), "--save", str(path),
         )  # fmt: skip
-        plan = graph_plan_from_json(path.read_bytes())
+        plan = plan_from_json(path.read_bytes(), GraphPlan)
         path.unlink()
         return plan
 
@@ -292,7 +293,7 @@ class GraphsBench:
         options += ["--plan", str(path)]
         coordinator = self._testbed.start_coordinator(*options)
         try:
-            return coordinator, GraphPlan.model_validate(self._status()["graph_plan"])
+            return coordinator, GraphPlan.model_validate(self._status()["plan"])
         except HearthError as error:
             self._stop(coordinator)
             said = self._testbed.log("coordinator.log").strip()[-500:]

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
@@ -59,7 +59,7 @@ class _Run:
     key: str  # of its plan among the runners
     setting: Setting
     entry: Entry
-    plan: Plan | None  # none for gloo
+    plan: TransformerPlan | None  # none for gloo
     samples: list[Sample] = field(default_factory=list)
     traced: list[Sample] = field(default_factory=list)
 
@@ -235,9 +235,9 @@ class Bench:
 
     def _plans(
         self, setting: Setting, model: StoredModel, cluster: ClusterProfile, notes: Mapping[Entry, Sequence[str]]
-    ) -> tuple[dict[Entry, Plan | None], dict[Entry, Row]]:
+    ) -> tuple[dict[Entry, TransformerPlan | None], dict[Entry, Row]]:
         """What can be run (without a plan of ours: gloo), and rows for what cannot."""
-        plans: dict[Entry, Plan | None] = {}
+        plans: dict[Entry, TransformerPlan | None] = {}
         rows: dict[Entry, Row] = {}
         for entry in setting.entries:
             why = ""
@@ -258,7 +258,7 @@ class Bench:
                 rows[entry] = row.model_copy(update={"notes": (why, *notes[entry])})
         return plans, rows
 
-    def _check_memory(self, plans: Sequence[Plan], model: StoredModel) -> None:
+    def _check_memory(self, plans: Sequence[TransformerPlan], model: StoredModel) -> None:
         """Raises BadSetting: all plans are held at once. Those that differ only in their wire share their weights."""
         shares = {
             (
@@ -278,7 +278,7 @@ class Bench:
                 "free: run fewer layers or fewer strategies at once",
             )
 
-    def _load(self, key: str, plan: Plan, model: StoredModel, entry: Entry, setting: Setting) -> None:
+    def _load(self, key: str, plan: TransformerPlan, model: StoredModel, entry: Entry, setting: Setting) -> None:
         self._report(f"{self.scenario.name}: loading {key}")
         slowest = min((self._rate(device.name, setting.mbit) for device in plan.devices), default=1e9)
         self._engine.load(key, plan, model, entry.encrypt and plan.num_ranks > 1, slowest)
@@ -357,7 +357,7 @@ class Bench:
                 "raw_bytes": run.traced[-1].raw_bytes, "lz4_saved_bytes": run.traced[-1].lz4_saved_bytes,
             }  # fmt: skip
             if entry.encrypt or plan.num_ranks == 1:
-                predicted = plan.predicted.total_seconds
+                predicted = plan.predicted.latency_seconds
                 values |= {"predicted_seconds": predicted, "prediction_error": predicted / median - 1}
             else:
                 notes.append("not predicted: the planner prices encrypted links")

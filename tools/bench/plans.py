@@ -10,8 +10,9 @@ from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.plan.transformer.request import price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Values, WireFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Plan, Values, WireFormat
 from hearth.platform.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
@@ -71,7 +72,7 @@ def codec_baseline(entry: Entry, measured: Sequence[Entry]) -> Entry | None:
     return off if off in measured else None
 
 
-def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Plan:
+def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
     """As the coordinator would make it. Raises ModelDoesNotFit."""
     request = PlanRequest(
         spec=spec,
@@ -88,7 +89,7 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
     return price(request, cluster.subset(names), body, plan.planner)
 
 
-def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Plan:
+def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
     """On one device, as if memory were no matter: what all others must agree with."""
     return plan_for(REFERENCE, spec, without_limits(cluster), seq_len)
 
@@ -110,7 +111,7 @@ def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterP
     return ""
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: TransformerPlan) -> str:
     names = ", ".join(device.name for device in plan.devices)
     modes = sorted({mode.model_dump_json() for mode in plan.body.modes})
     kinds = f" ({len(modes)} kinds of layers)" if len(modes) > 1 else ""

@@ -46,7 +46,7 @@ class Profiles:
         count = min(max(wanted, _PROBE_STEPS), _MOST_PROBE_STEPS)
         seconds = statistics.median(self._engine.run(_PROBE_KEY, seq_len).seconds for _ in range(count))
         self._engine.unload(_PROBE_KEY)
-        factor = seconds / alone.predicted.total_seconds
+        factor = seconds / alone.predicted.latency_seconds
         devices = tuple(
             device.model_copy(update={"blocks": device.blocks.scaled(factor)}) for device in cluster.devices
         )

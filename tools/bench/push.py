@@ -20,7 +20,8 @@ from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import cached_manifest
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec, WeightFormat
-from hearth.plan.transformer import Generation, Plan, Strategy
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import ChunkRef
 from tools.bench.drive import Group
@@ -36,7 +37,7 @@ MOST_TIMES_LARGEST = 1.3  # asked of a push to several
 COORDINATOR_BYTES = 256 << 20  # the most that it may hold, whatever the model's size
 _HUB_FACTOR = 4  # its uplink where that is to be no bottleneck
 _PUSH_SECONDS = 900.0
-_PROMISE = Generation(kv_tokens=512, max_sequences=4, prefill_rows=128, context=128)
+_PROMISE = GenerationLimits(kv_tokens=512, max_sequences=4, prefill_rows=128, context=128)
 # Next to nothing: what its workers hold is what any worker holds, with its sockets and threads.
 _TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
@@ -145,7 +146,7 @@ class PushBench:
             )
         )  # fmt: skip
 
-    def _to_all(self, how: str, plan: Plan, hub_mbit: float) -> None:
+    def _to_all(self, how: str, plan: TransformerPlan, hub_mbit: float) -> None:
         """Against the least time that the links allow: the largest shard over its device's link, and what has to leave
         the coordinator over its uplink."""
         self._empty()
@@ -174,13 +175,13 @@ class PushBench:
             done["seconds"] / shard_seconds,
         )
 
-    def _again(self, plan: Plan) -> None:
+    def _again(self, plan: TransformerPlan) -> None:
         self._report("the same plan once more")
         done = self._push(plan)
         moved = done["sent_bytes"] + done["passed_bytes"]
         self._found(equal("the same plan once more: bytes of weights that move", moved, 0, f"{moved} bytes", "0 bytes"))
 
-    def _load(self, plan: Plan) -> None:
+    def _load(self, plan: TransformerPlan) -> None:
         """Workers load their shards: the most that each held, less what it holds with next to nothing."""
         self._report("loading the shards")
         tiny_dir = save_random_decoder(self._testbed.folder / "tiny", _TINY)
@@ -200,7 +201,7 @@ class PushBench:
             )
         )  # fmt: skip
 
-    def _without_one(self, before: Plan) -> None:
+    def _without_one(self, before: TransformerPlan) -> None:
         """The last device goes; the others get what they lack, from each other where one has it."""
         self._report("planning anew without one device")
         gone, left = self._names[-1], self._names[:-1]
@@ -232,7 +233,7 @@ class PushBench:
         self._testbed.start_agent(gone)
         self._wait_for(self._names)
 
-    def _interrupted(self, plan: Plan) -> None:
+    def _interrupted(self, plan: TransformerPlan) -> None:
         """The coordinator is killed half-way; the next one sends the rest."""
         self._empty()
         self._report("killing the coordinator half-way")
@@ -269,18 +270,18 @@ class PushBench:
     def _wait_for(self, names: Sequence[str]) -> None:
         self._ids = {**self._ids, **self._pusher.call("devices", names=list(names))["ids"]}
 
-    def _plan(self, strategy: Strategy, names: Sequence[str], spec: ModelSpec | None = None) -> Plan:
+    def _plan(self, strategy: Strategy, names: Sequence[str], spec: ModelSpec | None = None) -> TransformerPlan:
         ids = [self._ids[name] for name in names]
         return shared_plan(spec or self._spec, strategy, [1.0] * len(names), _PROMISE, ids)
 
-    def _shards(self, plan: Plan) -> list[tuple[ChunkRef, ...]]:
+    def _shards(self, plan: TransformerPlan) -> list[tuple[ChunkRef, ...]]:
         return [chunks_for_rank(self._refs, plan, rank) for rank in range(plan.num_ranks)]
 
-    def _push(self, plan: Plan) -> dict[str, Any]:
+    def _push(self, plan: TransformerPlan) -> dict[str, Any]:
         return self._pusher.call("push", plan=self._json(plan), **self._paths())
 
     @staticmethod
-    def _json(plan: Plan) -> str:
+    def _json(plan: TransformerPlan) -> str:
         return plan.model_dump_json()
 
     def _paths(self) -> Mapping[str, str]:
@@ -305,7 +306,7 @@ class PushBench:
             agent.terminate()
             psutil.wait_procs([agent], 10)
 
-    def _peaks(self, plan: Plan, model_dir: Path) -> list[int]:
+    def _peaks(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
         """Of each rank's worker, in bytes, once all are connected."""
         paths = {**self._paths(), "model_dir": str(model_dir)}
         peaks = self._pusher.call("load", plan=self._json(plan), **paths)["peaks"]
@@ -316,7 +317,7 @@ class PushBench:
         self._found(Finding(what=what, measured=measured, value=value))
 
 
-def _shard_bytes(plan: Plan) -> list[int]:
+def _shard_bytes(plan: TransformerPlan) -> list[int]:
     return [device.memory.weights + device.memory.embeddings for device in plan.devices]
 
 

@@ -23,8 +23,8 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import cached_manifest
 from hearth.errors import BadKey, DeadlineExceeded
+from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import Link
-from hearth.plan.transformer import plan_from_json
 from hearth.platform.security import HomeKey, agent_access, load_credential
 from tools.bench.child import serve
 
@@ -97,7 +97,7 @@ class Pusher:
         return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
 
     async def _push(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
-        deployment = Deployment(self._fleet, plan_from_json(plan))
+        deployment = Deployment(self._fleet, plan_from_json(plan, TransformerPlan))
         began = time.perf_counter()
         await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
         return {
@@ -108,7 +108,7 @@ class Pusher:
 
     async def _load(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
         self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
-        parsed = plan_from_json(plan).with_epoch(self._epoch)
+        parsed = plan_from_json(plan, TransformerPlan).with_epoch(self._epoch)
         deployment = Deployment(self._fleet, parsed)
         chunks = await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
         ids = [device.device_id for device in parsed.devices]

@@ -36,7 +36,7 @@ from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
-from hearth.plan.transformer import Plan, plan_from_json
+from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.platform.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
@@ -79,7 +79,7 @@ class _CountingTransport(SocketTransport):
 
 @dataclass
 class _Loaded:
-    plan: Plan
+    plan: TransformerPlan
     rank: int
     shard_key: str
     shard: Shard
@@ -104,16 +104,16 @@ class Runner:
     # ---- plans ----------------------------------------------------------------------------------------------------
 
     def load(self, plan_id: str, plan: str, rank: int, chunks: list[Any], store: str, encrypt: bool) -> dict[str, Any]:
-        parsed = plan_from_json(plan)
+        parsed = plan_from_json(plan, TransformerPlan)
         key, shard = self._shard(parsed, rank, tuple(ChunkRef.model_validate(chunk) for chunk in chunks), store)
         keypair = new_keypair() if encrypt else None
         transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
         self._loaded[plan_id] = _Loaded(parsed, rank, key, shard, transport)
         return {"port": transport.port, "public_key": transport.public_key}
 
-    def _shard(self, plan: Plan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
+    def _shard(self, plan: TransformerPlan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
         """Plans that differ only in how they communicate share their weights."""
-        shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links"})
+        shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links", "seq_len", "generation"})
         key = json.dumps([store, rank, shares], sort_keys=True)
         for other in self._loaded.values():
             if other.shard_key == key:
@@ -129,7 +129,7 @@ class Runner:
         loaded.communicator.start()
         parts = (loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
         loaded.engine = Engine(*parts)
-        if loaded.plan.generation is not None:
+        if loaded.plan.body.generation is not None:
             loaded.generation = Generation(*parts)
             if loaded.rank == LEADER:
                 loaded.leader = Leader(loaded.plan, loaded.generation)

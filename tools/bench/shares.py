@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from coordinator.plan.transformer.cost.memory import memory_use
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import (
-    Generation,
-    LayerMode,
-    Plan,
-    PlannedDevice,
-    Prediction,
-    Strategy,
-    TransformerPlan,
-    WireFormat,
-)
+from hearth.plan.parts import PlannedDevice, Prediction, WireFormat
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits, LayerMode, Pipeline, Strategy, TensorParallel, TransformerBody
 
 _UNLIMITED_BYTES = 1 << 40
 _STEP_SECONDS = 6.0  # no prediction: waits for peers are patient
@@ -26,15 +19,15 @@ def shared_plan(
     spec: ModelSpec,
     strategy: Strategy,
     weights: Sequence[float],
-    generation: Generation,
+    generation: GenerationLimits,
     names: Sequence[str] = (),
     modes: Sequence[LayerMode] = (),
-) -> Plan:
+) -> TransformerPlan:
     """Heads, columns, vocabulary and rows (in a pipeline: layers) in proportion to `weights`, one per device.
 
     `names` are the devices' ids. Under `sp` every rank has rows, since there all weights are everywhere.
     """
-    body = _body(spec, strategy, weights, modes)
+    body = _body(spec, strategy, weights, generation, modes)
     ids = names or [f"device{rank}" for rank in range(len(weights))]
     devices = tuple(
         PlannedDevice(
@@ -46,27 +39,40 @@ def shared_plan(
         )
         for rank, device in enumerate(ids)
     )
-    return Plan(
+    return TransformerPlan(
         epoch=1,
         model=spec,
         planner="bench",
-        seq_len=generation.prefill_rows,
         devices=devices,
         body=body,
         wire=WireFormat(lz4="off"),
-        predicted=Prediction(total_seconds=_STEP_SECONDS, compute_seconds=_STEP_SECONDS, transfer_seconds=0.0),
-        generation=generation,
+        predicted=Prediction(
+            latency_seconds=_STEP_SECONDS,
+            compute_seconds=_STEP_SECONDS,
+            transfer_seconds=0.0,
+            bottleneck_seconds=_STEP_SECONDS,
+        ),
     )
 
 
-def _body(spec: ModelSpec, strategy: Strategy, weights: Sequence[float], modes: Sequence[LayerMode]) -> TransformerPlan:
+def _body(
+    spec: ModelSpec,
+    strategy: Strategy,
+    weights: Sequence[float],
+    generation: GenerationLimits,
+    modes: Sequence[LayerMode],
+) -> TransformerBody:
+    seq_len = generation.prefill_rows
     if strategy == "pipeline":
-        return TransformerPlan.pipeline(spec, largest_remainder(weights, spec.num_layers))
+        stages = Pipeline.of(spec, largest_remainder(weights, spec.num_layers), seq_len)
+        return stages.model_copy(update={"generation": generation})
     columns = largest_remainder(weights, num_grains(spec.ffn_size, COLUMN_GRAIN))
     vocabulary = largest_remainder(weights, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
     everywhere = strategy == "sp" or bool(modes)
-    return TransformerPlan(
+    return TensorParallel(
         strategy=strategy,
+        seq_len=seq_len,
+        generation=generation,
         heads=tuple(share * spec.group_size for share in largest_remainder(weights, spec.num_kv_heads)),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(max(weight, 0.5) if everywhere else weight for weight in weights),

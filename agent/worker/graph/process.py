@@ -80,7 +80,7 @@ class GraphWorker:
         }  # fmt: skip
         engine = GraphEngine(
             self._routes, load.plan.epoch, load.plan_token, self._sessions, self._transport, codecs, load.max_in_flight,
-            load.plan.wait_seconds, control.answer,
+            load.plan.wait_seconds(), control.answer,
         )  # fmt: skip
         engine.start()
         return engine

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hearth.errors import BadPlan, BadRequest, QueueFull
-from hearth.plan.graph import GraphPlan, Segment
+from hearth.plan.graph import Segment
+from hearth.plan.plan import GraphPlan
 
 MAX_TRAVELLING = 1 << 16  # tensors between ranks: the wire numbers them in 16 bits
 # Steps that ended lately are remembered, so that their late tensors are not taken for those of a step to come.
@@ -44,9 +45,9 @@ def routes_of(plan: GraphPlan, rank: int) -> Routes:
     """Raises BadPlan when two segments make one tensor, or more tensors travel than the wire has numbers for."""
     source: dict[str, int] = {}
     takers: dict[str, set[int]] = {}
-    for segment in plan.segments:
+    for segment in plan.body.segments:
         for name in segment.outputs:
-            if name in source or name in plan.inputs:
+            if name in source or name in plan.model.inputs:
                 raise BadPlan(reason=f"two segments make the tensor {name}")
             source[name] = segment.rank
         for name in segment.inputs:
@@ -57,17 +58,17 @@ def routes_of(plan: GraphPlan, rank: int) -> Routes:
         raise BadPlan(reason=f"{len(travelling)} tensors travel between devices, at most {MAX_TRAVELLING} can")
     own = tuple(
         OwnSegment(index, _unique(segment), segment.outputs)
-        for index, segment in enumerate(plan.segments)
+        for index, segment in enumerate(plan.body.segments)
         if segment.rank == rank
     )
     taken = [name for segment in own for name in segment.inputs]
     return Routes(
         rank=rank,
         segments=own,
-        fed=frozenset(name for name in taken if name in plan.inputs),
-        awaited={name: source[name] for name in taken if name not in plan.inputs and source[name] != rank},
+        fed=frozenset(name for name in taken if name in plan.model.inputs),
+        awaited={name: source[name] for name in taken if name not in plan.model.inputs and source[name] != rank},
         targets={name: ranks for name, ranks in others.items() if ranks and source[name] == rank},
-        results=tuple(name for name in plan.outputs if source.get(name) == rank),
+        results=tuple(name for name in plan.model.outputs if source.get(name) == rank),
         travelling=travelling,
         uses={name: taken.count(name) for name in taken},
     )

@@ -18,14 +18,17 @@ from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.shard import Shard
 from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_for, spans
-from hearth.plan.transformer import Plan, Values
+from hearth.plan.parts import Values
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import RunStep, StepDone
 
 
 class Engine:
     """Runs one step at a time. `communicator` is started already, and owned by the caller."""
 
-    def __init__(self, plan: Plan, rank: int, shard: Shard, communicator: Communicator, staging: Staging) -> None:
+    def __init__(
+        self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
+    ) -> None:
         self._plan = plan
         self._rank = rank
         self._shard = shard

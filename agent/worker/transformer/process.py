@@ -89,7 +89,7 @@ class Worker:
     @property
     def generates(self) -> bool:
         """Whether this plan is for a decoder: then rank 0 leads and the others follow."""
-        return self._load.plan.generation is not None
+        return self._load.plan.body.generation is not None
 
     def run(self, request: RunStep, payload: list[bytes]) -> tuple[Message, list[Any]]:
         if self._engine is None:

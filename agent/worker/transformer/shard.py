@@ -20,7 +20,8 @@ from agent.worker.transformer.matrices import Floats, Int4, Int8, Matrix, Packed
 from hearth.errors import ChunkCorrupt
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Holding, Plan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import Holding
 from hearth.wire.messages import ChunkRef
 
 _Stored = Callable[[str], Tensor]
@@ -182,7 +183,7 @@ def empty_embedding(
     )
 
 
-def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
+def empty_shard(plan: TransformerPlan, rank: int, device: torch.device) -> Shard:
     """Memory for all that a rank holds."""
     spec, body = plan.model, plan.body
     layers, own = [], body.layers_of(rank, spec.num_layers)
@@ -199,13 +200,12 @@ def empty_shard(plan: Plan, rank: int, device: torch.device) -> Shard:
                 columns if mode.mlp == "replicated" and held.columns.size and spec.causal else (),
             )
         )
-    beside_words = body.embeds(rank) if body.layers else True
-    embedding = empty_embedding(spec, spans(body.vocabulary)[rank], device, beside_words)
+    embedding = empty_embedding(spec, spans(body.vocabulary)[rank], device, body.allocates_embedding(rank))
     return Shard(spec, embedding, layers, own.start)
 
 
 def load_shard(
-    plan: Plan, rank: int, chunks: tuple[ChunkRef, ...], path_of: Callable[[str], Path], device: torch.device
+    plan: TransformerPlan, rank: int, chunks: tuple[ChunkRef, ...], path_of: Callable[[str], Path], device: torch.device
 ) -> Shard:
     """Fill a shard chunk by chunk; peak memory is the shard and one chunk. Raises ChunkCorrupt."""
     shard = empty_shard(plan, rank, device)

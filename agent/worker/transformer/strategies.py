@@ -22,7 +22,7 @@ from agent.worker.transformer.shard import LayerShard, Shard
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Step:
     """All that a strategy needs for one pass."""
 
     shard: Shard
-    plan: Plan
+    plan: TransformerPlan
     rank: int
     rows: PackedRows
     collectives: Collectives
@@ -288,7 +288,7 @@ def _enter_stage(step: Step) -> Tensor:
     if step.rank == 0:
         with step.recorder.bar(Work.EMBEDDING):
             return blocks.finish_embedding(spec, embedding, embedding.word[rows.token_ids].float(), rows.positions)
-    before = spans(step.plan.body.layers)[step.rank - 1]
+    before = step.plan.body.layers_of(step.rank - 1, spec.num_layers)
     x_TH = torch.empty(rows.num_rows, spec.hidden_size, device=rows.token_ids.device)
     step.collectives.collect_rows(before.start, Phase.STAGE_ROWS, step.rank - 1, x_TH)
     return x_TH

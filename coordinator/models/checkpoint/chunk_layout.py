@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, grains_of, num_grains, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import ChunkRef
 
 ChunkKind = Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
@@ -98,14 +98,12 @@ def all_chunks(spec: ModelSpec) -> Iterator[tuple[ChunkKind, int, int]]:
         yield "connective", layer, 0
 
 
-def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: Plan, rank: int) -> tuple[ChunkRef, ...]:
+def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int) -> tuple[ChunkRef, ...]:
     """Exactly the chunks that this rank needs: not one byte more travels."""
     spec, body = plan.model, plan.body
     vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
     held = [body.holding(rank, layer) for layer in range(spec.num_layers)]
-    # When a token is decoded, every rank that has any share repeats the norms: the row cannot be split.
-    shares = max(body.heads[rank], body.columns[rank], body.vocabulary[rank])
-    repeats = spec.causal and not body.layers and shares > 0
+    repeats = spec.causal and body.repeats_norms(rank)
     needed: list[dict[ChunkKind, range]] = [
         {
             "qkv": grains_of(each.qkv, spec.num_heads, spec.group_size),

@@ -23,9 +23,10 @@ from coordinator.plan.graph.request import AUTO, Answer, Candidate, GraphRequest
 from coordinator.plan.graph.throughput.planners import SearchOptions, plan_pipeline
 from coordinator.plan.graph.wire import on_wire
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
-from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.transformer import Alternative, MemoryUse
+from hearth.plan.parts import Alternative, MemoryUse, PlannedDevice, Prediction
+from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
@@ -192,7 +193,7 @@ def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
     """What forbids a cut on real devices: one message has room for one tensor."""
     if not request.cluster.measured:
         return ""
-    largest = max(transfers_of(request.spec, plan.segments), key=lambda each: each.num_bytes, default=None)
+    largest = max(transfers_of(request.spec, plan.body.segments), key=lambda each: each.num_bytes, default=None)
     if largest is None or largest.num_bytes <= MAX_PAYLOAD_FRAME_BYTES:
         return ""
     return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} are more than a message takes"
@@ -322,12 +323,15 @@ def _build(request: GraphRequest, answer: Answer) -> GraphPlan:
     segments, priced = cuts[best], prices[best]
     memory = memory_use(spec, segments, cluster, members)
     return GraphPlan(
-        model=spec.name,
-        model_hash=request.model_hash,
-        objective=request.objective,
+        model=GraphModel(
+            name=spec.name,
+            sha256=request.model_hash,
+            inputs=tuple(tensor.name for tensor in spec.inputs),
+            outputs=tuple(tensor.name for tensor in spec.outputs),
+        ),
         planner=answer.strategy,
         devices=tuple(
-            GraphDevice(
+            PlannedDevice(
                 device_id=cluster.devices[member].device_id,
                 name=cluster.devices[member].name,
                 memory=memory[rank],
@@ -336,12 +340,18 @@ def _build(request: GraphRequest, answer: Answer) -> GraphPlan:
             )
             for rank, member in enumerate(members)
         ),
-        segments=tuple(
-            segment.model_copy(update={"seconds": segment_seconds(cluster, members[segment.rank], segment)})
-            for segment in segments
-        ),
-        inputs=tuple(tensor.name for tensor in spec.inputs),
-        outputs=tuple(tensor.name for tensor in spec.outputs),
         wire=request.wire,
-        predicted=GraphPrediction(latency_seconds=priced.latency_seconds, bottleneck_seconds=priced.bottleneck_seconds),
+        predicted=Prediction(
+            latency_seconds=priced.latency_seconds,
+            compute_seconds=max(priced.busy_seconds),
+            transfer_seconds=priced.transfer_seconds,
+            bottleneck_seconds=priced.bottleneck_seconds,
+        ),
+        body=GraphSegments(
+            objective=request.objective,
+            segments=tuple(
+                segment.model_copy(update={"seconds": segment_seconds(cluster, members[segment.rank], segment)})
+                for segment in segments
+            ),
+        ),
     )

@@ -8,7 +8,7 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.price import in_flight, peak_bytes, transfers_of
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.transformer import MemoryUse
+from hearth.plan.parts import MemoryUse
 
 CHUNK_BYTES = 8 << 20  # the largest piece of a segment that lies beside it while it is loaded
 

@@ -13,11 +13,21 @@ from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import Resource, Task, Timeline, compute_of, receive_of, send_of, sides_of, simulate
+from coordinator.plan.simulator import (
+    Resource,
+    ResourceKind,
+    Task,
+    Timeline,
+    compute_of,
+    receive_of,
+    send_of,
+    sides_of,
+    simulate,
+)
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.parts import Values
 from hearth.plan.phases import Phase, Work
-from hearth.plan.transformer import Values
 
 # How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
 _HANDED_OVER = 2
@@ -39,6 +49,7 @@ class Price(NamedTuple):
     bottleneck_seconds: float
     bottleneck: tuple[Resource, ...]
     busy_seconds: tuple[float, ...]
+    transfer_seconds: float  # of the busiest side of a link
 
 
 class Transfer(NamedTuple):
@@ -178,6 +189,7 @@ def price(
         bottleneck_seconds=busy[bottleneck],
         bottleneck=bottleneck,
         busy_seconds=tuple(busy.get(compute_of(rank), 0.0) for rank in range(len(members))),
+        transfer_seconds=max((busy[key] for key in busy if key[0].kind is not ResourceKind.COMPUTE), default=0.0),
     )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple, get_args
 
 from coordinator.plan.graph.cluster import GraphCluster
 from hearth.errors import BadSetting
-from hearth.plan.graph import GraphPlan, Objective
+from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.transformer import WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import GraphPlan
 
 LATENCY: tuple[str, ...] = ("moirai", "m-sct", "getf", "heft", "critical-path", "local")
 THROUGHPUT: tuple[str, ...] = ("pipeline-exact", "pipeline", "random", "joint", "local")
@@ -95,4 +96,4 @@ def check_strategy(strategy: str, objective: str) -> None:
 def seconds_of(plan: GraphPlan) -> float:
     """What plans are compared by: one request, or a full pipeline's share of one."""
     predicted = plan.predicted
-    return predicted.latency_seconds if plan.objective == "latency" else predicted.bottleneck_seconds
+    return predicted.latency_seconds if plan.body.objective == "latency" else predicted.bottleneck_seconds

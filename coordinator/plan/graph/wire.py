@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from hearth.plan.graph_spec import GraphSpec, Tensor
-from hearth.plan.transformer import Values
+from hearth.plan.parts import Values
 
 _FLOAT_BYTES: Final = 4
 

@@ -17,7 +17,9 @@ from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.shares import body_of
 from hearth.errors import BadPlan, BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
-from hearth.plan.transformer import Alternative, Plan, Strategy, TransformerPlan
+from hearth.plan.parts import Alternative
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import ShareStrategy, Strategy, TransformerBody
 from hearth.platform.units import format_bytes
 
 _SHARING: tuple[Strategy, ...] = ("hmp", "sp", "megatron-tp")
@@ -34,8 +36,8 @@ class AutoPlanner:
 
     name = "auto"
 
-    def plan(self, request: PlanRequest) -> Plan:
-        plans: list[tuple[str, Plan]] = []
+    def plan(self, request: PlanRequest) -> TransformerPlan:
+        plans: list[tuple[str, TransformerPlan]] = []
         failures: list[tuple[str, ModelDoesNotFit]] = []
         for label, make in _candidates(request):
             try:
@@ -70,7 +72,9 @@ class AutoPlanner:
         planner = f"{self.name}: {best.planner}"
         return best.model_copy(update={"planner": planner, "alternatives": tuple(lost)})
 
-    def _replicating(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+    def _replicating(
+        self, request: PlanRequest, plans: list[tuple[str, TransformerPlan]]
+    ) -> list[tuple[str, TransformerPlan]]:
         """The most promising `hmp` plans, with spare memory spent on less traffic.
 
         With that, more devices pay than without: what is slower sharded may be the fastest in the end.
@@ -87,7 +91,9 @@ class AutoPlanner:
                 found.append((f"hmp replicating on {len(plan.devices)} devices", better))
         return found
 
-    def _in_micro_batches(self, request: PlanRequest, plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+    def _in_micro_batches(
+        self, request: PlanRequest, plans: list[tuple[str, TransformerPlan]]
+    ) -> list[tuple[str, TransformerPlan]]:
         """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
         sharing = [each for each in plans if each[1].num_ranks > 1 and each[1].body.strategy in ("hmp", "megatron-tp")]
         parallel = sorted(sharing, key=lambda each: seconds_of(each[1]))
@@ -99,7 +105,7 @@ class AutoPlanner:
         return found
 
 
-def _choose(plans: list[tuple[str, Plan]]) -> tuple[str, Plan]:
+def _choose(plans: list[tuple[str, TransformerPlan]]) -> tuple[str, TransformerPlan]:
     """The fastest; of those that are as fast but for a hair, the one on the fewest devices."""
     least = min(seconds_of(plan) for _, plan in plans)
     close = [found for found in plans if seconds_of(found[1]) <= _A_HAIR * least]
@@ -116,7 +122,7 @@ def _counts(num_devices: int) -> list[int]:
     return sorted(count for count in counts if count >= 2)
 
 
-def plan_strategy(request: PlanRequest, strategy: Strategy) -> Plan:
+def plan_strategy(request: PlanRequest, strategy: Strategy) -> TransformerPlan:
     """The best plan of one strategy over all the request's devices (`local`: over its one device).
 
     `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for `sp` where a decoder rules it out.
@@ -147,7 +153,7 @@ def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
     return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]
 
 
-def _whole(request: PlanRequest, strategy: Strategy, rows: tuple[float, ...]) -> TransformerPlan:
+def _whole(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]) -> TransformerBody:
     """All weights on one device, or (sp) everywhere; the vocabulary in equal parts.
 
     A decoder decodes with a share of them on every device, and caches the keys and values of it: by how fast they read.
@@ -168,7 +174,7 @@ def _whole(request: PlanRequest, strategy: Strategy, rows: tuple[float, ...]) ->
     return body.model_copy(update={"overlap": strategy != "sp"})
 
 
-def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], Plan]]]:
+def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], TransformerPlan]]]:
     """What is worth pricing: a label, and how to plan it."""
     devices = request.cluster.devices
     for device in devices:

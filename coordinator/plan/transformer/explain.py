@@ -11,8 +11,9 @@ from coordinator.plan.transformer.make import PlanRequest, plan_strategy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.shares import Work
 from hearth.errors import ModelDoesNotFit
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import STRATEGIES, Plan, Strategy
+from hearth.plan.transformer import STRATEGIES, Strategy
 from hearth.platform.units import format_bytes, format_seconds
 
 
@@ -22,7 +23,7 @@ class Option:
 
     strategy: Strategy
     devices: tuple[str, ...]  # names, in ring order
-    plan: Plan | None
+    plan: TransformerPlan | None
     missing_bytes: int = 0
     ruled_out: str = ""  # why it cannot be, where that is not for want of bytes
 
@@ -57,12 +58,12 @@ class Bottleneck:
         return "waits between devices"
 
 
-def label_of(plan: Plan) -> str:
+def label_of(plan: TransformerPlan) -> str:
     """`hmp on attic, kitchen`."""
     return f"{plan.body.title} on {', '.join(device.name for device in plan.devices)}"
 
 
-def options(request: PlanRequest, chosen: Plan) -> list[Option]:
+def options(request: PlanRequest, chosen: TransformerPlan) -> list[Option]:
     """The chosen plan first, then every other strategy and number of devices, the fastest first.
 
     Several devices are always the fastest ones for this model, which share in the plan's ring order.
@@ -83,9 +84,9 @@ def options(request: PlanRequest, chosen: Plan) -> list[Option]:
     return [Option(chosen.body.strategy, tuple(device.name for device in chosen.devices), chosen), *others]
 
 
-def best_of_each_strategy(priced: Sequence[Option]) -> list[Plan]:
+def best_of_each_strategy(priced: Sequence[Option]) -> list[TransformerPlan]:
     """The chosen plan (the first), then the fastest of each other strategy that fits; replicating counts as one more."""
-    plans: dict[tuple[str, bool], Plan] = {}
+    plans: dict[tuple[str, bool], TransformerPlan] = {}
     for option in priced:
         if option.plan is not None:
             plans.setdefault((option.strategy, bool(option.plan.body.modes)), option.plan)
@@ -118,7 +119,7 @@ def _price(request: PlanRequest, strategy: Strategy) -> Option:
 # ---- in words -------------------------------------------------------------------------------------------------------
 
 
-def bottleneck(plan: Plan, cluster: ClusterProfile) -> Bottleneck:
+def bottleneck(plan: TransformerPlan, cluster: ClusterProfile) -> Bottleneck:
     """What bounds a plan that was priced under this cluster."""
     busiest = max(plan.devices, key=lambda device: device.compute_seconds)
     compute, link_seconds = busiest.compute_seconds, plan.predicted.transfer_seconds
@@ -127,12 +128,12 @@ def bottleneck(plan: Plan, cluster: ClusterProfile) -> Bottleneck:
         device_seconds=compute,
         link=_slowest_link(plan, cluster),
         link_seconds=link_seconds,
-        waiting_seconds=max(plan.predicted.total_seconds - compute - link_seconds, 0.0),
+        waiting_seconds=max(plan.predicted.latency_seconds - compute - link_seconds, 0.0),
         decoding_seconds=decoding_seconds(plan),
     )
 
 
-def _slowest_link(plan: Plan, cluster: ClusterProfile) -> str:
+def _slowest_link(plan: TransformerPlan, cluster: ClusterProfile) -> str:
     """Neighbours of a ring send the same bytes, so that the slowest link is the busiest."""
     if plan.num_ranks == 1:
         return ""
@@ -141,21 +142,21 @@ def _slowest_link(plan: Plan, cluster: ClusterProfile) -> str:
     return f"{source.name} → {target.name}"
 
 
-def unit_of(plan: Plan) -> str:
+def unit_of(plan: TransformerPlan) -> str:
     """What `seconds_of` is the time of: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
-    generation = plan.generation
+    generation = plan.body.generation
     if generation is None:
         return "a step"
-    return f"for {generation.prompt_tokens or plan.seq_len} tokens of prompt and {generation.new_tokens} of answer"
+    return f"for {generation.prompt_tokens or plan.body.seq_len} tokens of prompt and {generation.new_tokens} of answer"
 
 
-def decoding_rate(plan: Plan) -> str:
+def decoding_rate(plan: TransformerPlan) -> str:
     """`12.3 tokens/s` of one sequence; empty where nothing is predicted."""
-    seconds = plan.generation.decode_seconds if plan.generation else 0.0
+    seconds = plan.predicted.decode_seconds
     return f"{1 / seconds:.3g} tokens/s" if seconds else ""
 
 
-def why_lost(option: Option, chosen: Plan, cluster: ClusterProfile, asked_for: str) -> str:
+def why_lost(option: Option, chosen: TransformerPlan, cluster: ClusterProfile, asked_for: str) -> str:
     """`1.35x slower: compute of attic`. `asked_for` is the strategy that the user named, or auto."""
     if option.plan is None and option.ruled_out:
         return option.ruled_out
@@ -170,7 +171,7 @@ def why_lost(option: Option, chosen: Plan, cluster: ClusterProfile, asked_for: s
     return f"{ratio:.2f}x slower, bound by {bound}" if ratio >= 1.005 else f"as fast, bound by {bound}"
 
 
-def option_as_json(option: Option, chosen: Plan, cluster: ClusterProfile, asked_for: str) -> dict[str, Any]:
+def option_as_json(option: Option, chosen: TransformerPlan, cluster: ClusterProfile, asked_for: str) -> dict[str, Any]:
     """One option for programs."""
     bound = bottleneck(option.plan, cluster) if option.plan else None
     return {

@@ -12,7 +12,8 @@ from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
 from coordinator.plan.transformer.refine.exact_links import exact_where_free
 from coordinator.plan.transformer.request import GenerationRequest, Planner, PlanRequest, on_subset
 from hearth.errors import ModelDoesNotFit
-from hearth.plan.transformer import Alternative, Plan
+from hearth.plan.parts import Alternative
+from hearth.plan.plan import TransformerPlan
 
 __all__ = [
     "AutoPlanner",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-def make_plan(request: PlanRequest) -> Plan:
+def make_plan(request: PlanRequest) -> TransformerPlan:
     """The plan that the user asked for: of one strategy over all devices, or the best of all.
 
     A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit.
@@ -36,7 +37,7 @@ def make_plan(request: PlanRequest) -> Plan:
     return exact_where_free(request, plan) if request.spare_accuracy else plan
 
 
-def _made(request: PlanRequest) -> Plan:
+def _made(request: PlanRequest) -> TransformerPlan:
     if request.strategy == "auto":
         return AutoPlanner().plan(request)
     chosen = request

@@ -10,8 +10,10 @@ from coordinator.plan.transformer.cost.decode import decode_seconds
 from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.predict import predict
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Alternative, PlannedDevice, WireFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Alternative, Generation, Plan, PlannedDevice, Strategy, TransformerPlan, WireFormat
+from hearth.plan.transformer import GenerationLimits, Strategy, TransformerBody
 
 DEFAULT_SEQUENCES = 4
 DEFAULT_NEW_TOKENS = 128
@@ -21,15 +23,15 @@ _MIN_SEQUENCES_IN_STEP = 16
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a decoder's sequences are promised, and the request that its plans are weighed by."""
+    """Capacity that the user wants of a decoder, and the request that its plans are compared by."""
 
     context: int  # tokens of one sequence: prompt and answer
-    sequences: int = DEFAULT_SEQUENCES  # so many of such a context have room at once
+    sequences: int = DEFAULT_SEQUENCES  # sequences of that length that the KV cache has room for at once
     prompt_tokens: int | None = None  # expected; None: as many as one step takes
     new_tokens: int = DEFAULT_NEW_TOKENS
 
-    def promise(self, seq_len: int) -> Generation:
-        return Generation(
+    def limits(self, seq_len: int) -> GenerationLimits:
+        return GenerationLimits(
             kv_tokens=self.context * self.sequences,
             max_sequences=max(self.sequences, _MIN_SEQUENCES_IN_STEP),
             prefill_rows=seq_len,
@@ -56,14 +58,14 @@ class PlanRequest:
     generation: GenerationRequest | None = None
 
     @property
-    def promise(self) -> Generation | None:
-        return self.generation.promise(self.seq_len) if self.generation else None
+    def limits(self) -> GenerationLimits | None:
+        return self.generation.limits(self.seq_len) if self.generation else None
 
     @property
     def num_cached_tokens(self) -> float:
         """In the KV cache while the expected request decodes, on average."""
-        promise = self.promise
-        return promise.prompt_tokens + promise.new_tokens / 2 if promise else 0.0
+        limits = self.limits
+        return limits.prompt_tokens + limits.new_tokens / 2 if limits else 0.0
 
     @property
     def attention_by_rows(self) -> bool:
@@ -90,7 +92,7 @@ class Planner(Protocol):
 
     name: str
 
-    def plan(self, request: PlanRequest) -> Plan: ...
+    def plan(self, request: PlanRequest) -> TransformerPlan: ...
 
 
 def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
@@ -101,17 +103,17 @@ def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
 def price(
     request: PlanRequest,
     cluster: ClusterProfile,
-    body: TransformerPlan,
+    body: TransformerBody,
     planner: str,
     alternatives: Sequence[Alternative] = (),
-) -> Plan:
+) -> TransformerPlan:
     """A finished plan: memory of every rank, and the simulator's prediction."""
     predicted, busy = predict(request.spec, body, cluster, request.seq_len, request.wire)
-    generation = request.promise
+    generation = request.limits
     if generation is not None:
         seconds = decode_seconds(request.spec, body, cluster, request.wire, request.num_cached_tokens)
-        rows = min(generation.prefill_rows, body.chunk_rows or generation.prefill_rows)
-        generation = generation.model_copy(update={"decode_seconds": seconds, "prefill_rows": rows})
+        predicted = predicted.model_copy(update={"decode_seconds": seconds})
+        generation = generation.model_copy(update={"prefill_rows": min(generation.prefill_rows, body.max_step_rows)})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,
@@ -122,25 +124,23 @@ def price(
         )
         for rank, device in enumerate(cluster.devices)
     )
-    return Plan(
+    return TransformerPlan(
         model=request.spec,
         planner=planner,
-        seq_len=request.seq_len,
         devices=devices,
-        body=body,
+        body=body.model_copy(update={"seq_len": request.seq_len, "generation": generation}),
         wire=request.wire,
         predicted=predicted,
-        generation=generation,
         alternatives=tuple(alternatives),
     )
 
 
-def over_budget(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan, rank: int) -> int:
+def over_budget(request: PlanRequest, cluster: ClusterProfile, body: TransformerBody, rank: int) -> int:
     """By how many bytes a device is over its budget; below 0: what it has left."""
-    held = memory_use(request.spec, body, rank, request.seq_len, request.promise)
+    held = memory_use(request.spec, body, rank, request.seq_len, request.limits)
     return held.total - cluster.devices[rank].budget_bytes
 
 
-def missing_bytes(request: PlanRequest, cluster: ClusterProfile, body: TransformerPlan) -> int:
+def missing_bytes(request: PlanRequest, cluster: ClusterProfile, body: TransformerBody) -> int:
     """How many bytes all devices together lack for this plan; 0 when it fits."""
     return sum(max(over_budget(request, cluster, body, rank), 0) for rank in range(len(cluster.devices)))

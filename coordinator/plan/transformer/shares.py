@@ -18,21 +18,22 @@ from coordinator.plan.transformer.cost.memory import (
 from coordinator.plan.transformer.request import PlanRequest
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
 from hearth.plan.profile import BlockProfile
-from hearth.plan.transformer import Strategy, TransformerPlan
+from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
 def body_of(
     request: PlanRequest,
-    strategy: Strategy,
+    strategy: ShareStrategy,
     groups: Sequence[int],
     columns: Sequence[int],
     vocabulary: Sequence[int],
     row_weights: Sequence[float] | None = None,
-) -> TransformerPlan:
+) -> TensorParallel:
     """A plan of shares in grains: KV groups, MLP column grains, vocabulary grains. Without row weights, equal rows."""
     spec = request.spec
-    return TransformerPlan(
+    return TensorParallel(
         strategy=strategy,
+        seq_len=request.seq_len,
         heads=tuple(share * spec.group_size for share in groups),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(row_weights or (1.0,) * len(groups)),
@@ -45,7 +46,7 @@ class Work:
 
     def __init__(self, request: PlanRequest) -> None:
         self._spec = spec = request.spec
-        promise = request.promise
+        promise = request.limits
         self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
         self._tokens = promise.new_tokens if promise else 0
         self._bytes_per_head = attention_bytes(spec, spec.group_size, request.num_cached_tokens) / spec.group_size
@@ -72,11 +73,12 @@ class Work:
 class Budget:
     """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
 
-    def __init__(self, request: PlanRequest, strategy: Strategy) -> None:
-        spec, seq_len, promise = request.spec, request.seq_len, request.promise
+    def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
+        spec, seq_len, promise = request.spec, request.seq_len, request.limits
         num_ranks = len(request.cluster.devices)
-        empty = TransformerPlan(
+        empty = TensorParallel(
             strategy=strategy,
+            seq_len=seq_len,
             heads=(0,) * num_ranks,
             columns=(0,) * num_ranks,
             row_weights=(1.0,) * num_ranks,

@@ -40,8 +40,9 @@ from coordinator.serve.goal import Model
 from hearth.errors import StepFailed
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Generation, Plan
+from hearth.plan.transformer import GenerationLimits
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     AgentWelcome,
@@ -78,7 +79,7 @@ def request(home: ClusterProfile, strategy: Any = "auto", spec: ModelSpec = SMAL
 # ---- why ------------------------------------------------------------------------------------------------------------
 
 
-def same_kind(a: Plan, b: Plan) -> bool:
+def same_kind(a: TransformerPlan, b: TransformerPlan) -> bool:
     return (a.body.strategy, bool(a.body.modes)) == (b.body.strategy, bool(b.body.modes))
 
 
@@ -97,7 +98,7 @@ def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_firs
     assert 5 <= len(best) <= 6  # replicating is one more, where it is worth anything
     for plan in best[1:]:
         same = [option.seconds for option in priced[1:] if option.plan and same_kind(option.plan, plan)]
-        assert plan.predicted.total_seconds == min(same)
+        assert plan.predicted.latency_seconds == min(same)
 
 
 def test_a_slow_link_and_a_slow_device_are_named() -> None:
@@ -138,7 +139,7 @@ def test_a_strategy_that_was_asked_for_is_not_said_to_have_won() -> None:
     chosen = make_plan(asked)
     priced = options(asked, chosen)
     assert "hmp was asked for" in why_won(priced, asked.cluster, "hmp")
-    assert priced[1].seconds < chosen.predicted.total_seconds
+    assert priced[1].seconds < chosen.predicted.latency_seconds
     assert "faster, but hmp was asked for" in why_lost(priced[1], chosen, asked.cluster, "hmp")
 
 
@@ -247,9 +248,9 @@ def test_a_bad_profile_is_one_clear_line(damage: Any, said: str, offline: Any) -
 # ---- for real -------------------------------------------------------------------------------------------------------
 
 
-def plan_of(strategy: Any, seconds: float) -> Plan:
+def plan_of(strategy: Any, seconds: float) -> TransformerPlan:
     plan = make_plan(request(home_of((1, 1), 1000), strategy))
-    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"total_seconds": seconds})})
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"latency_seconds": seconds})})
 
 
 def test_the_error_is_that_of_the_prediction_against_the_median() -> None:
@@ -270,10 +271,14 @@ def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: py
     """The prediction in the table is for what was measured, and the title names it."""
     prefill_seconds, decode_seconds = 0.5, 0.25
     plan = plan_of("hmp", prefill_seconds)
-    promise = Generation(
-        kv_tokens=512, max_sequences=1, prefill_rows=284, prompt_tokens=142, new_tokens=8, decode_seconds=decode_seconds
+    limits = GenerationLimits(kv_tokens=512, max_sequences=1, prefill_rows=284, prompt_tokens=142, new_tokens=8)
+    decoder = plan.model_copy(
+        update={
+            "body": plan.body.model_copy(update={"generation": limits}),
+            "predicted": plan.predicted.model_copy(update={"decode_seconds": decode_seconds}),
+        }
     )
-    result = Comparison(plan.model_copy(update={"generation": promise}), (2.0, 2.5, 3.0))
+    result = Comparison(decoder, (2.0, 2.5, 3.0))
     assert result.predicted_seconds == prefill_seconds * 142 / 284 + 8 * decode_seconds == 2.25
     model = Model(Path("model"), SMALL, 284, None)
     print_comparison([result], model, 3, as_json=False)

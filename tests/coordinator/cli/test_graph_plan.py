@@ -20,7 +20,7 @@ from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.graph.request import GraphRequest, Planned
-from hearth.plan.graph import graph_plan_from_json
+from hearth.plan.plan import plan_from_json
 
 # Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
 INSTANCE = {
@@ -104,7 +104,7 @@ def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) ->
     for text in ("on 2 devices, for latency", "predicted:", "transfers of", "segments:", "local on hall", "drew"):
         assert text in " ".join(result.output.split())
     assert (files / "plan.svg").read_text().startswith("<svg")
-    assert graph_plan_from_json((files / "plan.json").read_text()).objective == "latency"
+    assert plan_from_json((files / "plan.json").read_text()).body.objective == "latency"
 
 
 def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -> None:
@@ -121,10 +121,10 @@ def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -
 
 def test_an_onnx_file_is_planned_for_devices_of_a_file(files: Path) -> None:
     found = as_json(files, "model.onnx", "--dim", "batch=2", "--cluster", "cluster.json", "--strategy", "heft")
-    placed = [operator for segment in found["plan"]["segments"] for operator in segment["operators"]]
+    placed = [operator for segment in found["plan"]["body"]["segments"] for operator in segment["operators"]]
     assert sorted(placed) == list(range(len(found["assignment"])))
-    assert found["plan"]["model_hash"]
-    assert found["plan"]["inputs"] == ["image"]
+    assert found["plan"]["model"]["sha256"]
+    assert found["plan"]["model"]["inputs"] == ["image"]
 
 
 def test_a_published_placement_problem_brings_its_own_devices(files: Path) -> None:

@@ -24,7 +24,8 @@ from coordinator.serve.drift import with_held_memory
 from coordinator.serve.goal import Model, plan_request
 from coordinator.serve.state import SavedState, ServingGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
-from hearth.plan.transformer import MemoryUse, Plan
+from hearth.plan.parts import MemoryUse
+from hearth.plan.plan import TransformerPlan
 
 GIB = 1 << 30
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
@@ -102,7 +103,7 @@ def model() -> Model:
     return Model(Path("/m"), SMALL, 284, None)
 
 
-def deployed(held: int, planned: int) -> Plan:
+def deployed(held: int, planned: int) -> TransformerPlan:
     plan = make_plan(SMALL, "hmp", (1, 1))
     memory = MemoryUse(weights=held, embeddings=0, activations=0, workspace=0)
     devices = tuple(d.model_copy(update={"memory": memory, "budget_bytes": planned}) for d in plan.devices)

@@ -29,7 +29,7 @@ from coordinator.serve.accuracy import (
     relative_error,
 )
 from coordinator.serve.sentences import SentenceTokenizer
-from hearth.plan.transformer import WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.wire.messages import RunStep
 
 Array = np.ndarray[Any, Any]

@@ -42,7 +42,8 @@ from coordinator.serve.state import ServingGoal, StateFile
 from coordinator.serve.transformer import Server
 from hearth.errors import DeviceLost
 from hearth.plan.geometry import rows_for, spans
-from hearth.plan.transformer import MemoryUse, Plan, Prediction
+from hearth.plan.parts import MemoryUse, Prediction
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     BlocksProfiled,
@@ -69,14 +70,17 @@ SEQ_LEN = 100
 TOTAL = 1.0
 
 
-def planned(*compute_seconds: float, total: float = TOTAL) -> Plan:
+def planned(*compute_seconds: float, total: float = TOTAL) -> TransformerPlan:
     plan = make_plan(BERT_LARGE, "hmp", [1] * len(compute_seconds))
     devices = tuple(
         device.model_copy(update={"compute_seconds": seconds})
         for device, seconds in zip(plan.devices, compute_seconds, strict=True)
     )
-    predicted = Prediction(total_seconds=total, compute_seconds=max(compute_seconds), transfer_seconds=0.1)
-    return plan.model_copy(update={"devices": devices, "predicted": predicted, "seq_len": SEQ_LEN})
+    predicted = Prediction(
+        latency_seconds=total, compute_seconds=max(compute_seconds), transfer_seconds=0.1, bottleneck_seconds=total
+    )
+    body = plan.body.model_copy(update={"seq_len": SEQ_LEN})
+    return plan.model_copy(update={"devices": devices, "predicted": predicted, "body": body})
 
 
 class Steps:
@@ -330,11 +334,11 @@ class FakeFleet:
         assert plan.epoch == message.epoch
         ids = unpack_array(payload[:2])
         own = spans(rows_for(plan.body.row_weights, len(ids)))[rank]
-        share = len(ids) / plan.seq_len
+        share = len(ids) / plan.body.seq_len
         slowest = max(self.slow[device.device_id] for device in plan.devices)
         done = StepDone(
             first_row=own.start, num_rows=own.size, began_seconds=0.0,
-            ended_seconds=plan.predicted.total_seconds * share * slowest * self.link_factor * SECONDS[message.values],
+            ended_seconds=plan.predicted.latency_seconds * share * slowest * self.link_factor * SECONDS[message.values],
             compute_seconds=plan.devices[rank].compute_seconds * share * self.slow[device_id],
             wire=WireStats(), dropped_messages=0,
         )  # fmt: skip
@@ -386,7 +390,7 @@ class House:
 
 @asynccontextmanager
 async def house(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: TransformerPlan | None = None, **goal: Any
 ) -> AsyncIterator[House]:
     monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
     fleet, lines = FakeFleet(names), []
@@ -549,7 +553,7 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
 
 
 def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(plan: Plan | None, **goal: Any) -> tuple[Plan | None, int]:
+    async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
         async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
             return home.server.plan, home.said("the given plan is not used: a ")
 

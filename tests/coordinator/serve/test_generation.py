@@ -22,7 +22,7 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
-from support.plans import LLAMA_1B, make_plan
+from support.plans import LLAMA_1B, make_plan, with_generation
 from support.waiting import PATIENCE_SECONDS, turns, until, wait_for
 from typer.testing import CliRunner
 
@@ -54,7 +54,8 @@ from hearth.errors import (
     StepFailed,
     WorkerDied,
 )
-from hearth.plan.transformer import Generation, Plan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits
 from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, new_home_key, save_credential
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import (
@@ -77,8 +78,11 @@ from hearth.wire.rpc import Caller, Reply, Response, RpcServer
 
 VOCAB, POSITIONS, CONTEXT, END_TOKEN = 300, 80, 64, 7
 SPEC = LLAMA_1B.model_copy(update={"vocab_size": VOCAB, "max_positions": POSITIONS})
-PLAN = make_plan(SPEC, "hmp", (1, 1)).model_copy(
-    update={"generation": Generation(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT)}
+PLAN = make_plan(
+    SPEC,
+    "hmp",
+    (1, 1),
+    generation=GenerationLimits(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT),
 )
 DIED = WorkerDied(device="device1", reason="killed")
 ERRORS_OF_A_REQUEST = (BadRequest(reason="no"), FrameTooLarge(num_bytes=2, cap_bytes=1), QueueFull(limit=1))
@@ -111,7 +115,7 @@ class Request:
 class Script:
     """A stand-in for Deployment. `fails` gives, for each request in turn, after how many tokens it gets which error."""
 
-    plan: Plan = PLAN
+    plan: TransformerPlan = PLAN
     fails: list[tuple[int, HearthError]] = field(default_factory=list)
     tokens: Sequence[int] = ()  # instead of the scripted model's
     at_once: int = 1  # tokens in one message
@@ -274,7 +278,7 @@ def test_what_has_no_room_in_the_context_is_refused_with_the_numbers(num_prompt:
 
 def test_a_plan_for_no_decoder_is_a_bad_plan() -> None:
     with pytest.raises(BadPlan):
-        context_tokens(PLAN.model_copy(update={"generation": None}))
+        context_tokens(with_generation(PLAN, None))
 
 
 @pytest.mark.parametrize(
@@ -345,8 +349,8 @@ def test_closing_the_answer_ends_the_sequence() -> None:
 
 def test_a_warm_up_fits_into_any_context() -> None:
     for context in (1, 2, 3, 9, 64):
-        promise = Generation(kv_tokens=context, max_sequences=1, prefill_rows=1)
-        script = Script(plan=PLAN.model_copy(update={"generation": promise}))
+        promise = GenerationLimits(kv_tokens=context, max_sequences=1, prefill_rows=1)
+        script = Script(plan=with_generation(PLAN, promise))
         asyncio.run(warm_up(script))
         (request,) = script.requests
         assert 1 <= len(request.ids) <= 8
@@ -413,8 +417,8 @@ def test_when_only_the_word_of_the_end_was_lost_nothing_is_asked_again(tokens: l
 
 
 def test_a_smaller_plan_ends_an_answer_that_named_no_length_and_refuses_one_that_did() -> None:
-    promise = Generation(kv_tokens=20, max_sequences=1, prefill_rows=8)
-    small = PLAN.model_copy(update={"generation": promise})
+    promise = GenerationLimits(kv_tokens=20, max_sequences=1, prefill_rows=8)
+    small = with_generation(PLAN, promise)
 
     def scripts() -> tuple[Script, Script]:
         return Script(fails=[(8, DIED)]), Script(plan=small)

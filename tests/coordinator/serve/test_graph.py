@@ -40,8 +40,8 @@ from hearth.errors import (
     QueueFull,
     StepFailed,
 )
-from hearth.plan.graph import GraphPlan
 from hearth.plan.graph_spec import Tensor
+from hearth.plan.plan import GraphPlan
 from hearth.plan.profile import WireCost
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
@@ -328,8 +328,8 @@ class FakeFleet:
             self.running[device_id] -= 1
         given = [unpack_array(pair) for pair in zip(payload[::2], payload[1::2], strict=True)]
         assert len(given) == len(message.names)
-        made = [name for segment in load.plan.segments_of(load.rank) for name in segment.outputs]
-        names = tuple(name for name in load.plan.outputs if name in made)
+        made = [name for segment in load.plan.body.segments_of(load.rank) for name in segment.outputs]
+        names = tuple(name for name in load.plan.model.outputs if name in made)
         done = GraphDone(
             names=names, began_seconds=0.0, ended_seconds=0.1, compute_seconds=(0.1,), wire=WireStats(), dropped_messages=0
         )  # fmt: skip
@@ -392,7 +392,7 @@ def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
             assert home.plan.num_ranks == 3
             assert home.server._deployment is not None
             places = home.server._deployment.max_in_flight
-            assert places == 3 * len(home.plan.segments)
+            assert places == 3 * len(home.plan.body.segments)
             home.fleet.released.clear()
             asked = [home.ask() for _ in range(places + 5)]
             await home.until(lambda: home.fleet.running.total() == 3 * places)
@@ -412,7 +412,7 @@ def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
-            places = 3 * len(home.plan.segments)
+            places = 3 * len(home.plan.body.segments)
             home.fleet.released.clear()
             asked = [home.ask() for _ in range(places + 2)]
             await home.until(lambda: home.fleet.running.total() == 3 * places)
@@ -480,10 +480,10 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
         assert isinstance(saved.goal, GraphGoal)
         assert saved.plan == plan
         async with house(tmp_path, graph, monkeypatch, plan=plan) as home:
-            assert home.plan.segments == plan.segments
+            assert home.plan.body.segments == plan.body.segments
             assert home.plan.epoch == 2
             assert not any("planned by" in line for line in home.lines)
-        other = plan.model_copy(update={"model_hash": "ff" * 32})
+        other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
         async with house(tmp_path, graph, monkeypatch, plan=other) as home:
             assert any("planned by" in line for line in home.lines)
         with pytest.raises(BadPlan, match="another graph"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from coordinator.serve.config import load_settings
 from coordinator.serve.state import SavedState, ServingGoal, StateFile
 from hearth.errors import BadSetting
+from hearth.plan.plan import is_graph_plan, plan_from_json
 
 runner = CliRunner()
 
@@ -24,6 +26,22 @@ def test_state_survives_and_damage_is_kept_aside(tmp_path: Path) -> None:
     (tmp_path / "serving.json").write_text('{"goal": 3')
     assert file.load() == SavedState()
     assert (tmp_path / "serving.unreadable").exists()
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_the_state_file_of_version_1_is_read_with_its_plan(tmp_path: Path, kind: str) -> None:
+    """`states_v1.json` was made by the last commit that wrote plans of version 1 (ab74c37)."""
+    old = json.loads((Path(__file__).parent / "states_v1.json").read_text())[kind]
+    (tmp_path / "serving.json").write_text(json.dumps(old))
+    state = StateFile(tmp_path).load()
+    assert state.goal is not None
+    assert state.goal.model_dump(mode="json").items() >= old["goal"].items()
+    assert state.last_epoch == old["last_epoch"]
+    assert state.plan == plan_from_json(json.dumps(old["plan"]))
+    assert is_graph_plan(state.plan) == (kind == "graph")
+    StateFile(tmp_path).save(state)
+    assert StateFile(tmp_path).load() == state
+    assert not (tmp_path / "serving.unreadable").exists()
 
 
 def test_coordinator_settings_come_from_flags_then_environment() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.plans import BERT_LARGE, make_plan
 
 from hearth.errors import BadPlan
+from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import LatencyCurve
-from hearth.plan.transformer import plan_from_json
 
 
 def test_plans_survive_json() -> None:

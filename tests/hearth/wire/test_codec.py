@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hearth.errors import BadMessage
-from hearth.plan.transformer import WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.wire.codec import SAMPLE_EVERY, Codec, ValueFormat, decode, lz4_pays
 
 floats = hnp.arrays(
@@ -153,7 +153,7 @@ def test_the_tightest_compression_still_comes_back() -> None:
 
 def test_the_first_sample_does_not_time_the_import_of_lz4() -> None:
     code = (
-        "import sys; from hearth.wire.codec import Codec; from hearth.plan.transformer import WireFormat;"
+        "import sys; from hearth.wire.codec import Codec; from hearth.plan.parts import WireFormat;"
         "Codec(WireFormat(lz4='off'), 1e6, lambda: 0.0); assert 'lz4' not in sys.modules;"
         "Codec(WireFormat(lz4='auto'), 1e6, lambda: 0.0); assert 'lz4.block' in sys.modules"
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hearth.errors import BadMessage, FrameTooLarge
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
-from hearth.plan.transformer import WireFormat
 from hearth.wire.codec import Codec
 from hearth.wire.framing import (
     MAX_DIMS,

@@ -23,7 +23,7 @@ from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Codec, ValueFormat
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
@@ -68,7 +68,7 @@ DIRECT = frozenset(
 )
 
 
-def link_codecs(plan: Plan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
+def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
     """The sending side of a rank's links. `peers` are the other ranks, with the rate of the link to each in bytes/s."""
     return {
         peer: Codec(plan.wire_on(rank, peer), bytes_per_second, time.perf_counter, _CASTS)

@@ -16,17 +16,15 @@ from torch import Tensor
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard, Shard
 from agent.worker.transformer.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
-from hearth.plan.geometry import Span, spans
+from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 
 
-def own_layers(plan: Plan, rank: int, shard: Shard) -> list[LayerShard]:
-    """Views of what this rank decodes with: its own heads and columns of every layer; in a pipeline, of its layers all."""
-    if plan.body.layers:
-        return shard.layers
-    heads, columns = spans(plan.body.heads)[rank], spans(plan.body.columns)[rank]
+def own_layers(plan: TransformerPlan, rank: int, shard: Shard) -> list[LayerShard]:
+    """Views of the weights that this rank decodes with: its own heads and columns of each of its layers."""
+    heads, columns = plan.body.own_share(rank)
     return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
 
 

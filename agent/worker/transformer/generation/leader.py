@@ -12,7 +12,7 @@ from agent.worker.transformer.generation.facts import SequenceCancelled, log_fac
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from agent.worker.transformer.generation.steps import Generation
 from hearth.errors import BadRequest, HearthError, StepFailed
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Message, TokensGenerated
 
@@ -34,10 +34,10 @@ class _Asked:
 class Leader:
     """Answers go to the request that asked; `step` gives those that a step brought forth."""
 
-    def __init__(self, plan: Plan, generation: Generation) -> None:
-        assert plan.generation is not None
+    def __init__(self, plan: TransformerPlan, generation: Generation) -> None:
+        assert plan.body.generation is not None
         self._spec = plan.model
-        self._promise = plan.generation
+        self._promise = plan.body.generation
         self._generation = generation
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._num_groups = _num_groups(plan)
@@ -142,12 +142,12 @@ class Leader:
         del self._asked[number]
 
 
-def _num_groups(plan: Plan) -> int:
+def _num_groups(plan: TransformerPlan) -> int:
     """In how many groups sequences decode: as many stages as are busy at once when the slowest always is.
 
     More would make the others wait for that one, which reads its weights once for every group.
     """
-    if plan.body.strategy != "pipeline":
+    if plan.body.num_stages == 1:
         return 1
     busy = [device.compute_seconds for device in plan.devices]
     return max(round(sum(busy) / max(busy)), 1) if max(busy) > 0 else plan.num_ranks

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from hearth.plan.transformer import Generation
+from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import GenerateTokens, NewSequence, SequenceRows, StepOrder
 
 
@@ -51,7 +51,7 @@ class Scheduler:
     `num_groups`: the sequences that decode are spread over as many steps.
     """
 
-    def __init__(self, promise: Generation, whole_prompts: bool = False, num_groups: int = 1) -> None:
+    def __init__(self, promise: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
         self._promise = promise
         self._whole_prompts = whole_prompts
         self._num_groups = num_groups

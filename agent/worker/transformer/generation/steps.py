@@ -31,7 +31,7 @@ from agent.worker.transformer.shard import Shard
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span, rows_for, spans
 from hearth.plan.phases import Phase
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 
 log = logging.getLogger("hearth.worker")
@@ -52,7 +52,9 @@ class _Flight:
 class Generation:
     """The state of all running sequences on one rank. `communicator` is started already, and owned by the caller."""
 
-    def __init__(self, plan: Plan, rank: int, shard: Shard, communicator: Communicator, staging: Staging) -> None:
+    def __init__(
+        self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
+    ) -> None:
         self._plan = plan
         self._rank = rank
         self._shard = shard
@@ -62,9 +64,9 @@ class Generation:
         self._caches: dict[int, SequenceCache] = {}
         self._flights: deque[_Flight | dict[int, int]] = deque()  # begun and not finished, the oldest first
         self._step = 0
-        self._wait_seconds = plan.wait_seconds(plan.seq_len)
+        self._wait_seconds = plan.wait_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
-        self._in_stages = plan.body.strategy == "pipeline" and plan.num_ranks > 1
+        self._in_stages = plan.body.num_stages > 1
         communicator.look_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
 
     @property

@@ -17,8 +17,9 @@ from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
 from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
 from hearth.plan.geometry import COLUMN_GRAIN
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Values, WireFormat
 from hearth.plan.profile import BlockProfile, ClusterProfile
-from hearth.plan.transformer import TransformerPlan, Values, WireFormat
+from hearth.plan.transformer import Pipeline, TransformerBody
 
 _FEW_VALUES = 16  # of candidates, or of an order: the message costs, not its bytes
 _EVALUATED_LAYERS = 2  # each further one takes as long as the last of them
@@ -53,7 +54,7 @@ def _column_bytes(spec: ModelSpec) -> float:
 
 
 def decode_seconds(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat, num_tokens: float
+    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, wire: WireFormat, num_tokens: float
 ) -> float:
     """From one token of one sequence to the next, where its KV cache holds `num_tokens`.
 
@@ -61,7 +62,7 @@ def decode_seconds(
     order to all, and the next word row from its owner (the slowest counts) to all. In a pipeline, from the moment when
     the first stage has chosen the token.
     """
-    if body.layers:
+    if isinstance(body, Pipeline):
         return _pipelined_seconds(spec, body, cluster, wire, num_tokens)
     exchanges = _Exchanges(body, cluster, wire)
     blocks = [device.blocks for device in cluster.devices]
@@ -109,7 +110,7 @@ def token_head_seconds(spec: ModelSpec, blocks: BlockProfile) -> float:
 
 
 def _pipelined_seconds(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat, num_tokens: float
+    spec: ModelSpec, body: Pipeline, cluster: ClusterProfile, wire: WireFormat, num_tokens: float
 ) -> float:
     """From one token of one sequence to the next: its order to all, stage after stage, and its row back to the first."""
     exchanges = _Exchanges(body, cluster, wire)
@@ -131,7 +132,7 @@ def _later(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
 class _Exchanges:
     """Messages of one hop, each rank's one after the other."""
 
-    def __init__(self, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat) -> None:
+    def __init__(self, body: TransformerBody, cluster: ClusterProfile, wire: WireFormat) -> None:
         ids = [device.device_id for device in cluster.devices]
         links = {(link.source, link.target): link for link in cluster.links}
         self._num_ranks = len(ids)

@@ -13,7 +13,8 @@ from itertools import groupby
 from coordinator.models.checkpoint.chunk_layout import ChunkKind, chunk_weights
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Generation, Holding, MemoryUse, TransformerPlan
+from hearth.plan.parts import MemoryUse
+from hearth.plan.transformer import GenerationLimits, Holding, Pipeline, TransformerBody
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
@@ -55,18 +56,18 @@ def layer_bytes(spec: ModelSpec, held: Holding) -> int:
     )
 
 
-def kv_bytes(spec: ModelSpec, heads: int, generation: Generation, num_layers: int | None = None) -> int:
+def kv_bytes(spec: ModelSpec, heads: int, generation: GenerationLimits, num_layers: int | None = None) -> int:
     """The KV cache of so many query heads, for all tokens that are promised; without `num_layers`, of all layers."""
     layers = spec.num_layers if num_layers is None else num_layers
     return 2 * spec.kv_width(heads) * layers * generation.kv_tokens * COMPUTE_BYTES
 
 
-def step_rows(seq_len: int, generation: Generation | None) -> int:
+def step_rows(seq_len: int, generation: GenerationLimits | None) -> int:
     """S: the most rows of any step, be it prefill or decoding."""
     return max(seq_len, generation.max_sequences) if generation else seq_len
 
 
-def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: Generation | None) -> int:
+def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: GenerationLimits | None) -> int:
     """At the worst moment of attention.
 
     An encoder: QKV [S,3w], context [S,w], and one sequence's scores [heads,S,S], of which a fused kernel needs a part.
@@ -80,18 +81,18 @@ def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: Gene
     return S * (2 * spec.qkv_width(heads) + spec.q_width(heads)) + 2 * S * length
 
 
-def mlp_values(spec: ModelSpec, columns: int, seq_len: int, generation: Generation | None) -> int:
+def mlp_values(spec: ModelSpec, columns: int, seq_len: int, generation: GenerationLimits | None) -> int:
     """[S,c] before and after the activation, and once more where it gates."""
     return (3 if spec.gated else 2) * step_rows(seq_len, generation) * columns
 
 
-def logit_values(vocabulary: int, generation: Generation | None) -> int:
+def logit_values(vocabulary: int, generation: GenerationLimits | None) -> int:
     """Logits [B,V] and the candidates of one sequence."""
     return (generation.max_sequences + _VALUES_PER_CANDIDATE) * vocabulary if generation else 0
 
 
 def memory_use(
-    spec: ModelSpec, body: TransformerPlan, rank: int, seq_len: int, generation: Generation | None = None
+    spec: ModelSpec, body: TransformerBody, rank: int, seq_len: int, generation: GenerationLimits | None = None
 ) -> MemoryUse:
     """What rank `rank` holds for steps of at most `seq_len` rows (S), at the worst moment of a layer.
 
@@ -103,12 +104,12 @@ def memory_use(
     """
     vocabulary = spans(body.vocabulary)[rank]
     holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
-    seq_len = min(seq_len, body.chunk_rows or seq_len)
+    seq_len = min(seq_len, body.max_step_rows)
     weights = sum(count * layer_bytes(spec, held) for held, count in holdings)
     embeddings = weights_of(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
     if spec.has_separate_head:
         embeddings += weights_of(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
-    if not body.layers or body.embeds(rank):  # else allocated on every rank
+    if body.allocates_embedding(rank):
         embeddings += chunk_weights(spec, "embedding") * COMPUTE_BYTES
     heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
     columns = max(held.columns.size for held, _ in holdings)
@@ -116,7 +117,7 @@ def memory_use(
     values += max(attention_values(spec, heads, seq_len, generation), mlp_values(spec, columns, seq_len, generation))
     if generation is not None:
         values += logit_values(vocabulary.size, generation)
-        if body.layers:
+        if isinstance(body, Pipeline):
             values += body.max_steps_in_flight * step_rows(seq_len, generation) * spec.hidden_size
         else:
             values += len(body.heads) * generation.max_sequences * spec.hidden_size
@@ -133,7 +134,7 @@ def memory_use(
     )
 
 
-def _runs_of_layers(spec: ModelSpec, body: TransformerPlan, rank: int) -> list[tuple[int, int]]:
+def _runs_of_layers(spec: ModelSpec, body: TransformerBody, rank: int) -> list[tuple[int, int]]:
     """Of layers in a row of which a rank holds the same: the first, and how many."""
     if not body.modes:
         own = body.layers_of(rank, spec.num_layers)

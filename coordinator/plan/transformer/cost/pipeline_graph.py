@@ -12,9 +12,10 @@ from coordinator.plan.transformer.cost.decode import head_bytes
 from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import BlockProfile, ClusterProfile
-from hearth.plan.transformer import TransformerPlan, WireFormat
+from hearth.plan.transformer import Pipeline
 
 
 def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
@@ -33,7 +34,7 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
 
 
 def pipeline_tasks(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+    spec: ModelSpec, body: Pipeline, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> list[Task]:
     """One step: every stage runs the chunks in order, and hands each to the next when it is done with it.
 
@@ -44,7 +45,7 @@ def pipeline_tasks(
 
 
 class _Graph:
-    def __init__(self, spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, wire: WireFormat) -> None:
+    def __init__(self, spec: ModelSpec, body: Pipeline, cluster: ClusterProfile, wire: WireFormat) -> None:
         self._spec, self._body, self._cluster, self._wire = spec, body, cluster, wire
         self._blocks = [device.blocks for device in cluster.devices]
         self._tasks: list[Task] = []

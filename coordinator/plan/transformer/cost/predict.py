@@ -10,8 +10,10 @@ from coordinator.plan.simulator import Resource, ResourceKind, Task, Timeline, s
 from coordinator.plan.transformer.cost.pipeline_graph import pipeline_tasks
 from coordinator.plan.transformer.cost.step_graph import step_tasks
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Prediction, WireFormat
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import LayerMode, Plan, Prediction, TransformerPlan, WireFormat
+from hearth.plan.transformer import LayerMode, Pipeline, TransformerBody
 from hearth.wire.messages import DeviceTrace, TraceEvent
 
 # Of equal layers this many are simulated; each further one takes as long as the last of them.
@@ -25,14 +27,14 @@ _LANES: Mapping[ResourceKind, Literal["compute", "send", "receive"]] = {
 
 
 def predict(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> tuple[Prediction, tuple[float, ...]]:
     """Price one step: the prediction, and each rank's busy seconds.
 
     Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
     differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole.
     """
-    if body.layers:
+    if isinstance(body, Pipeline):
         timeline = simulate(pipeline_tasks(spec, body, cluster, seq_len, wire))
         return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
     modes = [body.mode(layer) for layer in range(spec.num_layers)]
@@ -58,7 +60,7 @@ def predict(
 
 def _predict_micro_batches(
     spec: ModelSpec,
-    body: TransformerPlan,
+    body: TransformerBody,
     cluster: ClusterProfile,
     seq_len: int,
     wire: WireFormat,
@@ -81,32 +83,38 @@ def _predict_micro_batches(
 
 def _prediction(total: float, busy: Mapping[Resource, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:
     compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in range(num_ranks))
-    links = [seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE]
+    links = (seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE)
+    transfer = max(links, default=0.0)
     return (
-        Prediction(total_seconds=total, compute_seconds=max(compute), transfer_seconds=max(links, default=0.0)),
+        Prediction(
+            latency_seconds=total,
+            compute_seconds=max(compute),
+            transfer_seconds=transfer,
+            bottleneck_seconds=max(*compute, transfer),
+        ),
         compute,
     )
 
 
-def seconds_of(plan: Plan) -> float:
+def seconds_of(plan: TransformerPlan) -> float:
     """What plans are compared by: one step; of a decoder, the request that is expected of it, all its tokens.
 
     A prompt of another length than a step counts as so many steps, or as such a part of one.
     """
-    generation = plan.generation
+    generation = plan.body.generation
     if generation is None:
-        return plan.predicted.total_seconds
-    prompt_tokens = generation.prompt_tokens or plan.seq_len
-    return plan.predicted.total_seconds * prompt_tokens / plan.seq_len + decoding_seconds(plan)
+        return plan.predicted.latency_seconds
+    prompt_tokens = generation.prompt_tokens or plan.body.seq_len
+    return plan.predicted.latency_seconds * prompt_tokens / plan.body.seq_len + decoding_seconds(plan)
 
 
-def decoding_seconds(plan: Plan) -> float:
+def decoding_seconds(plan: TransformerPlan) -> float:
     """Of the tokens that a decoder is expected to add to a prompt; 0 for an encoder."""
-    return plan.generation.new_tokens * plan.generation.decode_seconds if plan.generation else 0.0
+    return plan.body.generation.new_tokens * plan.predicted.decode_seconds if plan.body.generation else 0.0
 
 
 def predicted_timeline(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> tuple[DeviceTrace, ...]:
     """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`."""
     tasks = _all_tasks(spec, body, cluster, seq_len, wire)
@@ -114,9 +122,9 @@ def predicted_timeline(
 
 
 def _all_tasks(
-    spec: ModelSpec, body: TransformerPlan, cluster: ClusterProfile, seq_len: int, wire: WireFormat
+    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
 ) -> list[Task]:
-    if body.layers:
+    if isinstance(body, Pipeline):
         return pipeline_tasks(spec, body, cluster, seq_len, wire)
     return step_tasks(spec, body, cluster, seq_len, wire)[0]
 

@@ -11,9 +11,10 @@ from coordinator.plan.simulator import Task, compute_of, sides_of
 from hearth.plan import rings
 from hearth.plan.geometry import rows_for
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Values, WireFormat
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.profile import ClusterProfile, WireCost
-from hearth.plan.transformer import LayerMode, TransformerPlan, Values, WireFormat
+from hearth.plan.transformer import LayerMode, TransformerBody
 
 BYTES_PER_VALUE: Mapping[Values, int] = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
@@ -30,7 +31,7 @@ def wire_seconds(cost: WireCost, values: float, format_: Values, converted: floa
 
 def step_tasks(
     spec: ModelSpec,
-    body: TransformerPlan,
+    body: TransformerBody,
     cluster: ClusterProfile,
     seq_len: int,
     wire: WireFormat,
@@ -74,7 +75,7 @@ class StepGraph:
     def __init__(
         self,
         spec: ModelSpec,
-        body: TransformerPlan,
+        body: TransformerBody,
         cluster: ClusterProfile,
         seq_len: int,
         wire: WireFormat,

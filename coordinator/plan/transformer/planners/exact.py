@@ -27,7 +27,8 @@ from coordinator.plan.transformer.request import PlanRequest, missing_bytes, pri
 from coordinator.plan.transformer.shares import Budget, Work, body_of
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
-from hearth.plan.transformer import Plan, Strategy
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import ShareStrategy
 
 _MAX_PROGRAMS = 120  # along the border; a count, not a time, so that a plan repeats
 _SOLVE_SECONDS = 0.2  # one integer program; a few dozen variables take milliseconds
@@ -53,10 +54,10 @@ class ExactPlanner:
 
     name = "exact"
 
-    def __init__(self, strategy: Strategy = "hmp") -> None:
+    def __init__(self, strategy: ShareStrategy = "hmp") -> None:
         self._strategy = strategy
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest) -> TransformerPlan:
         """The proven shares, or Galaxy's where the simulator finds those faster. Raises ModelDoesNotFit."""
         shares = best_shares(request, self._strategy)
         proof = "proven best" if shares.gap < 1e-9 else f"within {shares.gap:.1%} of the bound"
@@ -71,7 +72,7 @@ class ExactPlanner:
         return min(plans, key=seconds_of)
 
 
-def best_shares(request: PlanRequest, strategy: Strategy) -> Shares:
+def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Shares:
     """Minimise objective (5); stops after a while with the best so far and its gap. Raises ModelDoesNotFit."""
     spec = request.spec
     num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)

@@ -12,8 +12,9 @@ from coordinator.plan.transformer.request import PlanRequest, missing_bytes, ove
 from coordinator.plan.transformer.shares import Budget, Work, body_of
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile
-from hearth.plan.transformer import Plan, Strategy, TransformerPlan
+from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
 def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
@@ -60,13 +61,13 @@ class GalaxyPlanner:
 
     name = "galaxy"
 
-    def __init__(self, strategy: Strategy = "hmp") -> None:
+    def __init__(self, strategy: ShareStrategy = "hmp") -> None:
         self._strategy = strategy
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest) -> TransformerPlan:
         return price(request, request.cluster, self.shares(request), self.name)
 
-    def shares(self, request: PlanRequest) -> TransformerPlan:
+    def shares(self, request: PlanRequest) -> TensorParallel:
         """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
         spec, cluster = request.spec, request.cluster
         budget = Budget(request, self._strategy)
@@ -96,7 +97,7 @@ class GalaxyPlanner:
         return body
 
 
-def _repair(request: PlanRequest, body: TransformerPlan) -> TransformerPlan:
+def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
     """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
     spec, ranks = request.spec, range(len(request.cluster.devices))
     kinds = (

@@ -30,7 +30,8 @@ from coordinator.plan.transformer.request import PlanRequest, price
 from coordinator.plan.transformer.ring import best_ring
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import ROW_GRAIN, num_grains
-from hearth.plan.transformer import Plan, TransformerPlan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import Pipeline
 
 _CHUNKS = (1, 2, 4, 8)  # of a step
 _LEAST_CHUNK_ROWS = 16  # fewer, and a stage reads its weights too often
@@ -96,11 +97,11 @@ class PipelinePlanner:
 
     name = "pipeline"
 
-    def plan(self, request: PlanRequest) -> Plan:
+    def plan(self, request: PlanRequest) -> TransformerPlan:
         """Raises ModelDoesNotFit."""
         return self.on_some(request, min(len(request.cluster.devices), request.spec.num_layers))
 
-    def on_some(self, request: PlanRequest, num_devices: int) -> Plan:
+    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
         """On so many of the request's devices, those that suit it best. Raises ModelDoesNotFit."""
         search = _Search(request)
         found: list[_Estimate] = []
@@ -137,7 +138,7 @@ class _Search:
         self._blocks = [device.blocks for device in self._devices]
         index = {device.device_id: number for number, device in enumerate(self._devices)}
         self._links = {(index[link.source], index[link.target]): link for link in request.cluster.links}
-        promise = request.promise
+        promise = request.limits
         self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
         self._tokens = promise.new_tokens if promise else 0
         self._token_layer = [token_layer_seconds(self._spec, each, request.num_cached_tokens) for each in self._blocks]
@@ -212,9 +213,9 @@ class _Search:
         seconds = split.seconds + self._steps * once + self._tokens * for_token
         return _Estimate(seconds, order, split.layers, chunk_rows)
 
-    def priced(self, estimate: _Estimate, planner: str) -> Plan:
+    def priced(self, estimate: _Estimate, planner: str) -> TransformerPlan:
         cluster = self._request.cluster.subset(tuple(self._devices[device].device_id for device in estimate.order))
-        body = TransformerPlan.pipeline(self._spec, estimate.layers, estimate.chunk_rows)
+        body = Pipeline.of(self._spec, estimate.layers, self._request.seq_len, estimate.chunk_rows)
         return price(self._request, cluster, body, planner)
 
     def _most_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
@@ -231,11 +232,11 @@ class _Search:
     def _stage_bytes(self, num_devices: int, chunk_rows: int) -> tuple[int, int, int]:
         """Of one layer, and of the first stage and of any other without one."""
         one, two = (
-            TransformerPlan.pipeline(self._spec, (count,) * num_devices, chunk_rows) for count in (1, 2)
+            Pipeline.of(self._spec, (count,) * num_devices, self._request.seq_len, chunk_rows) for count in (1, 2)
         )  # of how many layers, does not matter here
 
-        def total(body: TransformerPlan, rank: int) -> int:
-            return memory_use(self._spec, body, rank, self._request.seq_len, self._request.promise).total
+        def total(body: Pipeline, rank: int) -> int:
+            return memory_use(self._spec, body, rank, self._request.seq_len, self._request.limits).total
 
         per_layer = total(two, 0) - total(one, 0)
         return per_layer, total(one, 0) - per_layer, total(one, num_devices - 1) - per_layer

@@ -6,14 +6,14 @@ from itertools import permutations
 
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import PlanRequest, price
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 
 _A_HAIR = 1.005  # of the step that a more exact output may cost
 _SAME_RATE = 1.25  # links whose rates differ by less are decided together: it is the measurement that differs
 _MOST_TRIALS = 8  # each is a simulation
 
 
-def exact_where_free(request: PlanRequest, plan: Plan) -> Plan:
+def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with exact activations on the fastest links, as many as the simulator says cost nothing.
 
     The request's cluster must hold the plan's devices. Nothing changes where the format is exact already.

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import PlanRequest, on_subset, price
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 
 _WORTH = 0.98  # of the time in one piece: threads that take turns cost something that the simulator does not see
 
 
-def in_micro_batches(request: PlanRequest, plan: Plan) -> Plan:
+def in_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with two micro-batches in flight, where that is faster under the simulator; else it itself."""
     body = plan.body
     if (

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.planners.galaxy import row_capacity
 from coordinator.plan.transformer.request import PlanRequest, over_budget, price
-from hearth.plan.transformer import SEQUENCE, LayerMode, Plan, TransformerPlan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
 
 _WORTH = 0.995  # a replicated group must save at least this much: equal plans keep to the smaller memory
 _MOVES: tuple[dict[str, str], ...] = (
@@ -25,7 +26,7 @@ _MOVES: tuple[dict[str, str], ...] = (
 )
 
 
-def replicate(request: PlanRequest, plan: Plan) -> Plan:
+def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the replication that the simulator finds fastest; the same plan where none helps or fits."""
     best = plan
     while request.may_replicate:
@@ -44,7 +45,7 @@ def replicate(request: PlanRequest, plan: Plan) -> Plan:
     return best
 
 
-def rough_seconds(request: PlanRequest, plan: Plan) -> float:
+def rough_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
     """About what `replicate` makes of the plan, for one simulation: with all groups of as many layers as fit, or none."""
     if not request.may_replicate:
         return seconds_of(plan)
@@ -55,7 +56,7 @@ def rough_seconds(request: PlanRequest, plan: Plan) -> float:
     return min(seconds_of(plan), seconds_of(price(request, request.cluster, body, plan.planner)))
 
 
-def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPlan]:
+def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
     """Every plan with one more kind of group replicated, in as many layers as fit, for each way of splitting the rows."""
     num_layers = request.spec.num_layers
     modes = [body.mode(layer) for layer in range(num_layers)]
@@ -72,7 +73,7 @@ def _next(request: PlanRequest, body: TransformerPlan) -> Iterator[TransformerPl
                 yield split.model_copy(update={"modes": (*moved[:count], *modes[count:])})
 
 
-def _row_weights(request: PlanRequest, body: TransformerPlan) -> list[tuple[float, ...]]:
+def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[float, ...]]:
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     # Who has no rows holds no replicated weights, and could not decode with its heads.
     least = 1e-4 if request.spec.causal else 0.0
@@ -84,7 +85,7 @@ def _row_weights(request: PlanRequest, body: TransformerPlan) -> list[tuple[floa
 
 
 def _most_layers(
-    request: PlanRequest, body: TransformerPlan, modes: Sequence[LayerMode], moved: Sequence[LayerMode]
+    request: PlanRequest, body: TransformerBody, modes: Sequence[LayerMode], moved: Sequence[LayerMode]
 ) -> int:
     """In how many layers, from the first on, the move fits on every device. Bytes grow with each, so bisect."""
 
@@ -106,5 +107,5 @@ def _most_layers(
     return low
 
 
-def _weights(plan: Plan) -> int:
+def _weights(plan: TransformerPlan) -> int:
     return sum(device.memory.weights for device in plan.devices)

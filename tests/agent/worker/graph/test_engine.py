@@ -39,8 +39,8 @@ from agent.worker.graph.engine import MAX_TRACE_EVENTS
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
 from agent.worker.tracing import Moved, Recorder
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
-from hearth.plan.transformer import WireFormat
 from hearth.wire.codec import Codec
 from hearth.wire.framing import TileKey, encode_tile
 from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles, WireStats, decode, encode

@@ -12,7 +12,7 @@ from support.graph_plans import make_graph_plan
 
 from agent.worker.graph.schedule import GraphSchedule, Late, Task, routes_of
 from hearth.errors import BadPlan, BadRequest, QueueFull
-from hearth.plan.graph import GraphPlan
+from hearth.plan.plan import GraphPlan
 
 # Rank 0 splits x into a and b; rank 1 makes c of a, rank 0 d of b, rank 1 y of c and d, and of x itself.
 DIAMOND = make_graph_plan(
@@ -43,7 +43,9 @@ def test_routes_say_what_comes_from_where_and_goes_where() -> None:
 
 
 def test_a_tensor_with_two_makers_is_refused() -> None:
-    plan = DIAMOND.model_copy(update={"segments": (*DIAMOND.segments, DIAMOND.segments[1])})
+    segments = DIAMOND.body.segments
+    body = DIAMOND.body.model_copy(update={"segments": (*segments, segments[1])})
+    plan = DIAMOND.model_copy(update={"body": body})
     with pytest.raises(BadPlan, match="two segments make the tensor c"):
         routes_of(plan, 0)
 

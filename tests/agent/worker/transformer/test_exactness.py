@@ -11,7 +11,8 @@ from support.models import minilm, save_random_model, small_bert, small_distilbe
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
-from hearth.plan.transformer import SEQUENCE, STRATEGIES, LayerMode, WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.transformer import SEQUENCE, STRATEGIES, LayerMode
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 transformers = pytest.importorskip("transformers")

@@ -140,7 +140,7 @@ def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
 def test_messages_of_another_epoch_or_step_are_dropped_and_counted(wide_bert: Path) -> None:
     from support.engines import TOKEN
 
-    from hearth.plan.transformer import WireFormat
+    from hearth.plan.parts import WireFormat
     from hearth.wire.codec import Codec
     from hearth.wire.framing import TileKey, encode_tile
 

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_random_model, small_bert, small_decoder
-from support.plans import make_plan
+from support.plans import make_plan, with_generation
 
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import Generation, Plan, TransformerPlan, WireFormat
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import GenerationLimits, Pipeline
 from hearth.wire.messages import GenerateTokens, Sampling, StepOrder
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -47,11 +49,11 @@ def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
     return [rng.integers(3, spec.vocab_size, n).tolist() for n in lengths]
 
 
-def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> Plan:
+def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> TransformerPlan:
     plan = make_plan(spec, "pipeline", layers)
     assert plan.body.layers == layers
-    promise = Generation(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
-    return plan.model_copy(update={"generation": promise})
+    promise = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return with_generation(plan, promise)
 
 
 def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
@@ -163,7 +165,7 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any)
             request = home.submit(prompts_of(spec, [20])[0], 30)
             for _ in range(6):
                 home.step()
-            planned = [memory_use(spec, plan.body, rank, 64, plan.generation) for rank in range(3)]
+            planned = [memory_use(spec, plan.body, rank, 64, plan.body.generation) for rank in range(3)]
             for generation, use, count in zip(cluster.generations, planned, plan.body.layers, strict=True):
                 held = generation._shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
@@ -287,7 +289,7 @@ def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> No
 def test_orders_in_flight_never_want_what_is_not_there(seed: int) -> None:
     """Random traffic: each sequence's rows come in order, none before its token, nobody waits for ever, all ends."""
     rng = random.Random(seed)
-    promise = Generation(kv_tokens=rng.randint(60, 300), max_sequences=6, prefill_rows=rng.choice([1, 5, 64]))
+    promise = GenerationLimits(kv_tokens=rng.randint(60, 300), max_sequences=6, prefill_rows=rng.choice([1, 5, 64]))
     depth = rng.randint(2, 7)
     scheduler = Scheduler(promise, num_groups=rng.randint(1, 4))
     flights: deque[StepOrder] = deque()
@@ -332,7 +334,7 @@ def test_orders_in_flight_never_want_what_is_not_there(seed: int) -> None:
 
 
 def test_groups_take_turns() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=500, max_sequences=8, prefill_rows=64), num_groups=2)
+    scheduler = Scheduler(GenerationLimits(kv_tokens=500, max_sequences=8, prefill_rows=64), num_groups=2)
     for number in range(1, 6):
         request = GenerateTokens(holder="test", epoch=1, max_tokens=20, stop_ids=())
         scheduler.add(Sequence(number, request, [5, 6], 2))
@@ -361,7 +363,7 @@ def test_groups_take_turns() -> None:
 
 def test_stages_follow_each_other(models: Any) -> None:
     spec = read_spec(models("llama"))
-    body = TransformerPlan.pipeline(spec, (2, 1, 2))
+    body = Pipeline.of(spec, (2, 1, 2), 64)
     assert [body.layers_of(rank, LAYERS) for rank in range(3)] == list(spans((2, 1, 2)))
     held = [[rank for rank in range(3) if body.holding(rank, layer).qkv.size] for layer in range(LAYERS)]
     assert held == [[0], [0], [1], [2], [2]]

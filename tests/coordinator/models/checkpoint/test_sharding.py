@@ -20,8 +20,9 @@ from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes,
 from hearth.errors import BadCheckpoint
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, spans
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.plan import TransformerPlan
 from hearth.plan.rotary import RotarySpec
-from hearth.plan.transformer import SEQUENCE, SHARDED, STRATEGIES, LayerMode, Plan
+from hearth.plan.transformer import SEQUENCE, SHARDED, STRATEGIES, LayerMode
 from hearth.wire.messages import ChunkRef
 
 # Uneven throughout: the last MLP grain and the last vocabulary grain are short, and heads are wider than the hidden size.
@@ -126,7 +127,7 @@ def owner(shares: Sequence[int], item: int) -> int:
     return next(rank for rank, span in enumerate(spans(shares)) if span.start <= item < span.stop)
 
 
-def needed_by(plan: Plan, ref: ChunkRef) -> set[int]:
+def needed_by(plan: TransformerPlan, ref: ChunkRef) -> set[int]:
     """The ranks that need a chunk, said once more in other words."""
     spec, body, mode = plan.model, plan.body, plan.body.mode(ref.layer)
     ranks = range(plan.num_ranks)

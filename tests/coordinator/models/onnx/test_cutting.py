@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from coordinator.models.onnx.cutting import check_segments, cut, group
 from hearth.errors import BadPlan
-from hearth.plan.graph import GraphDevice, GraphPlan, GraphPrediction, Segment
+from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor, from_edges
-from hearth.plan.transformer import MemoryUse
+from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction
+from hearth.plan.plan import GraphPlan
 
 
 @st.composite
@@ -35,17 +36,19 @@ def plan_of(spec: GraphSpec, segments: tuple[Segment, ...], num_ranks: int) -> G
     """The plan's own validator checks that the segments can run in their order."""
     memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
     return GraphPlan(
-        model=spec.name,
-        objective="latency",
+        model=GraphModel(
+            name=spec.name,
+            sha256="",
+            inputs=tuple(tensor.name for tensor in spec.inputs),
+            outputs=tuple(tensor.name for tensor in spec.outputs),
+        ),
         planner="test",
         devices=tuple(
-            GraphDevice(device_id=f"d{rank}", name=f"d{rank}", memory=memory, budget_bytes=0, compute_seconds=0)
+            PlannedDevice(device_id=f"d{rank}", name=f"d{rank}", memory=memory, budget_bytes=0, compute_seconds=0)
             for rank in range(num_ranks)
         ),
-        segments=segments,
-        inputs=tuple(tensor.name for tensor in spec.inputs),
-        outputs=tuple(tensor.name for tensor in spec.outputs),
-        predicted=GraphPrediction(latency_seconds=0, bottleneck_seconds=0),
+        predicted=Prediction(latency_seconds=0, compute_seconds=0, transfer_seconds=0, bottleneck_seconds=0),
+        body=GraphSegments(objective="latency", segments=segments),
     )
 
 

@@ -166,7 +166,7 @@ def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, object
         if each.plan is None or each.answer is None:
             assert each.reason
             continue
-        check_segments(spec, each.plan.segments)
+        check_segments(spec, each.plan.body.segments)
         assert all(device.memory.total <= device.budget_bytes for device in each.plan.devices)
         assert seconds_of(each.plan) >= (each.answer.bound or 0.0) - 1e-6
     chosen = planned.chosen.plan
@@ -379,7 +379,7 @@ def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
     for first, second in ((1, 2), (3, 4)):
         assert answer.starts[second] == pytest.approx(answer.starts[first] + cluster.seconds[first][device[first]])
     assert planned.chosen.plan is not None
-    assert sum(len(segment.operators) for segment in planned.chosen.plan.segments) == 6
+    assert sum(len(segment.operators) for segment in planned.chosen.plan.body.segments) == 6
 
 
 @pytest.mark.parametrize("seconds_of_an_end", [0.5, 2.0, 3.0])

@@ -44,7 +44,7 @@ def test_plans_of_every_planner_give_what_one_session_gives(name: str, tmp_path:
                 except (ModelDoesNotFit, NoPlacement):
                     continue
                 assert plan is not None
-                found = run_segments(model, plan.segments, inputs)
+                found = run_segments(model, plan.body.segments, inputs)
                 for output, array in expected.items():
                     assert np.abs(found[output] - array).max() <= 1e-4, (strategy, num_devices, output)
                 most_devices = max(most_devices, len(plan.devices))

@@ -19,8 +19,8 @@ from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, on_wire, wire_bytes
 from coordinator.plan.simulator import receive_of
 from hearth.plan.graph_spec import GraphSpec, Tensor
+from hearth.plan.parts import Values, WireFormat
 from hearth.plan.profile import WireCost
-from hearth.plan.transformer import Values, WireFormat
 from hearth.wire.codec import Codec
 
 
@@ -108,7 +108,7 @@ def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
     assert cluster.measured
     plan = plan_graph(GraphRequest(spec, cluster, "throughput", "pipeline-exact"), time.monotonic).chosen.plan
     assert plan is not None
-    assert [len(segment.operators) for segment in plan.segments] == [3, 5]
+    assert [len(segment.operators) for segment in plan.body.segments] == [3, 5]
 
 
 def test_a_device_without_links_gets_its_inputs_at_once() -> None:

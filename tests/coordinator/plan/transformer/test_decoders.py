@@ -36,9 +36,11 @@ from coordinator.serve.state import ServingGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import largest_remainder
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
+from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
-from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan, WireFormat, plan_from_json
+from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode
 
 EXACT = WireFormat()
 # Two KV groups of four query heads; Q is wider than the model.
@@ -48,7 +50,7 @@ SMALL = LLAMA_1B.model_copy(
         "ffn_size": 320, "vocab_size": 2500, "max_positions": 128,
     }
 )  # fmt: skip
-PROMISE = Generation(kv_tokens=256, max_sequences=4, prefill_rows=32, context=64)
+PROMISE = GenerationLimits(kv_tokens=256, max_sequences=4, prefill_rows=32, context=64)
 
 
 def request(
@@ -91,7 +93,7 @@ def test_a_small_llama_is_counted_by_hand() -> None:
 
 
 def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
-    def total(spec: ModelSpec = SMALL, promise: Generation | None = PROMISE) -> int:
+    def total(spec: ModelSpec = SMALL, promise: GenerationLimits | None = PROMISE) -> int:
         return memory_use(spec, make_plan(spec, "local", (1,)).body, 0, 32, promise).total
 
     tied = SMALL.model_copy(update={"tied_head": True})
@@ -106,7 +108,7 @@ def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
 def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     short, long = (
-        memory_use(LLAMA_1B, body, 0, 512, GenerationRequest(context, 1).promise(512)).activations
+        memory_use(LLAMA_1B, body, 0, 512, GenerationRequest(context, 1).limits(512)).activations
         for context in (16384, 32768)
     )
     assert long - short == 2 * 512 * 16384 * 4
@@ -159,8 +161,8 @@ def test_what_the_kv_cache_lacks_is_named_to_the_byte() -> None:
         plan_for(request([1.0], budgets=[held - 1000]))
     assert error.value.missing_bytes == 1000
     fewer = request([1.0], budgets=[held - 1000], generation=GenerationRequest(2048, 3))
-    assert plan_for(fewer).generation == roomy.generation.model_copy(  # type: ignore[union-attr]
-        update={"kv_tokens": 3 * 2048, "decode_seconds": roomy.generation.decode_seconds}  # type: ignore[union-attr]
+    assert plan_for(fewer).body.generation == roomy.body.generation.model_copy(  # type: ignore[union-attr]
+        update={"kv_tokens": 3 * 2048}  # type: ignore[union-attr]
     )
 
 
@@ -325,7 +327,7 @@ def test_a_prefill_ends_with_the_head() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
     prediction, _ = predict(LLAMA_1B, body, home, 512, EXACT)
-    assert prediction.total_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
+    assert prediction.latency_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -333,15 +335,15 @@ def test_a_prefill_ends_with_the_head() -> None:
 
 def test_plans_are_compared_by_the_request_that_is_expected() -> None:
     plan = plan_for(request([1.0], generation=GenerationRequest(2048, prompt_tokens=1024, new_tokens=10)))
-    assert plan.generation is not None
-    assert (plan.generation.prompt_tokens, plan.generation.new_tokens) == (1024, 10)
-    expected = 2 * plan.predicted.total_seconds + 10 * plan.generation.decode_seconds
+    assert plan.body.generation is not None
+    assert (plan.body.generation.prompt_tokens, plan.body.generation.new_tokens) == (1024, 10)
+    expected = 2 * plan.predicted.latency_seconds + 10 * plan.predicted.decode_seconds
     assert seconds_of(plan) == pytest.approx(expected)
     default = plan_for(request([1.0]))
-    assert default.generation is not None
-    assert (default.generation.prompt_tokens, default.generation.new_tokens) == (512, 128)
+    assert default.body.generation is not None
+    assert (default.body.generation.prompt_tokens, default.body.generation.new_tokens) == (512, 128)
     encoder = make_plan(BERT_LARGE, "hmp", (1, 1))
-    assert seconds_of(encoder) == encoder.predicted.total_seconds
+    assert seconds_of(encoder) == encoder.predicted.latency_seconds
 
 
 def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> None:
@@ -361,7 +363,7 @@ def test_prefill_and_decoding_slow_down_by_the_factor_of_a_scaled_profile(factor
     after = plan_for(replace(asked, cluster=asked.cluster.model_copy(update={"devices": (slower,)})))
     assert before.generation is not None
     assert after.generation is not None
-    assert after.predicted.total_seconds == pytest.approx(factor * before.predicted.total_seconds)
+    assert after.predicted.latency_seconds == pytest.approx(factor * before.predicted.total_seconds)
     assert after.generation.decode_seconds == pytest.approx(factor * before.generation.decode_seconds)
 
 
@@ -377,8 +379,8 @@ def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() ->
     asked = replace(asked, cluster=asked.cluster.model_copy(update={"devices": devices}))
     plan = plan_for(asked)
     assert plan.body.strategy == "local"
-    prefill = min(each.predicted.total_seconds for each in (plan_strategy(asked, "hmp"), plan_strategy(asked, "sp")))
-    assert prefill < plan.predicted.total_seconds
+    prefill = min(each.predicted.latency_seconds for each in (plan_strategy(asked, "hmp"), plan_strategy(asked, "sp")))
+    assert prefill < plan.predicted.latency_seconds
     shared = [other for other in plan.alternatives if not other.strategy.startswith("local")]
     assert shared
     assert all("slower" in other.reason for other in shared)
@@ -459,11 +461,11 @@ def test_encoders_are_planned_as_before() -> None:
     assert plan_for(asked).body.strategy == "pipeline"
     asked = replace(asked, cluster=asked.cluster.subset(("id1", "id2")))
     plan = replicate(asked, plan_strategy(asked, "hmp"))
-    assert plan.generation is None
+    assert plan.body.generation is None
     assert (plan.body.heads, plan.body.columns, plan.body.vocabulary) == ((10, 6), (2624, 1472), (15360, 15162))
     assert [mode.mlp for mode in plan.body.modes] == ["replicated"] * 5 + ["sharded"] * 19
     assert {mode.out for mode in plan.body.modes} == {"replicated"}
-    assert plan.predicted.total_seconds == pytest.approx(9.124620369319377, rel=1e-12)
+    assert plan.predicted.latency_seconds == pytest.approx(9.124620369319377, rel=1e-12)
     assert [device.memory.total for device in plan.devices] == [1254152960, 998376704]
     assert [device.memory.kv_cache for device in plan.devices] == [0, 0]
 
@@ -505,7 +507,7 @@ def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path
 # ---- for people -----------------------------------------------------------------------------------------------------
 
 
-def shown(plan: Plan) -> str:
+def shown(plan: TransformerPlan) -> str:
     with out.capture() as captured:
         out.print(*plan_tables(plan), *generation_lines(plan), sep="\n")
     return captured.get()

@@ -14,7 +14,7 @@ from coordinator.plan.transformer.cost.step_graph import step_tasks
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from hearth.plan.phases import Work
-from hearth.plan.transformer import Plan
+from hearth.plan.plan import TransformerPlan
 
 SPEC = LLAMA_1B.model_copy(update={"num_layers": 4})
 
@@ -29,9 +29,11 @@ def test_one_hides_its_communication_under_the_other() -> None:
     whole = plan_strategy(asked, "megatron-tp")
     cut = in_micro_batches(asked, whole)
     assert cut.body.micro_batches == 2
-    assert cut.predicted.total_seconds < 0.95 * whole.predicted.total_seconds
+    assert cut.predicted.latency_seconds < 0.95 * whole.predicted.latency_seconds
     # Nothing is faster than the busiest link and the busiest device.
-    assert cut.predicted.total_seconds >= max(whole.predicted.compute_seconds, whole.predicted.transfer_seconds) * 0.999
+    assert (
+        cut.predicted.latency_seconds >= max(whole.predicted.compute_seconds, whole.predicted.transfer_seconds) * 0.999
+    )
 
 
 def test_the_same_work_is_done() -> None:
@@ -80,8 +82,8 @@ def test_auto_is_never_slower_for_them() -> None:
         plan = AutoPlanner().plan(asked)
         one = plan.body.model_copy(update={"micro_batches": 1})
         subset = asked.cluster.subset(tuple(device.device_id for device in plan.devices))
-        in_one_piece = predict(SPEC, one, subset, 256, asked.wire)[0].total_seconds
-        assert plan.predicted.total_seconds <= in_one_piece * 1.001
+        in_one_piece = predict(SPEC, one, subset, 256, asked.wire)[0].latency_seconds
+        assert plan.predicted.latency_seconds <= in_one_piece * 1.001
         assert seconds_of(plan) > 0
 
 
@@ -89,4 +91,4 @@ def test_a_plan_names_them() -> None:
     plan = in_micro_batches(request(250), plan_strategy(request(250), "megatron-tp"))
     assert plan.body.title == "megatron-tp, 2 micro-batches"
     with pytest.raises(ValueError, match="micro_batches are for hmp"):
-        Plan.model_validate({**plan.model_dump(), "body": {**plan.body.model_dump(), "strategy": "sp"}})
+        TransformerPlan.model_validate({**plan.model_dump(), "body": {**plan.body.model_dump(), "strategy": "sp"}})

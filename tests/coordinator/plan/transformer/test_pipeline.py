@@ -28,8 +28,10 @@ from coordinator.plan.transformer.planners.pipeline import Split, best_split
 from coordinator.plan.transformer.request import price
 from hearth.errors import BadPlan, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import WireFormat
+from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
-from hearth.plan.transformer import STRATEGIES, Plan, TransformerPlan, WireFormat, plan_from_json
+from hearth.plan.transformer import STRATEGIES, Pipeline
 from hearth.trace import transfers
 from hearth.wire.messages import ChunkRef
 
@@ -110,14 +112,14 @@ def test_one_step_goes_to_the_fast_device_and_many_chunks_are_balanced() -> None
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
-def all_pipelines(asked: PlanRequest) -> Iterator[Plan]:
+def all_pipelines(asked: PlanRequest) -> Iterator[TransformerPlan]:
     """Every order, split and size of chunks, priced by the simulator, where it fits."""
     ids = [device.device_id for device in asked.cluster.devices]
     sizes = [0, 64, 128, 256] if asked.generation else [0]
     for order in permutations(ids):
         devices = asked.cluster.subset(order)
         for layers, rows in product(splits(asked.spec.num_layers, len(ids)), sizes):
-            body = TransformerPlan.pipeline(asked.spec, layers, rows)
+            body = Pipeline.of(asked.spec, layers, PROFILED, rows)
             plan = price(asked, devices, body, "brute force")
             if all(device.memory.total <= device.budget_bytes for device in plan.devices):
                 yield plan
@@ -203,8 +205,8 @@ def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
     )
     assert laggy.body.strategy == "pipeline"
     assert laggy.body.chunk_rows > 0  # both compute at once, at least while a prompt passes
-    assert laggy.generation is not None
-    assert laggy.generation.prefill_rows == laggy.body.chunk_rows
+    assert laggy.body.generation is not None
+    assert laggy.body.generation.prefill_rows == laggy.body.chunk_rows
     fast_link = plan_for(request(home([1.0, 1.0], 2000, 0.1e-3, budgets), generation=GenerationRequest(2048)))
     assert fast_link.body.strategy == "hmp"
     assert seconds_of(quick) < seconds_of(laggy)
@@ -247,7 +249,7 @@ def test_six_devices_are_planned_along_a_ring_that_avoids_slow_links() -> None:
 def test_a_token_passes_each_stage_and_each_hop_once() -> None:
     rate, latency, message = 1e6, 4e-3, 1e-4
     devices = home([1.0, 0.5, 2.0], 8, 2 * latency, wire=WireCost(seconds_per_message=message))
-    body = TransformerPlan.pipeline(LLAMA_1B, (8, 3, 5))
+    body = Pipeline.of(LLAMA_1B, (8, 3, 5), PROFILED)
     H = LLAMA_1B.hidden_size
     layer = (attention_bytes(LLAMA_1B, 32, 100) + mlp_bytes(LLAMA_1B, 8192)) * 1e-10 + 5e-5
     hop = 2 * message + 4 * H / rate + latency
@@ -256,7 +258,7 @@ def test_a_token_passes_each_stage_and_each_hop_once() -> None:
     expected = order + 8 * layer + hop + 3 * 2 * layer + hop + 5 * layer / 2 + hop + head
     assert decode_seconds(LLAMA_1B, body, devices, EXACT, 100) == pytest.approx(expected)
     alone = home([1.0])
-    whole = TransformerPlan.pipeline(LLAMA_1B, (16,))
+    whole = Pipeline.of(LLAMA_1B, (16,), PROFILED)
     assert decode_seconds(LLAMA_1B, whole, alone, EXACT, 100) == pytest.approx(16 * layer + head)
 
 
@@ -264,7 +266,7 @@ def test_chunks_hide_each_other() -> None:
     devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
     spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
     whole, chunked = (
-        predict(spec, TransformerPlan.pipeline(spec, (4, 4), rows), devices, PROFILED, EXACT)[0].total_seconds
+        predict(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, PROFILED, EXACT)[0].latency_seconds
         for rows in (0, 64)
     )
     hop = PROFILED * 1024 * 4 / 1e9
@@ -275,16 +277,16 @@ def test_chunks_hide_each_other() -> None:
 
 
 def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
-    devices, body = home([1.0, 1.0], 10), TransformerPlan.pipeline(LLAMA_1B, (8, 8), 128)
+    devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128)
     exact, half = (predict(LLAMA_1B, body, devices, PROFILED, WireFormat(values=v))[0] for v in ("exact", "fp16"))
-    assert half.total_seconds < 0.8 * exact.total_seconds
+    assert half.latency_seconds < 0.8 * exact.latency_seconds
     excepted = body.model_copy(update={"exact_links": ((0, 1),)})
     same = predict(LLAMA_1B, excepted, devices, PROFILED, WireFormat(values="fp16"))[0]
-    assert exact.total_seconds == pytest.approx(same.total_seconds, rel=0.01)
+    assert exact.latency_seconds == pytest.approx(same.latency_seconds, rel=0.01)
 
 
 def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
-    devices, body = home([1.0, 1.0, 1.0]), TransformerPlan.pipeline(LLAMA_1B, (6, 5, 5), 128)
+    devices, body = home([1.0, 1.0, 1.0]), Pipeline.of(LLAMA_1B, (6, 5, 5), PROFILED, 128)
     found = transfers(predicted_timeline(LLAMA_1B, body, devices, PROFILED, EXACT))
     assert len(found) == 4 * 2 + 1  # and the last row, back to the head
 
@@ -294,9 +296,9 @@ def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
 
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
 def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
-    promise = GenerationRequest(1024).promise(PROFILED) if spec.causal else None
-    alone = memory_use(spec, TransformerPlan.pipeline(spec, (spec.num_layers,)), 0, PROFILED, promise)
-    body = TransformerPlan.pipeline(spec, (3, 7, spec.num_layers - 10))
+    promise = GenerationRequest(1024).limits(PROFILED) if spec.causal else None
+    alone = memory_use(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED), 0, PROFILED, promise)
+    body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED)
     uses = [memory_use(spec, body, rank, PROFILED, promise) for rank in range(3)]
     assert sum(use.weights for use in uses) == alone.weights
     assert sum(use.kv_cache for use in uses) == alone.kv_cache
@@ -309,7 +311,7 @@ def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
 def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: ModelSpec) -> None:
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)
-    plan = price(request(budgets, spec), budgets, TransformerPlan.pipeline(spec, layers), "test")
+    plan = price(request(budgets, spec), budgets, Pipeline.of(spec, layers, PROFILED), "test")
     refs = tuple(
         ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
         for index, (kind, layer, grain) in enumerate(all_chunks(spec))
@@ -331,7 +333,8 @@ def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: Mo
         ({"heads": [16, 16]}, "heads of a pipeline"),
         ({"vocabulary": [16000, 16000]}, "vocabulary of a pipeline"),
         ({"row_weights": [0.0, 1.0]}, "row_weights of this pipeline"),
-        ({"strategy": "hmp", "layers": [8, 8]}, "for the strategy pipeline"),
+        ({"kind": "tensor-parallel", "strategy": "hmp", "layers": [8, 8]}, "layers: Extra inputs are not permitted"),
+        ({"micro_batches": 2}, "micro_batches: Extra inputs are not permitted"),
     ],
 )
 def test_a_plan_that_was_edited_wrongly_says_where(change: dict[str, Any], match: str) -> None:

@@ -21,9 +21,11 @@ from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import missing_bytes
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Work
+from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Strategy, WireFormat, plan_from_json
+from hearth.plan.transformer import Strategy
 from hearth.trace import chrome_trace, transfers
 
 EXACT = WireFormat()
@@ -96,7 +98,7 @@ def test_local_costs_the_sum_of_its_blocks() -> None:
     body = make_plan(BERT_LARGE, "local", (1,)).body
     prediction, busy = predict(BERT_LARGE, body, cluster([device_profile(0, 1.0)], 125), 284, EXACT)
     expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
-    assert prediction.total_seconds == pytest.approx(expected)
+    assert prediction.latency_seconds == pytest.approx(expected)
     assert busy == pytest.approx((expected,))
 
 
@@ -123,7 +125,7 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
 def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: float) -> None:
     devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
     seconds = [
-        predict(SMALL, make_plan(SMALL, "hmp", speeds, overlap=overlap).body, devices, 284, EXACT)[0].total_seconds
+        predict(SMALL, make_plan(SMALL, "hmp", speeds, overlap=overlap).body, devices, 284, EXACT)[0].latency_seconds
         for overlap in (True, False)
     ]
     assert seconds[0] <= seconds[1] * 1.0001
@@ -133,7 +135,7 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     seconds = [
-        predict(SMALL, body, devices, 284, WireFormat(values=v))[0].total_seconds for v in ("exact", "fp16", "int8")
+        predict(SMALL, body, devices, 284, WireFormat(values=v))[0].latency_seconds for v in ("exact", "fp16", "int8")
     ]
     assert seconds[0] > seconds[1] > seconds[2]
 
@@ -267,7 +269,7 @@ def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> N
     assert plan.num_ranks == 3
     assert {other.strategy.split()[0] for other in plan.alternatives} >= {"local", "hmp", "megatron-tp"}
     assert all(
-        other.predicted_seconds >= 0.99 * plan.predicted.total_seconds
+        other.predicted_seconds >= 0.99 * plan.predicted.latency_seconds
         for other in plan.alternatives
         if other.predicted_seconds
     )
@@ -294,10 +296,10 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
             cluster([device_profile(0, s)], 1),
             284,
             EXACT,
-        )[0].total_seconds
+        )[0].latency_seconds
         for s in speeds
     )
-    assert plan.predicted.total_seconds <= best * 1.0001
+    assert plan.predicted.latency_seconds <= best * 1.0001
 
 
 @given(st.floats(10, 500), st.sampled_from([900 << 20, 1300 << 20, 8 << 30]))
@@ -331,7 +333,7 @@ def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
     lossy = plan.body.model_copy(update={"exact_links": ()})
     everywhere = predict(BERT_LARGE, lossy, profile.subset(tuple(names)), 284, asked.wire)[0]
-    assert plan.predicted.total_seconds <= 1.0051 * everywhere.total_seconds
+    assert plan.predicted.latency_seconds <= 1.0051 * everywhere.latency_seconds
     assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
 
 
@@ -358,8 +360,8 @@ def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strat
     plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy, spare_accuracy=True))
     ordered = profile.subset(tuple(device.device_id for device in plan.devices))
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    at_most = 1.0051 * predict(SMALL, lossy, ordered, 284, wire)[0].total_seconds
-    assert plan.predicted.total_seconds <= at_most
+    at_most = 1.0051 * predict(SMALL, lossy, ordered, 284, wire)[0].latency_seconds
+    assert plan.predicted.latency_seconds <= at_most
     exact = set(plan.body.exact_links)
     by_rank = {
         (a, b): ordered.link(ordered.devices[a].device_id, ordered.devices[b].device_id).bytes_per_second
@@ -386,4 +388,4 @@ def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> Non
         assert len(transfers(traces)) == len(sent) > 0
         assert chrome_trace(traces)["traceEvents"]
         end = max(event.end_seconds for trace in traces for event in trace.events)
-        assert end == pytest.approx(predict(SMALL, body, profile, 284, EXACT)[0].total_seconds, rel=1e-3)
+        assert end == pytest.approx(predict(SMALL, body, profile, 284, EXACT)[0].latency_seconds, rel=1e-3)

@@ -10,8 +10,9 @@ from support.plans import cluster, device_profile, make_plan
 
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.transformer.cost.predict import predicted_timeline
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, TaskKind, Work
-from hearth.plan.transformer import SEQUENCE, LayerMode, WireFormat
+from hearth.plan.transformer import SEQUENCE, LayerMode
 from hearth.wire.messages import DeviceTrace
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")

@@ -1,4 +1,4 @@
-"""Generation keeps host and device tensors apart, as CUDA demands; tested on the CPU with a device that is only a mark.
+"""GenerationLimits keeps host and device tensors apart, as CUDA demands; tested on the CPU with a device that is only a mark.
 
 `MARKED` is a CPU device by another name. Under `MarkedTensors`, what is made on it or computed from it is `OnDevice`;
 anything else is a host tensor, which a CUDA stream could not copy from.
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from support.models import save_random_model, small_decoder
-from support.plans import make_plan
+from support.plans import make_plan, with_generation
 
 from coordinator.models.checkpoint.families import read_spec
-from hearth.plan.transformer import Generation, Strategy
+from hearth.plan.transformer import GenerationLimits, Strategy
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -57,7 +57,7 @@ def test_rank_0_on_a_gpu_gives_only_device_tensors_to_its_staging(
     stagings = iter([MarkedStaging(), CpuStaging()])
     monkeypatch.setattr("support.engines.make_staging", lambda compute_device: next(stagings))
     plan = make_plan(read_spec(model_dir), strategy, (1, 1))
-    plan = plan.model_copy(update={"generation": Generation(kv_tokens=512, max_sequences=4, prefill_rows=64)})
+    plan = with_generation(plan, GenerationLimits(kv_tokens=512, max_sequences=4, prefill_rows=64))
     prompt = [5, 6, 7, 8, 9]
     with MarkedTensors(), EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_random_model, small_decoder
-from support.plans import make_plan
+from support.plans import make_plan, with_generation
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import BadRequest, FrameTooLarge, StepFailed
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import SEQUENCE, Generation, LayerMode, Plan
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode
 from hearth.wire.messages import Sampling
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
@@ -49,10 +50,10 @@ def generating_plan(
     prefill_rows: int = 512,
     kv_tokens: int = 4096,
     **more: Any,
-) -> Plan:
+) -> TransformerPlan:
     plan = make_plan(spec, strategy, split, **more)
-    promise = Generation(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
-    return plan.model_copy(update={"generation": promise})
+    promise = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return with_generation(plan, promise)
 
 
 EVERYWHERE = [("local", (1,)), ("hmp", (2, 1, 3)), ("hmp", (1, 0, 2)), ("sp", (3, 1)), ("megatron-tp", (1, 2, 1, 1))]

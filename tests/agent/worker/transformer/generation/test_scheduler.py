@@ -7,7 +7,7 @@ import random
 import pytest
 
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
-from hearth.plan.transformer import Generation
+from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import GenerateTokens, StepOrder
 
 
@@ -26,7 +26,7 @@ def play(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
 
 
 def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=8))
+    scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8))
     scheduler.add(sequence(1, 20, 3))
     sizes, samples = [], []
     for _ in range(3):
@@ -42,7 +42,7 @@ def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None
 
 
 def test_whole_prompts_are_never_cut() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
+    scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
     assert scheduler.room == 8
     for number, prompt in ((1, 5), (2, 4), (3, 2)):
         scheduler.add(sequence(number, prompt, 3))
@@ -54,7 +54,7 @@ def test_whole_prompts_are_never_cut() -> None:
 
 
 def test_running_answers_go_on_between_the_chunks_of_a_new_prompt() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=100, max_sequences=4, prefill_rows=4))
+    scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=4))
     scheduler.add(sequence(1, 4, 20))
     play(scheduler, scheduler.next_order())
     scheduler.add(sequence(2, 12, 2))
@@ -69,7 +69,7 @@ def test_running_answers_go_on_between_the_chunks_of_a_new_prompt() -> None:
 
 
 def test_nobody_overtakes_a_long_context_that_waits() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=4, prefill_rows=64))
+    scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=4, prefill_rows=64))
     for number, prompt in ((1, 30), (2, 40), (3, 2)):
         scheduler.add(sequence(number, prompt, 5))
     order = scheduler.next_order()
@@ -77,7 +77,7 @@ def test_nobody_overtakes_a_long_context_that_waits() -> None:
 
 
 def test_an_idle_scheduler_has_given_everything_back() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=4, prefill_rows=64))
+    scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=4, prefill_rows=64))
     scheduler.add(sequence(1, 5, 2))
     play(scheduler, scheduler.next_order())
     play(scheduler, scheduler.next_order())
@@ -89,7 +89,7 @@ def test_an_idle_scheduler_has_given_everything_back() -> None:
 
 
 def test_what_was_cancelled_before_it_began_needs_no_freeing() -> None:
-    scheduler = Scheduler(Generation(kv_tokens=50, max_sequences=1, prefill_rows=64))
+    scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=1, prefill_rows=64))
     scheduler.add(sequence(1, 5, 9))
     scheduler.add(sequence(2, 5, 9))
     play(scheduler, scheduler.next_order())
@@ -103,7 +103,7 @@ def test_what_was_cancelled_before_it_began_needs_no_freeing() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
     rng = random.Random(seed)
-    promise = Generation(
+    promise = GenerationLimits(
         kv_tokens=rng.randint(20, 200), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
     )
     scheduler = Scheduler(promise)

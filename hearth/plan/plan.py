@@ -1,0 +1,98 @@
+"""A plan: which device holds what, and how the devices work together. Printed, saved as JSON, read again. Pure.
+
+The envelope is the same for every kind of model; its body says how the model is divided.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+from typing_extensions import TypeIs, TypeVar
+
+from hearth.errors import BadPlan
+from hearth.plan.graph import GraphModel, GraphSegments
+from hearth.plan.migration import plan_from_v1
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import Alternative, PlannedDevice, Prediction, WireFormat, timeout_seconds
+from hearth.plan.transformer import TransformerBody
+from hearth.validation import first_error
+
+Body = Annotated[TransformerBody | GraphSegments, Field(discriminator="kind")]
+# Type checkers see through them which kind of model a plan is for; at run time a plain `Plan` takes every kind.
+Model_co = TypeVar("Model_co", default=ModelSpec | GraphModel, covariant=True)
+Body_co = TypeVar("Body_co", default=Body, covariant=True)
+
+
+class Plan(BaseModel, Generic[Model_co, Body_co]):
+    """`epoch` numbers deployments: messages of another epoch are dropped and counted. Ranks index `devices`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[2] = 2
+    epoch: int = Field(default=0, ge=0, lt=1 << 63)
+    model: Model_co
+    planner: str
+    devices: tuple[PlannedDevice, ...] = Field(min_length=1, max_length=256)
+    wire: WireFormat = WireFormat()
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+    body: Body_co
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    def with_epoch(self, epoch: int) -> Plan[Model_co, Body_co]:
+        return self.model_copy(update={"epoch": epoch})
+
+    def wire_on(self: Plan, source: int, target: int) -> WireFormat:
+        """How activations travel from one rank to another."""
+        return self.wire.model_copy(update={"values": self.body.values_on(source, target, self.wire.values)})
+
+    def wait_seconds(self: Plan, num_rows: int = 0) -> float:
+        """Timeout of a wait for a peer in one request, or in a Transformer step of `num_rows` rows."""
+        return timeout_seconds(self.predicted.latency_seconds * self.body.share_of_step(num_rows))
+
+    @model_validator(mode="after")
+    def _consistent(self: Plan) -> Plan:
+        if len({device.device_id for device in self.devices}) != self.num_ranks:
+            raise ValueError("a device occurs twice in the plan")
+        self.body.check(self.model, self.num_ranks)
+        return self
+
+
+TransformerPlan = Plan[ModelSpec, TransformerBody]
+GraphPlan = Plan[GraphModel, GraphSegments]
+
+
+_P = TypeVar("_P", bound=Plan)
+
+
+def is_graph_plan(plan: Plan | None) -> TypeIs[GraphPlan]:
+    return plan is not None and isinstance(plan.body, GraphSegments)
+
+
+def is_transformer_plan(plan: Plan | None) -> TypeIs[TransformerPlan]:
+    return plan is not None and isinstance(plan.body, TransformerBody)
+
+
+def migrated(saved: Any) -> Any:
+    """The decoded JSON of a plan of either version as one of version 2; anything else is returned unchanged."""
+    if not isinstance(saved, dict) or saved.get("version", 1) != 1:
+        return saved
+    try:
+        return plan_from_v1(saved)
+    except (AttributeError, TypeError, ValueError):  # not of the shape of a plan: validation says where
+        return saved
+
+
+def plan_from_json(text: str | bytes, kind: type[_P] = Plan) -> _P:  # type: ignore[assignment]  # the bound's own parameters
+    """Read a saved plan of version 1 or 2, of this kind of model. Raises BadPlan that names the wrong field."""
+    try:
+        return kind.model_validate(migrated(from_json(text)))
+    except ValidationError as error:
+        raise BadPlan(reason=first_error(error, "the plan")) from None
+    except ValueError as error:
+        raise BadPlan(reason=f"the plan: {error}") from None
