@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 MOST_BOXES = 140  # more cannot be read on a page
@@ -128,20 +129,13 @@ def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequ
 
 
 def _levels(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Longest path from a source. A part's number says nothing of its place, so it is found by counting down."""
-    waiting = Counter(b for _, b in edges)
-    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    """Longest path from a source; numbers of parts are in no topological order."""
+    before: list[list[int]] = [[] for _ in range(num_nodes)]
     for a, b in edges:
-        after[a].append(b)
+        before[b].append(a)
     level = [0] * num_nodes
-    ready = [node for node in range(num_nodes) if not waiting[node]]
-    while ready:
-        node = ready.pop()
-        for follower in after[node]:
-            level[follower] = max(level[follower], level[node] + 1)
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                ready.append(follower)
+    for node in TopologicalSorter(dict(enumerate(before))).static_order():
+        level[node] = max((level[each] + 1 for each in before[node]), default=0)
     return level
 
 
