@@ -23,7 +23,7 @@ from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from tools.bench import interrupts, load, paper, plots
 from tools.bench.generation import GenerationRow
-from tools.bench.load import Load, Process, calmest, calmest_of, foreign_ticks
+from tools.bench.load import Load, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import relative_error
 from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
 from tools.bench.rows import Row, as_json, by_setting, cells, footnotes, markdown
@@ -82,13 +82,13 @@ def test_only_what_does_not_descend_from_us_is_foreign() -> None:
         1: Process(0, 11, 0), 2: Process(0, 0, 0), 3: Process(2, 90, 0), 10: Process(1, 130, 0),
         11: Process(10, 95, 0), 20: Process(1, 9, 0), 21: Process(20, 4, 0),
     }  # fmt: skip
-    assert foreign_ticks(before, after, 10) == 1 + 2 + 4  # init, a shell, and what it has started
+    assert foreign_seconds(before, after, 10) == 1 + 2 + 4  # init, a shell, and what it has started
 
 
 def test_what_came_and_went_between_two_looks_is_counted_once() -> None:
     before = {1: Process(0, 0, 0), 20: Process(1, 0, 0), 21: Process(20, 300, 0)}
     after = {1: Process(0, 0, 0), 20: Process(1, 0, 340)}  # 21 ended with 310, another one used 30
-    assert foreign_ticks(before, after, 999) == 40
+    assert foreign_seconds(before, after, 999) == 40
 
 
 @pytest.mark.parametrize(

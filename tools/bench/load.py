@@ -9,24 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import psutil
+
 _KTHREADD = 2  # parent of the kernel's threads: what they do, they do for us as well
 _TRUSTED_SHARE = 0.05
 _Result = TypeVar("_Result")
 
 
 class Process(NamedTuple):
-    """Ticks of a process itself, and of its children that have ended and been waited for."""
+    """CPU seconds of a process itself, and of its children that have ended and been waited for."""
 
     parent: int
-    ticks: int
-    children_ticks: int
+    seconds: float
+    children_seconds: float
 
 
 @dataclass(frozen=True)
 class Snapshot:
     seconds: float  # monotonic
-    total_ticks: int  # of all cores
-    steal_ticks: int
+    cpu_seconds: float  # of all cores, idle ones too
+    steal_seconds: float
     runnable: int  # tasks that want a core now, ourselves included
     processes: Mapping[int, Process]
 
@@ -53,30 +55,25 @@ class Load:
 
 def snapshot() -> Snapshot:
     """Now. A process that ends while we look is left out."""
-    ticks = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]))
+    times = psutil.cpu_times()
     processes = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                stat = Path(entry.path, "stat").read_text()
-            except OSError:
-                continue
-            fields = stat.rpartition(")")[2].split()  # from the state on, which is the third field of proc(5)
-            parent, user, system, child_user, child_system = (int(fields[i]) for i in (1, 11, 12, 13, 14))
-            processes[int(entry.name)] = Process(parent, user + system, child_user + child_system)
+    for process in psutil.process_iter(["ppid", "cpu_times"]):
+        if (used := process.info["cpu_times"]) is not None:
+            children = used.children_user + used.children_system
+            processes[process.pid] = Process(process.info["ppid"], used.user + used.system, children)
     runnable = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-    # guest time stands in the first two fields already
-    return Snapshot(time.monotonic(), sum(ticks[:8]), ticks[7] if len(ticks) > 7 else 0, runnable, processes)
+    # Of all fields the first eight: guest time is part of user time.
+    return Snapshot(time.monotonic(), sum(times[:8]), times.steal, runnable, processes)
 
 
 def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Load:
     """Over all these spans together."""
-    total = sum(after.total_ticks - before.total_ticks for before, after in pairs)
-    steal = sum(after.steal_ticks - before.steal_ticks for before, after in pairs)
-    foreign = sum(foreign_ticks(before.processes, after.processes, our_pid) for before, after in pairs)
+    total = sum(after.cpu_seconds - before.cpu_seconds for before, after in pairs)
+    steal = sum(after.steal_seconds - before.steal_seconds for before, after in pairs)
+    foreign = sum(foreign_seconds(before.processes, after.processes, our_pid) for before, after in pairs)
     return Load(
-        steal_share=steal / max(total, 1),
-        foreign_share=min(foreign / max(total, 1), 1.0),
+        steal_share=steal / total if total else 0.0,
+        foreign_share=min(foreign / total, 1.0) if total else 0.0,
         run_queue=max((max(after.runnable - 1, 0) for _, after in pairs), default=0),
     )
 
@@ -98,24 +95,24 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
     return results[calmest(loads, 1)[0]]
 
 
-def foreign_ticks(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> int:
+def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> float:
     """What processes that do not descend from us used between two snapshots.
 
-    Also those that came and went in between: their parents have them among their children's ticks. Of that, what they
+    Also those that came and went in between: their parents have them among their children's seconds. Of that, what they
     had used before the first snapshot is taken off.
     """
-    own, children, gone = 0, 0, 0
+    own, children, gone = 0.0, 0.0, 0.0
     for pid, process in after.items():
         if _is_foreign(pid, after, our_pid):
-            earlier = before.get(pid, Process(0, 0, process.children_ticks))
-            if earlier.ticks <= process.ticks:
-                own += process.ticks - earlier.ticks
-                children += process.children_ticks - earlier.children_ticks
+            earlier = before.get(pid, Process(0, 0, process.children_seconds))
+            if earlier.seconds <= process.seconds:
+                own += process.seconds - earlier.seconds
+                children += process.children_seconds - earlier.children_seconds
             else:  # the pid came again
-                own += process.ticks
+                own += process.seconds
     for pid, process in before.items():
         if pid not in after and _is_foreign(pid, before, our_pid):
-            gone += process.ticks + process.children_ticks
+            gone += process.seconds + process.children_seconds
     return own + max(children - gone, 0)
 
 
