@@ -28,6 +28,7 @@ class Admission(Generic[_D]):
 
     def __init__(self, most_waiting: int) -> None:
         self.running = 0
+        self.admitted = 0  # ever
         self._most_waiting = most_waiting
         self._capacity = 0
         self._deployment: _D | None = None  # None: closed
@@ -36,6 +37,10 @@ class Admission(Generic[_D]):
         self._waiters: deque[_Waiter[_D]] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._deployment is not None
 
     @property
     def waiting(self) -> int:
@@ -77,9 +82,12 @@ class Admission(Generic[_D]):
         self._advance()
 
     @asynccontextmanager
-    async def exclusively(self) -> AsyncIterator[None]:
-        """Nothing else runs in here: it waits for all that run and lets nobody in meanwhile."""
-        await self._turn(exclusive=True, timeout_seconds=None)
+    async def exclusively(self, timeout_seconds: float | None = None) -> AsyncIterator[None]:
+        """Nothing else runs inside: it waits for all that run, and lets nobody in meanwhile.
+
+        Raises asyncio.TimeoutError when they run on for longer; then the others are let in again.
+        """
+        await self._turn(exclusive=True, timeout_seconds=timeout_seconds)
         try:
             yield
         finally:
@@ -96,6 +104,7 @@ class Admission(Generic[_D]):
 
     def _take(self) -> None:
         self.running += 1
+        self.admitted += 1
         self._idle.clear()
 
     async def _turn(self, exclusive: bool, timeout_seconds: float | None) -> _D:

@@ -55,8 +55,9 @@ class DevicesSettled:
 
 @dataclass(frozen=True)
 class DevicesProfiled:
-    """The cluster as the planner of this kind of model takes it."""
+    """`cluster` is as the planner of this kind of model takes it; some of the devices may be left out."""
 
+    devices: tuple[Any, ...]
     cluster: Any
 
 
@@ -157,6 +158,7 @@ class Profile:
 class MakePlan:
     """`recovering`: clients wait, so a good plan soon is better than the best one later."""
 
+    devices: tuple[Any, ...]
     cluster: Any
     recovering: bool
 
@@ -326,8 +328,8 @@ def _move(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Action
             return settle()
         case "settling", DevicesSettled(devices) if state.saved is None:
             return to("profiling", Profile(devices))
-        case "profiling", DevicesProfiled(cluster):
-            return to("planning", MakePlan(cluster, recovering=state.has_served))
+        case "profiling", DevicesProfiled(devices, cluster):
+            return to("planning", MakePlan(devices, cluster, recovering=state.has_served))
         case "planning", PlanMade(plan, last_epoch):
             return deploy(plan, last_epoch)
         case "pushing", ChunksPushed():

@@ -157,21 +157,25 @@ def test_what_is_exclusive_runs_alone_and_in_its_turn() -> None:
     scenario(main)
 
 
-def test_maintenance_that_is_given_up_holds_up_nobody() -> None:
+@pytest.mark.parametrize("how", ["cancelled", "timed out"])
+def test_maintenance_that_is_given_up_holds_up_nobody(how: str) -> None:
     async def main() -> None:
         admission, order = door(capacity=9), list[object]()
 
         async def exclusive() -> None:
-            async with admission.exclusively():
-                raise AssertionError
+            with pytest.raises(asyncio.TimeoutError if how == "timed out" else asyncio.CancelledError):
+                async with admission.exclusively(0.01 if how == "timed out" else None):
+                    raise AssertionError
 
         await admission.enter(FOREVER)
         maintenance = asyncio.create_task(exclusive())
         await turns()
         late = asyncio.create_task(enter(admission, order, "late"))
         await turns()
-        maintenance.cancel()
+        if how == "cancelled":
+            maintenance.cancel()
         await late
+        await maintenance
         assert (order, admission.running) == ([("late", "one")], 2)
 
     scenario(main)

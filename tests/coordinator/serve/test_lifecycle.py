@@ -83,7 +83,7 @@ def run(*events: Event, state: Lifecycle | None = None) -> tuple[Lifecycle, list
     return state, taken
 
 
-UP_TO_PLANNING = (GoalSet(), DevicesSettled(("a",)), DevicesProfiled("cluster"))
+UP_TO_PLANNING = (GoalSet(), DevicesSettled(("a",)), DevicesProfiled(("a",), "cluster"))
 UP_TO_WARMING = (*UP_TO_PLANNING, PlanMade(plan(), 0), ChunksPushed(1), WorkersLoaded(1))
 UP_TO_SERVING = (*UP_TO_WARMING, WarmedUp(1))
 UP_TO_SWAP = (*UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 0))
@@ -98,7 +98,7 @@ def test_a_first_start_goes_through_every_phase_with_one_action_each() -> None:
     assert taken == [
         (Settle(recovering=False),),
         (Profile(("a",)),),
-        (MakePlan("cluster", recovering=False),),
+        (MakePlan(("a",), "cluster", recovering=False),),
         (Save(plan(epoch=1)), Push(plan(epoch=1))),
         (Load(),),
         (WarmUp(),),
@@ -165,12 +165,12 @@ def test_epochs_grow_beyond_what_any_agent_has_seen() -> None:
     assert state.epoch == 31
     state, _ = run(ChunksPushed(31), WorkersLoaded(31), WarmedUp(31), DeploymentLost(31, LOST), state=state)
     assert (state.epoch, state.last_epoch) == (None, 31)
-    state, _ = run(DevicesSettled(()), DevicesProfiled(""), PlanMade(plan(), last_epoch=3), state=state)
+    state, _ = run(DevicesSettled(()), DevicesProfiled((), ""), PlanMade(plan(), last_epoch=3), state=state)
     assert state.epoch == 32
 
 
 def test_an_event_of_an_earlier_deployment_changes_nothing() -> None:
-    serving, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), DevicesSettled(()), DevicesProfiled(""))
+    serving, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), DevicesSettled(()), DevicesProfiled((), ""))
     for event in (DeploymentLost(1, LOST), WarmedUp(1), BetterPlanMade(plan(), 1, 0)):
         assert step(serving, event, 99.0) == (serving, ())
 
@@ -213,7 +213,7 @@ def test_hours_of_the_same_failure_are_one_move_of_the_history() -> None:
 
 
 def test_the_history_is_bounded() -> None:
-    again = (DeploymentLost, DevicesSettled(()), DevicesProfiled(""), PlanMade(plan(), 0))
+    again = (DeploymentLost, DevicesSettled(()), DevicesProfiled((), ""), PlanMade(plan(), 0))
     state, _ = run(*UP_TO_SERVING)
     for _ in range(30):
         epoch = state.epoch
@@ -234,7 +234,7 @@ EVENTS = st.one_of(
     st.builds(PlanRestored, EPOCHS),
     st.just(PlanSetAside("gone")),
     st.just(DevicesSettled(("a", "b"))),
-    st.just(DevicesProfiled("cluster")),
+    st.just(DevicesProfiled(("a",), "cluster")),
     st.builds(PlanMade, PLANS, EPOCHS),
     st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
     st.builds(DeploymentLost, EPOCHS, ERRORS),
@@ -252,7 +252,7 @@ def reports(state: Lifecycle) -> list[Event]:
     epoch = state.epoch or 0
     return {
         "settling": [PlanRestored(0)] if state.saved else [DevicesSettled(("a",))],
-        "profiling": [DevicesProfiled("cluster")],
+        "profiling": [DevicesProfiled(("a",), "cluster")],
         "planning": [PlanMade(plan("new"), 0)],
         "pushing": [ChunksPushed(epoch)],
         "loading": [WorkersLoaded(epoch)],
