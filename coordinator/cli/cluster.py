@@ -17,7 +17,7 @@ from coordinator.devices.registry import Device
 from coordinator.plan.limits import require_known
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import Model, allowed
-from coordinator.serve.state import GraphGoal, ServingGoal
+from coordinator.serve.state import Goal, TransformerGoal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
@@ -48,7 +48,7 @@ class LiveCluster:
 
 @asynccontextmanager
 async def live_cluster(
-    goal: ServingGoal,
+    goal: TransformerGoal,
     model: Model,
     reach: Reach,
     settings: CoordinatorSettings,
@@ -65,7 +65,7 @@ async def live_cluster(
 
 @asynccontextmanager
 async def reached(
-    goal: ServingGoal | GraphGoal,
+    goal: Goal,
     reach: Reach,
     settings: CoordinatorSettings,
     lease_name: str | None = None,
@@ -100,7 +100,7 @@ async def reached(
         yield fleet, profiler, chosen
 
 
-def check_names(goal: ServingGoal | GraphGoal, devices: list[Device] | list[DeviceProfile]) -> None:
+def check_names(goal: Goal, devices: list[Device] | list[DeviceProfile]) -> None:
     """Raise BadSetting for a limit or an exclusion of a device that is not there: it was probably mistyped."""
     require_known("--limit", [limit.device for limit in goal.limits], devices)
     require_known("--exclude", goal.exclude, devices)
@@ -126,7 +126,7 @@ def _shape(spec: ModelSpec) -> tuple[object, ...]:
     return (*layer, spec.causal, spec.gated, spec.weights)
 
 
-def load_cluster(path: Path, goal: ServingGoal, model: Model) -> ClusterProfile:
+def load_cluster(path: Path, goal: TransformerGoal, model: Model) -> ClusterProfile:
     """A profile that `--save-profile` wrote, less the excluded devices. Raises BadSetting."""
 
     def bad(reason: str) -> BadSetting:

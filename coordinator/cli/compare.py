@@ -16,7 +16,7 @@ from coordinator.plan.transformer.explain import best_of_each_strategy, options
 from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import Model, plan_request
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.units import format_seconds
 
@@ -47,7 +47,7 @@ def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def compare(
-    goal: ServingGoal, model: Model, reach: Reach, settings: CoordinatorSettings, rounds: int
+    goal: TransformerGoal, model: Model, reach: Reach, settings: CoordinatorSettings, rounds: int
 ) -> list[Comparison]:
     """Plan, and run the chosen plan and the best one of each other strategy."""
     comparer = Comparer(lambda line: err.print(line, soft_wrap=True))

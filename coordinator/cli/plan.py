@@ -24,7 +24,7 @@ from coordinator.plan.transformer.explain import option_as_json, options, why_wo
 from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.serve.config import load_settings
 from coordinator.serve.goal import Model, open_model, plan_request
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
 from hearth.plan.model_spec import WeightFormat
@@ -86,7 +86,7 @@ def goal_of(
     context: int | None = None,
     sequences: int | None = None,
     weights: str = "float32",
-) -> ServingGoal:
+) -> TransformerGoal:
     """The user's wishes, checked. Raises BadSetting."""
     for option, value, allowed in (
         ("--strategy", strategy, ("auto", *STRATEGIES)),
@@ -96,7 +96,7 @@ def goal_of(
     ):
         if value not in allowed:
             raise BadSetting(setting=option, reason=f"'{value}' is none of {', '.join(allowed)}")
-    return ServingGoal.model_validate(
+    return TransformerGoal.model_validate(
         {
             "model_dir": str(model.resolve()),
             "strategy": strategy,
@@ -243,7 +243,7 @@ def plan(
     _print(made, request, explain)
 
 
-async def _measure(goal: ServingGoal, model: Model, reach: Reach) -> ClusterProfile:
+async def _measure(goal: TransformerGoal, model: Model, reach: Reach) -> ClusterProfile:
     async with live_cluster(goal, model, reach, load_settings({})) as live:
         return live.profile
 

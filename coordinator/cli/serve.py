@@ -18,7 +18,7 @@ from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences
 from coordinator.models.graph_file import kind_of
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
-from coordinator.serve.state import GraphGoal, ServingGoal
+from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan, BadSetting
 from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
@@ -101,7 +101,7 @@ def serve(
         ):
             if given:
                 raise BadSetting(setting=option, reason="it needs the MODEL that it is for")
-    goal: ServingGoal | GraphGoal | None = None
+    goal: Goal | None = None
     if model is not None and kind_of(model) != "transformer":
         refuse(
             {

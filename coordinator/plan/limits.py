@@ -8,7 +8,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hearth.errors import BadSetting
-from hearth.plan.plan import Plan, TransformerPlan
+from hearth.plan.plan import Plan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes, parse_bytes
 
@@ -25,8 +25,13 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
+class Budgeted(Named, Protocol):
+    @property
+    def budget_bytes(self) -> int: ...
+
+
 class MemoryLimit(BaseModel):
-    """At most so much memory of one device: bytes, or a share of what its agent offers."""
+    """A cap on the memory of one device: bytes, or a share of what its agent offers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -68,44 +73,34 @@ def parse_limit(text: str) -> MemoryLimit:
         raise BadSetting(setting=f"--limit {device}", reason=str(error)) from None
 
 
-def memory_caps(
-    cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: TransformerPlan | None = None
-) -> dict[str, int]:
-    """Most that each limited device may hold, by id.
+def budgets(devices: Iterable[Budgeted], limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> dict[str, int]:
+    """Bytes of each device, by id, that a new plan may use under the user's limits.
 
-    While a plan is deployed, a device offers less by what its worker holds; a share is of both. It is also no more
-    than it was for that plan, since an agent with a limit of its own offers the same whatever is held.
+    What the worker of the `deployed` plan holds will be free, up to the budget which that plan was made for: an agent with
+    a limit of its own offers the same whatever is held. A share is of all that is offered when nothing runs, but no more
+    than it was for that plan.
     """
-    held = {device.device_id: device for device in deployed.devices} if deployed else {}
-    caps: dict[str, int] = {}
-    for device in cluster.devices:
+    planned = {device.device_id: device for device in deployed.devices} if deployed else {}
+    found: dict[str, int] = {}
+    for device in devices:
+        held, budget = planned.get(device.device_id), device.budget_bytes
+        everything = budget + (held.memory.total if held is not None else 0)
+        if held is not None:
+            budget = max(budget, min(held.budget_bytes, everything))
         for limit in limits:
-            if limit.device not in (device.name, device.device_id):
-                continue
-            cap = limit.of(device.budget_bytes)
-            if limit.num_bytes is not None:
-                cap = limit.num_bytes
-            elif device.device_id in held:
-                planned = held[device.device_id]
-                cap = min(limit.of(device.budget_bytes + planned.memory.total), planned.budget_bytes)
-            caps[device.device_id] = min(cap, caps.get(device.device_id, cap))
-    return caps
+            if limit.device in (device.name, device.device_id):
+                budget = min(budget, limit.of(everything))
+                if held is not None and limit.percent is not None:
+                    budget = min(budget, held.budget_bytes)
+        found[device.device_id] = budget
+    return found
 
 
-def capped(cluster: ClusterProfile, caps: Mapping[str, int]) -> ClusterProfile:
-    """The same cluster with no budget above its cap."""
-    devices = tuple(
-        device.model_copy(
-            update={"budget_bytes": min(device.budget_bytes, caps.get(device.device_id, device.budget_bytes))}
-        )
-        for device in cluster.devices
-    )
-    return cluster.model_copy(update={"devices": devices})
-
-
-def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit]) -> ClusterProfile:
-    """The cluster as the user lets it be used."""
-    return capped(cluster, memory_caps(cluster, limits))
+def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> ClusterProfile:
+    """The cluster with the budgets of `budgets`."""
+    of = budgets(cluster.devices, limits, deployed)
+    devices = (device.model_copy(update={"budget_bytes": of[device.device_id]}) for device in cluster.devices)
+    return cluster.model_copy(update={"devices": tuple(devices)})
 
 
 def breach(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import ClusterProfile
 
 BASELINE_STEPS = 5  # counted steps that say what is normal for this plan on these devices
 SUSTAINED_STEPS = 5  # counted steps in a row for which a drift must last: a household is busy for seconds now and then
@@ -178,20 +177,3 @@ def explain(reasons: Reasons, names: Mapping[str, str]) -> str:
 def pays(new_seconds: float, old_seconds: float) -> bool:
     """Whether a step of the new plan is enough faster than one of the old plan, both priced under one profile."""
     return new_seconds <= (1 - MIN_GAIN) * old_seconds
-
-
-def with_held_memory(cluster: ClusterProfile, plan: TransformerPlan) -> ClusterProfile:
-    """The cluster as it will be once `plan`, which is deployed, has been taken down.
-
-    A device reports what is free beside its worker. What the worker gives back counts too, but no more than what the
-    device offered when `plan` was made: the user's limit may be below what is free.
-    """
-    planned = {device.device_id: device for device in plan.devices}
-    devices = []
-    for device in cluster.devices:
-        if device.device_id in planned:
-            held = planned[device.device_id]
-            returned = min(held.budget_bytes, device.budget_bytes + held.memory.total)
-            device = device.model_copy(update={"budget_bytes": max(device.budget_bytes, returned)})
-        devices.append(device)
-    return cluster.model_copy(update={"devices": tuple(devices)})

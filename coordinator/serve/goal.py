@@ -12,13 +12,12 @@ from coordinator.models.checkpoint.sentence import read_pooling
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.limits import Named, capped, memory_caps
+from coordinator.plan.limits import Named, with_limits
 from coordinator.plan.transformer.make import GenerationRequest, PlanRequest
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES
-from coordinator.serve.drift import with_held_memory
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.sentences import SentenceTokenizer
-from coordinator.serve.state import GraphGoal, ServingGoal
+from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Values
@@ -42,7 +41,7 @@ class Model:
     generation: GenerationRequest | None = None  # for decoders
 
 
-def open_model(goal: ServingGoal) -> Model:
+def open_model(goal: TransformerGoal) -> Model:
     """Read config and tokenizer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
     directory = Path(goal.model_dir)
     spec = read_spec(directory).model_copy(update={"weights": goal.weights})
@@ -60,7 +59,7 @@ def _tokenizer(directory: Path, spec: ModelSpec) -> SentenceTokenizer | TextToke
     return TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
 
 
-def _generation(goal: ServingGoal, spec: ModelSpec) -> GenerationRequest | None:
+def _generation(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:
     if not spec.causal:
         for option, value in (("--context", goal.context), ("--sequences", goal.sequences)):
             if value is not None:
@@ -72,7 +71,7 @@ def _generation(goal: ServingGoal, spec: ModelSpec) -> GenerationRequest | None:
     return GenerationRequest(context, goal.sequences or DEFAULT_SEQUENCES)
 
 
-def allowed(goal: ServingGoal | GraphGoal, devices: Iterable[_D]) -> list[_D]:
+def allowed(goal: Goal, devices: Iterable[_D]) -> list[_D]:
     """The devices that the user does not exclude."""
     excluded = set(goal.exclude)
     return [device for device in devices if not {device.name, device.device_id} & excluded]
@@ -87,7 +86,7 @@ def suits(plan: TransformerPlan, model: Model) -> bool:
 
 
 def plan_request(
-    goal: ServingGoal,
+    goal: TransformerGoal,
     model: Model,
     cluster: ClusterProfile,
     values: Values | None = None,
@@ -97,13 +96,10 @@ def plan_request(
 
     `values` is the format that an accuracy budget chose.
     """
-    caps = memory_caps(cluster, goal.limits, deployed)
-    if deployed is not None:
-        cluster = with_held_memory(cluster, deployed)
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
     return PlanRequest(
         model.spec,
-        capped(cluster, caps),
+        with_limits(cluster, goal.limits, deployed),
         model.seq_len,
         wire,
         goal.strategy,

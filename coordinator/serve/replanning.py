@@ -17,7 +17,7 @@ from coordinator.plan.transformer.make import make_plan
 from coordinator.plan.transformer.request import price
 from coordinator.serve.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays
 from coordinator.serve.goal import Model, allowed, plan_request
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from hearth.errors import DeviceLost, HearthError, InternalError
 from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
@@ -33,7 +33,7 @@ _LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long for the links of tw
 class Served:
     """What runs now, and may be replaced by a better plan."""
 
-    goal: ServingGoal
+    goal: TransformerGoal
     model: Model
     deployment: Deployment
     monitor: DriftMonitor

@@ -21,14 +21,14 @@ from coordinator.devices.registry import Device, by_name
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.graph import GraphServer
-from coordinator.serve.state import GraphGoal, ServingGoal, StateFile
+from coordinator.serve.state import Goal, GraphGoal, StateFile
 from coordinator.serve.transformer import Answer, Server
 from hearth.errors import AppRevoked, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan, is_graph_plan, is_transformer_plan
 from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
-from hearth.protocol import PROTOCOL_VERSION
+from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     AddApp,
@@ -90,7 +90,7 @@ class Service:
         self._report = report
         self._progress = progress
 
-    async def run(self, goal: ServingGoal | GraphGoal | None, plan: Plan | None = None) -> None:
+    async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve until SIGTERM or SIGINT; without a goal, what was served last. Raises NotServing when that is nothing,
         what `Server.start` raises, PortInUse."""
         stop = asyncio.Event()
@@ -99,8 +99,8 @@ class Service:
             loop.add_signal_handler(number, stop.set)
         notifier = Notifier(os.environ)
         if goal is None:
-            saved = StateFile(self._settings.state_dir).load()
-            goal, plan = saved.goal, saved.plan
+            saved = StateFile(self._settings.state_dir).load().deployments.get(DEFAULT_DEPLOYMENT)
+            goal, plan = (saved.goal, saved.plan) if saved is not None else (None, None)
         if goal is None:
             raise NotServing(state="nothing was served here before")
         self._start(goal, plan)
@@ -145,7 +145,7 @@ class Service:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    def _start(self, goal: ServingGoal | GraphGoal, plan: Plan | None) -> None:
+    def _start(self, goal: Goal, plan: Plan | None) -> None:
         """Serve what kind of model it is. A plan of the other kind is for something else, and is left aside."""
         if isinstance(goal, GraphGoal):
             graphs = self._served = GraphServer(self._settings, self._fleet, self._report, self._progress)

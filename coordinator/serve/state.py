@@ -1,12 +1,12 @@
-"""What must survive a power cut: the model that was served, its plan, and the newest epoch. One JSON file."""
+"""What must survive a power cut: the models that were served, their plans, and the newest epoch. One JSON file."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from coordinator.plan.limits import MemoryLimit
 from hearth.files import write_atomically
@@ -15,15 +15,25 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrated
 from hearth.plan.transformer import Strategy
+from hearth.protocol import DEFAULT_DEPLOYMENT
 
 log = logging.getLogger(__name__)
 
 
-class ServingGoal(BaseModel):
-    """What the user asked to be served."""
+class _Goal(BaseModel):
+    """What the user asked to be served, as far as it is the same for every kind of model."""
 
     model_config = ConfigDict(frozen=True)
 
+    wire: WireFormat = WireFormat()
+    exclude: tuple[str, ...] = ()  # devices, by name or id
+    limits: tuple[MemoryLimit, ...] = ()
+    # The user gave the plan: no better one takes its place while its devices are there.
+    keep_plan: bool = False
+
+
+class TransformerGoal(_Goal):
+    kind: Literal["transformer"] = "transformer"
     model_dir: str
     strategy: Strategy | Literal["auto"] = "auto"
     seq_len: int | None = None
@@ -31,53 +41,69 @@ class ServingGoal(BaseModel):
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
     weights: WeightFormat = "float32"  # of matrices in the devices' memory
-    wire: WireFormat = WireFormat()
-    exclude: tuple[str, ...] = ()
-    limits: tuple[MemoryLimit, ...] = ()
     # Relative error that lossy activations may cause; None: they travel as `wire` says.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    # The user gave the plan: no better one takes its place while its devices are there.
-    keep_plan: bool = False
 
     @property
     def path(self) -> str:
         return self.model_dir
 
 
-class GraphGoal(BaseModel):
-    """What the user asked to be served, where that is a graph of operators."""
+class GraphGoal(_Goal):
+    """Of a graph of operators."""
 
-    model_config = ConfigDict(frozen=True)
-
-    kind: Literal["graph"]
+    kind: Literal["graph"] = "graph"
     model_file: str  # ONNX
     dims: dict[str, int] = {}  # of dynamic dimensions, by name
     objective: Objective = "latency"
     strategy: str = "auto"
     congestion: bool = True
     time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # of the search for a plan
-    wire: WireFormat = WireFormat()
-    exclude: tuple[str, ...] = ()
-    limits: tuple[MemoryLimit, ...] = ()
-    keep_plan: bool = False  # the user gave it
 
     @property
     def path(self) -> str:
         return self.model_file
 
 
-class SavedState(BaseModel):
+Goal: TypeAlias = TransformerGoal | GraphGoal
+
+
+class SavedDeployment(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    goal: ServingGoal | GraphGoal | None = None
+    goal: Annotated[Goal, Field(discriminator="kind")]
     plan: Plan | None = None
-    last_epoch: int = 0
+
+    @field_validator("goal", mode="before")
+    @classmethod
+    def _of_some_kind(cls, goal: Any) -> Any:
+        """In version 1 only goals of graphs named their kind."""
+        return {"kind": "transformer", **goal} if isinstance(goal, dict) else goal
 
     @field_validator("plan", mode="before")
     @classmethod
     def _migrated(cls, plan: Any) -> Any:
-        """A state file of before the upgrade has a plan of version 1."""
+        """Version 1 has plans of version 1."""
         return migrated(plan)
+
+
+class SavedState(BaseModel):
+    """`deployments` by name."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[2] = 2
+    deployments: dict[str, SavedDeployment] = {}
+    last_epoch: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_version_1(cls, saved: Any) -> Any:
+        """Version 1 had one deployment, without a name."""
+        if not isinstance(saved, dict) or "version" in saved or "deployments" in saved:
+            return saved
+        deployments = {DEFAULT_DEPLOYMENT: saved} if saved.get("goal") is not None else {}
+        return {"deployments": deployments, "last_epoch": saved.get("last_epoch", 0)}
 
 
 class StateFile:
@@ -97,5 +123,9 @@ class StateFile:
             self._path.replace(aside)
             return SavedState()
 
-    def save(self, state: SavedState) -> None:
+    def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:
+        """Write one deployment; others stay as they are."""
+        state = self.load()
+        deployments = {**state.deployments, name: deployment}
+        state = SavedState(deployments=deployments, last_epoch=max(state.last_epoch, last_epoch))
         write_atomically(self._path, state.model_dump_json(indent=1))

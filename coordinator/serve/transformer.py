@@ -26,7 +26,7 @@ from coordinator.serve.generation import Generations, TextModel, warm_up
 from coordinator.serve.goal import Model, open_model, plan_request, suits
 from coordinator.serve.replanning import Replanner, Served, failure_of
 from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from coordinator.serve.upkeep import Upkeep
 from hearth.errors import (
     BadRequest,
@@ -58,7 +58,7 @@ class Answer:
     traces: tuple[DeviceTrace, ...] = ()
 
 
-class Server(Upkeep[ServingGoal, TransformerPlan, Deployment]):
+class Server(Upkeep[TransformerGoal, TransformerPlan, Deployment]):
     """Of transformers. An encoder runs one step at a time."""
 
     def __init__(
@@ -230,7 +230,7 @@ class Server(Upkeep[ServingGoal, TransformerPlan, Deployment]):
 
     # ---- deployment -----------------------------------------------------------------------------------------------
 
-    def _open(self, goal: ServingGoal) -> None:
+    def _open(self, goal: TransformerGoal) -> None:
         self._model = open_model(goal)
         if self._model.spec.causal:
             if goal.accuracy_budget is not None:
@@ -251,7 +251,7 @@ class Server(Upkeep[ServingGoal, TransformerPlan, Deployment]):
     async def _before_deploying(self) -> None:
         await self._replanner.stop()
 
-    async def _make_plan(self, goal: ServingGoal, devices: Sequence[Device]) -> TransformerPlan:
+    async def _make_plan(self, goal: TransformerGoal, devices: Sequence[Device]) -> TransformerPlan:
         model = self._require_model()
         self._set_state(f"profiling {len(devices)} devices")
         cluster = await self.profiler.cluster(devices, model.spec, model.seq_len)

@@ -20,16 +20,17 @@ from coordinator.plan.limits import breach, unknown_names
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import allowed
 from coordinator.serve.replanning import failure_of
-from coordinator.serve.state import GraphGoal, SavedState, ServingGoal, StateFile
+from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal
 from hearth.errors import DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.asyncio_tools import within
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import WireStats
 
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # after a restart, for the devices of the last plan
 _RETRY_SECONDS = 2.0
 
-_G = TypeVar("_G", ServingGoal, GraphGoal)
+_G = TypeVar("_G", TransformerGoal, GraphGoal)
 _P = TypeVar("_P", TransformerPlan, GraphPlan)
 _D = TypeVar("_D", bound=Workers)
 
@@ -131,7 +132,7 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
         self._open(goal)
         self.goal = goal
         self._restored = plan
-        self._file.save(SavedState(goal=goal, plan=plan, last_epoch=self._last_epoch))
+        self._file.save(DEFAULT_DEPLOYMENT, SavedDeployment(goal=goal, plan=plan), self._last_epoch)
         self._stale.set()
 
     def device_changed(self, device: Device) -> None:
@@ -221,7 +222,7 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
         plan = await self._choose_plan(self.goal)
         self._last_epoch = max(self._last_epoch, self._fleet.last_epoch) + 1
         plan = plan.with_epoch(self._last_epoch)
-        self._file.save(SavedState(goal=self.goal, plan=plan, last_epoch=self._last_epoch))
+        self._file.save(DEFAULT_DEPLOYMENT, SavedDeployment(goal=self.goal, plan=plan), self._last_epoch)
         deployment = self._deploying(plan)
         self._deployment, self.plan = deployment, plan
         await self._bring_up(deployment)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.plan.limits import MemoryLimit
+from coordinator.plan.limits import MemoryLimit, budgets
+from hearth.plan.plan import Plan
 from hearth.plan.profile import WireCost
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -54,10 +55,7 @@ class GraphCluster:
         return replace(self, devices=devices)
 
 
-def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit]) -> GraphCluster:
-    """The cluster as the user lets it be used."""
-    devices = []
-    for device in cluster.devices:
-        caps = [limit.of(device.budget_bytes) for limit in limits if limit.device in (device.name, device.device_id)]
-        devices.append(replace(device, budget_bytes=min([device.budget_bytes, *caps])))
-    return replace(cluster, devices=tuple(devices))
+def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:
+    """The cluster with the budgets of `coordinator.plan.limits.budgets`."""
+    of = budgets(cluster.devices, limits, deployed)
+    return replace(cluster, devices=tuple(replace(each, budget_bytes=of[each.device_id]) for each in cluster.devices))

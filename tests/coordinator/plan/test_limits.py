@@ -12,17 +12,14 @@ from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 from coordinator.plan.limits import (
     MemoryLimit,
     breach,
-    capped,
-    memory_caps,
     parse_limit,
     require_known,
     unknown_names,
     with_limits,
 )
 from coordinator.plan.transformer.make import make_plan as plan_for
-from coordinator.serve.drift import with_held_memory
 from coordinator.serve.goal import Model, plan_request
-from coordinator.serve.state import SavedState, ServingGoal
+from coordinator.serve.state import SavedDeployment, TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.parts import MemoryUse
 from hearth.plan.plan import TransformerPlan
@@ -54,8 +51,8 @@ def test_what_is_no_limit_is_told_with_the_option(text: str) -> None:
 
 
 def test_limits_survive_a_power_cut() -> None:
-    goal = ServingGoal(model_dir="/m", limits=(parse_limit("a=1GiB"), parse_limit("b=50%")))
-    assert SavedState.model_validate_json(SavedState(goal=goal).model_dump_json()).goal == goal
+    goal = TransformerGoal(model_dir="/m", limits=(parse_limit("a=1GiB"), parse_limit("b=50%")))
+    assert SavedDeployment.model_validate_json(SavedDeployment(goal=goal).model_dump_json()).goal == goal
 
 
 limits = st.builds(
@@ -81,7 +78,7 @@ def test_budgets_are_lowered_to_every_limit_and_never_raised(budgets: list[int],
 @settings(max_examples=40)
 @given(st.floats(50, 3000), st.floats(5, 100), st.sampled_from(["auto", "hmp", "sp", "megatron-tp", "local"]))
 def test_no_plan_holds_more_than_a_limit(mebibytes: float, percent: float, strategy: str) -> None:
-    goal = ServingGoal.model_validate(
+    goal = TransformerGoal.model_validate(
         {
             "model_dir": "/m",
             "strategy": strategy,
@@ -125,9 +122,20 @@ def test_a_share_is_of_what_is_offered_once_the_deployed_plan_is_gone(
 ) -> None:
     mega = 1_000_000
     now = cluster([device_profile(index, 1.0, budget_bytes=free * mega) for index in range(2)], 100)
-    plan = deployed(held * mega, planned * mega)
-    after = capped(with_held_memory(now, plan), memory_caps(now, [parse_limit(text)], plan))
+    after = with_limits(now, [parse_limit(text)], deployed(held * mega, planned * mega))
     assert after.devices[0].budget_bytes == expected * mega
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
+def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offered(
+    free: int, offered: int, held: int
+) -> None:
+    now = cluster([device_profile(index, 1.0, budget_bytes=free) for index in range(3)], 100)
+    used, _, other = with_limits(now, [], deployed(held, offered)).devices
+    assert other.budget_bytes == free
+    assert free <= used.budget_bytes <= max(free, offered, free + held)
+    if free + held >= offered >= free:
+        assert used.budget_bytes == offered
 
 
 def test_a_plan_from_elsewhere_is_held_against_the_users_wishes() -> None:

@@ -32,7 +32,7 @@ from coordinator.deploy.transformer import Deployment
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.generation import Deployed, Generations, TextModel, context_tokens, warm_up
 from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from coordinator.serve.transformer import Server
 from hearth.client.answers import Token
 from hearth.client.home import AsyncHome
@@ -655,7 +655,7 @@ async def _all(answers: AsyncGenerator[Any, None]) -> list[Any]:
 def serving(folder: Path, family: str, **goal: Any) -> Server:
     settings = CoordinatorSettings(state_dir=folder / "state")
     server = Server(settings, SimpleNamespace(), lambda line: None)  # type: ignore[arg-type]
-    server.start(ServingGoal(model_dir=str(write_model(folder / "model", family)), **goal))
+    server.start(TransformerGoal(model_dir=str(write_model(folder / "model", family)), **goal))
     return server
 
 

@@ -28,7 +28,7 @@ from coordinator.plan.graph.request import GraphRequest, Planned
 from coordinator.serve import graph as serving
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.graph import GraphServer, Window, arrays_of, check_inputs
-from coordinator.serve.state import GraphGoal, SavedState, StateFile
+from coordinator.serve.state import GraphGoal, StateFile
 from hearth.errors import (
     BadModelFile,
     BadPlan,
@@ -476,7 +476,7 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
             plan = home.plan
-        saved = StateFile(tmp_path / "state").load()
+        saved = StateFile(tmp_path / "state").load().deployments["default"]
         assert isinstance(saved.goal, GraphGoal)
         assert saved.plan == plan
         async with house(tmp_path, graph, monkeypatch, plan=plan) as home:
@@ -491,15 +491,6 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
                 pass
 
     asyncio.run(main())
-
-
-def test_a_saved_state_is_of_one_kind_of_model(tmp_path: Path) -> None:
-    state = SavedState.model_validate({"goal": {"model_dir": "/m"}})
-    assert state.goal is not None
-    assert state.goal.path == "/m"
-    goal = GraphGoal(kind="graph", model_file="/m.onnx", dims={"batch": 2})
-    StateFile(tmp_path).save(SavedState(goal=goal))
-    assert StateFile(tmp_path).load().goal == goal
 
 
 def test_a_graph_without_weights_or_with_nobody_to_serve_it_is_told(tmp_path: Path) -> None:

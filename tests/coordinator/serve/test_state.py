@@ -10,7 +10,7 @@ from support.plans import BERT_LARGE, make_plan
 from typer.testing import CliRunner
 
 from coordinator.serve.config import load_settings
-from coordinator.serve.state import SavedState, ServingGoal, StateFile
+from coordinator.serve.state import GraphGoal, SavedDeployment, SavedState, StateFile, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import is_graph_plan, plan_from_json
 
@@ -20,9 +20,12 @@ runner = CliRunner()
 def test_state_survives_and_damage_is_kept_aside(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
     assert file.load() == SavedState()
-    state = SavedState(goal=ServingGoal(model_dir="/m"), plan=make_plan(BERT_LARGE, "hmp", (1, 1)), last_epoch=7)
-    file.save(state)
-    assert StateFile(tmp_path).load() == state
+    first = SavedDeployment(goal=TransformerGoal(model_dir="/m"), plan=make_plan(BERT_LARGE, "hmp", (1, 1)))
+    second = SavedDeployment(goal=GraphGoal(model_file="/m.onnx", dims={"batch": 2}))
+    file.save("default", first, 7)
+    file.save("other", second, 6)
+    state = StateFile(tmp_path).load()
+    assert state == SavedState(deployments={"default": first, "other": second}, last_epoch=7)
     (tmp_path / "serving.json").write_text('{"goal": 3')
     assert file.load() == SavedState()
     assert (tmp_path / "serving.unreadable").exists()
@@ -34,12 +37,13 @@ def test_the_state_file_of_version_1_is_read_with_its_plan(tmp_path: Path, kind:
     old = json.loads((Path(__file__).parent / "states_v1.json").read_text())[kind]
     (tmp_path / "serving.json").write_text(json.dumps(old))
     state = StateFile(tmp_path).load()
-    assert state.goal is not None
-    assert state.goal.model_dump(mode="json").items() >= old["goal"].items()
+    (deployment,) = state.deployments.values()
+    assert deployment.goal.kind == kind
+    assert deployment.goal.model_dump(mode="json").items() >= old["goal"].items()
     assert state.last_epoch == old["last_epoch"]
-    assert state.plan == plan_from_json(json.dumps(old["plan"]))
-    assert is_graph_plan(state.plan) == (kind == "graph")
-    StateFile(tmp_path).save(state)
+    assert deployment.plan == plan_from_json(json.dumps(old["plan"]))
+    assert is_graph_plan(deployment.plan) == (kind == "graph")
+    StateFile(tmp_path).save("default", deployment, state.last_epoch)
     assert StateFile(tmp_path).load() == state
     assert not (tmp_path / "serving.unreadable").exists()
 

@@ -32,7 +32,7 @@ from coordinator.plan.transformer.request import over_budget
 from coordinator.plan.transformer.shares import Budget, body_of
 from coordinator.serve.goal import open_model, plan_request
 from coordinator.serve.prompts import TextTokenizer
-from coordinator.serve.state import ServingGoal
+from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import largest_remainder
 from hearth.plan.model_spec import ModelSpec
@@ -476,11 +476,11 @@ def test_encoders_are_planned_as_before() -> None:
 def test_a_goal_comes_to_a_context_and_sequences(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     spec = read_spec(model_dir)
-    model = open_model(ServingGoal(model_dir=str(model_dir)))
+    model = open_model(TransformerGoal(model_dir=str(model_dir)))
     assert model.generation == GenerationRequest(min(spec.max_positions, 2048), 4)
     assert model.seq_len == spec.max_positions
     assert model.tokenizer is None
-    asked = ServingGoal(model_dir=str(model_dir), context=8, sequences=2, seq_len=100)
+    asked = TransformerGoal(model_dir=str(model_dir), context=8, sequences=2, seq_len=100)
     model = open_model(asked)
     assert (model.seq_len, model.generation) == (8, GenerationRequest(8, 2))
     home = cluster([device_profile(0, 1.0, spec, 8)], 100)
@@ -490,9 +490,9 @@ def test_a_goal_comes_to_a_context_and_sequences(tmp_path: Path) -> None:
     encoder = write_model(tmp_path / "encoder")
     for option in ("context", "sequences"):
         with pytest.raises(BadSetting, match="generates no text"):
-            open_model(ServingGoal.model_validate({"model_dir": str(encoder), option: 2}))
+            open_model(TransformerGoal.model_validate({"model_dir": str(encoder), option: 2}))
     with pytest.raises(ValidationError):
-        ServingGoal(model_dir="/m", sequences=0)
+        TransformerGoal(model_dir="/m", sequences=0)
 
 
 def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path
     model_dir = write_model(tmp_path / "model", "llama")
     Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(str(model_dir / "tokenizer.json"))
     (model_dir / "modules.json").write_text("[")
-    assert isinstance(open_model(ServingGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
+    assert isinstance(open_model(TransformerGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
 
 
 # ---- for people -----------------------------------------------------------------------------------------------------
