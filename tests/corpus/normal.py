@@ -111,12 +111,52 @@ def _answer_v1(printed: Json) -> Json:
     return {name: printed[name] for name in names}
 
 
+# ---- version 2 --------------------------------------------------------------------------------------------------------
+
+
+def transformer_plan_v2(printed: Json) -> Json:
+    """The body of version 2 has the step's length and the limits of a generation, and only the fields of its kind."""
+    body, predicted = printed["body"], printed["predicted"]
+    generation = body["generation"] and body["generation"] | {"decode_seconds": predicted["decode_seconds"]}
+    as_v1 = printed | {
+        "body": body | {"strategy": body.get("strategy", body["kind"])},
+        "seq_len": body["seq_len"],
+        "generation": generation,
+        "predicted": {
+            "total_seconds": predicted["latency_seconds"],
+            "compute_seconds": predicted["compute_seconds"],
+            "transfer_seconds": predicted["transfer_seconds"],
+        },
+    }
+    return transformer_plan_v1(as_v1)
+
+
+def graph_plan_v2(printed: Json) -> Json:
+    plan = printed["plan"]
+    model, body, predicted = plan["model"], plan["body"], plan["predicted"]
+    as_v1 = plan | {
+        "objective": body["objective"],
+        "segments": body["segments"],
+        "model": model["name"],
+        "model_hash": model["sha256"],
+        "inputs": model["inputs"],
+        "outputs": model["outputs"],
+        "predicted": {
+            name: predicted[name]
+            for name in ("latency_seconds", "bottleneck_seconds", "bound_seconds", "proven_optimal")
+        },
+    }
+    return graph_plan_v1(printed | {"plan": as_v1})
+
+
 # ---- by version -------------------------------------------------------------------------------------------------------
 
-# By kind and version. Where version 2 prints another envelope, its functions go here, with the same normal form.
+# By kind and version.
 NORMALISERS: dict[tuple[str, int], Callable[[Json], Json]] = {
     ("transformer", 1): transformer_plan_v1,
     ("graph", 1): graph_plan_v1,
+    ("transformer", 2): transformer_plan_v2,
+    ("graph", 2): graph_plan_v2,
     ("instance", 1): instance_plan_v1,
 }
 
