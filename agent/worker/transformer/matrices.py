@@ -18,6 +18,7 @@ from hearth.errors import StepFailed, UnsupportedWeights
 from hearth.plan.model_spec import INT4_DEVICES, WeightFormat
 
 _FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
+_INT8_KERNEL_INPUTS = 32  # torch 2.13's kernel on x86 reads its inputs in groups of this size
 _FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 65504
 _GROUP = 32  # inputs that share a scale in int4; every shard's grains end on such a border
 _PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
@@ -289,11 +290,17 @@ class Int8(_Quantised):
     def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x = x_sk.to(self._scales.dtype)
         values = self._values
-        if x.shape[0] <= _FEW_ROWS and values.is_contiguous() and values.numel() and values.device.type == "cpu":
+        if x.shape[0] <= _FEW_ROWS and self._suits_kernel():
             y = torch._weight_int8pack_mm(x, values, self._scales)
         else:
             y = F.linear(x, values.to(x.dtype)) * self._scales
         return _finished(y.to(x_sk.dtype), bias_n, out)
+
+    def _suits_kernel(self) -> bool:
+        """Whether torch's int8 kernel may run: with another number of inputs it reads past the end of the weights."""
+        values = self._values
+        whole: bool = values.numel() > 0 and values.shape[1] % _INT8_KERNEL_INPUTS == 0
+        return whole and values.is_contiguous() and values.device.type == "cpu"
 
 
 class Int4(_Quantised):

@@ -65,6 +65,18 @@ def test_views_multiply_as_their_part(weights: WeightFormat) -> None:
     assert not matrix.columns(slice(0, 0)).times(x[:, :0]).any()
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
+@pytest.mark.parametrize("num_inputs", [44, 100, 300])
+def test_int8_is_right_for_any_number_of_inputs(num_inputs: int, num_rows: int) -> None:
+    """torch's kernel crashes or returns NaN where the inputs are no multiple of 32, as in an uneven share of an MLP."""
+    torch.manual_seed(num_inputs)
+    weight, x = torch.randn(96, num_inputs) * 0.1, torch.randn(num_rows, num_inputs)
+    expected = x @ weight.t()
+    matrix = empty_matrix(*weight.shape, "int8", CPU)
+    matrix.fill(ALL, ALL, weight)
+    assert (matrix.times(x) - expected).norm() <= ERRORS["int8"] * expected.norm()
+
+
 def test_memory_is_what_the_format_says() -> None:
     sizes = {weights: sum(t.nbytes for t in empty_matrix(64, 1024, weights, CPU).tensors) for weights in ERRORS}
     assert sizes == {
