@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 
-from hearth.plan.parts import Values, WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.profile import WireCost
+from hearth.plan.value_formats import VALUE_NAMES, Values
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Casts, Codec
@@ -27,9 +28,7 @@ def wire_cost(per_second: float, casts: Casts) -> WireCost:
         encrypted_seconds_per_byte=encrypted / per_second,
         plain_seconds_per_byte=plain / per_second,
         seconds_per_message=per_message / per_second,
-        convert_seconds_per_value={
-            values: _convert_cost(values, casts) / per_second for values in ("exact", "bf16", "fp16", "int8")
-        },
+        convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_NAMES},
     )
 
 

@@ -13,6 +13,7 @@ from coordinator.plan.graph.request import DEFAULT_SECONDS, LATENCY, THROUGHPUT,
 from coordinator.plan.limits import parse_limit
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
+from hearth.plan.value_formats import VALUE_NAMES
 
 ObjectiveOption = Annotated[
     Optional[str],  # noqa: UP045 (typer reads the annotation on Python 3.10)
@@ -59,7 +60,7 @@ def graph_goal_of(
     """The user's wishes, checked. Raises BadSetting."""
     check_strategy(strategy, objective or "latency")
     for option, value, allowed in (
-        ("--wire", wire, ("exact", "bf16", "fp16", "int8")),
+        ("--wire", wire, VALUE_NAMES),
         ("--lz4", lz4, ("auto", "on", "off")),
     ):
         if value not in allowed:

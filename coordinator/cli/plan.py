@@ -32,6 +32,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import STRATEGIES
+from hearth.plan.value_formats import VALUE_NAMES
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace
 
@@ -60,7 +61,7 @@ Sequences = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(help="How many of such a context are to have room at once. Default: 4.", min=1, max=4096),
 ]
-Wire = Annotated[str, typer.Option(help="Activations on the wire: exact, bf16, fp16 or int8.", metavar="FORMAT")]
+Wire = Annotated[str, typer.Option(help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")]
 Weights = Annotated[
     str, typer.Option(help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT")
 ]
@@ -90,7 +91,7 @@ def goal_of(
     """The user's wishes, checked. Raises BadSetting."""
     for option, value, allowed in (
         ("--strategy", strategy, ("auto", *STRATEGIES)),
-        ("--wire", wire, ("exact", "bf16", "fp16", "int8")),
+        ("--wire", wire, VALUE_NAMES),
         ("--lz4", lz4, ("auto", "on", "off")),
         ("--weights", weights, get_args(WeightFormat)),
     ):

@@ -16,9 +16,9 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadMessage
-from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import Link
+from hearth.plan.value_formats import Values
 from hearth.trace import shift_to_common_clock
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 from hearth.platform.units import format_seconds
 
 if TYPE_CHECKING:

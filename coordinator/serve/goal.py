@@ -20,9 +20,9 @@ from coordinator.serve.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
+from hearth.plan.value_formats import Values
 
 DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
 DEFAULT_CONTEXT = 2048  # as much; what more is promised is held in memory on every device

@@ -19,8 +19,8 @@ from coordinator.serve.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch,
 from coordinator.serve.goal import Model, allowed, plan_request
 from coordinator.serve.state import TransformerGoal
 from hearth.errors import DeviceLost, HearthError, InternalError
-from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import Values
 from hearth.platform.units import format_seconds
 
 log = logging.getLogger(__name__)

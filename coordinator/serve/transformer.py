@@ -37,8 +37,8 @@ from hearth.errors import (
     QueueFull,
     TextTooLong,
 )
-from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import Values
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import ChunkRef, DeviceTrace, Generate, TextEnded, TextGenerated
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 
 Objective = Literal["latency", "throughput"]
 

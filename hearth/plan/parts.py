@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Values = Literal["exact", "bf16", "fp16", "int8"]
+from hearth.plan.value_formats import Values
+
 # A wait for a peer may take this many times the predicted duration of the whole step or request ...
 _TIMEOUT_FACTOR = 20.0
 # ... and at least this long: the prediction knows nothing of background load, and heartbeats detect lost devices.

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 
 ShareStrategy = Literal["local", "megatron-tp", "sp", "hmp"]
 Strategy = Literal[ShareStrategy, "pipeline"]

@@ -8,14 +8,14 @@ transfer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from enum import IntEnum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hearth.errors import BadMessage
 from hearth.plan.parts import WireFormat
+from hearth.plan.value_formats import BF16, EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, Values
 from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 
@@ -25,23 +25,6 @@ SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
 SAMPLE_EVERY = 64  # tiles of one kind, after the first
 _COMPUTE_COUNTS = 3.0  # measured: at 1, lz4 made four devices at 270 Mbit/s a quarter slower in fp16
 _LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output: one more step of a match length
-
-
-class ValueFormat(IntEnum):
-    """How values stand on the wire; the numbers are part of the protocol."""
-
-    EXACT = 0
-    BF16 = 1
-    FP16 = 2
-    INT8 = 3
-
-
-_FORMATS = {
-    "exact": ValueFormat.EXACT,
-    "bf16": ValueFormat.BF16,
-    "fp16": ValueFormat.FP16,
-    "int8": ValueFormat.INT8,
-}
 
 
 class Casts(Protocol):
@@ -128,7 +111,7 @@ class Codec:
         if wire.lz4 != "off":
             import lz4.block  # noqa: F401  # now: the first sample must not time the import
         self._wire = wire
-        self._values = _FORMATS[wire.values]
+        self._values = VALUE_FORMATS[wire.values]
         self._lz4 = wire.lz4
         self._link_bytes_per_second = link_bytes_per_second
         self._clock = clock
@@ -148,11 +131,11 @@ class Codec:
 
     @property
     def is_lossy(self) -> bool:
-        return self._values is not ValueFormat.EXACT
+        return self._values is not EXACT
 
-    def use(self, values: str | None) -> None:
+    def use(self, values: Values | None) -> None:
         """Send the tiles that follow in this format; None: in the plan's."""
-        self._values = _FORMATS[values or self._wire.values]
+        self._values = VALUE_FORMATS[values or self._wire.values]
 
     def encode(self, kind: str, array: Array, verbatim: bool = False) -> Encoded:
         """Encode an array. `kind` names tensors that compress alike; zero-copy where nothing is converted.
@@ -160,7 +143,7 @@ class Codec:
         `verbatim`: neither converted nor compressed.
         """
         array = np.asarray(array, order="C")  # ascontiguousarray would give a scalar an axis
-        values, planes = _to_wire(array, ValueFormat.EXACT if verbatim else self._values, self._casts)
+        values, planes = _to_wire(array, EXACT if verbatim else self._values, self._casts)
         compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
         if compress:
@@ -220,55 +203,99 @@ def decode(
         else:
             plane = np.frombuffer(memoryview(buffer).toreadonly(), plane_dtype) if size else np.empty(0, plane_dtype)
         planes.append(plane.reshape(plane_shape))
-    return _from_wire(values, planes, dtype, casts)
+    return _CONVERSIONS[values].from_wire(planes, dtype, casts)
 
 
 def wire_layout(
     values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
     """Dtype and shape of each buffer of a tile."""
-    if values is ValueFormat.EXACT:
-        return [(dtype, shape)]
-    if values is ValueFormat.BF16:
-        return [(np.dtype("<u2"), shape)]
-    if values is ValueFormat.FP16:
-        return [(np.dtype("<f2"), shape)]
-    return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
+    return _CONVERSIONS[values].layout(dtype, shape)
 
 
 # ---- value formats --------------------------------------------------------------------------------------------------
 
 
 def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueFormat, list[Array]]:
-    """Convert, or fall back to exact where the format cannot hold the values."""
-    if values is ValueFormat.EXACT or array.dtype != np.float32 or array.ndim == 0:
-        return ValueFormat.EXACT, [array]
-    if values is ValueFormat.BF16:
-        return values, [casts.to_bf16(array)]
-    if values is ValueFormat.FP16:
+    """Convert, or fall back to exact where the format cannot hold the values. Only float32 is ever converted."""
+    if array.dtype == np.float32 and array.ndim > 0:
+        planes = _CONVERSIONS[values].to_wire(array, casts)
+        if planes is not None:
+            return values, planes
+    return EXACT, [array]
+
+
+class _Conversion(Protocol):
+    """How one value format is laid out, made from float32 and read again."""
+
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Dtype and shape of each buffer of a tile."""
+
+    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
+        """The buffers; None where the format cannot hold the values."""
+
+    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+        """The values again."""
+
+
+class _Exact:
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        return [(dtype, shape)]
+
+    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
+        return [array]
+
+    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+        return planes[0]
+
+
+class _Bf16:
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        return [(np.dtype("<u2"), shape)]
+
+    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
+        return [casts.to_bf16(array)]
+
+    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+        return casts.from_bf16(planes[0]).astype(dtype, copy=False)
+
+
+class _Fp16:
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        return [(np.dtype("<f2"), shape)]
+
+    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         half = casts.to_fp16(array)
         # Rounding overflows to infinity: then a finite value exceeded the format, unless it was infinite before.
         if casts.fits_fp16(array) or np.array_equal(np.isinf(half), np.isinf(array)):
-            return values, [half]
-        return ValueFormat.EXACT, [array]
-    largest = np.abs(array).max(axis=-1, initial=0.0)
-    if not np.isfinite(largest).all():
-        return ValueFormat.EXACT, [array]
-    # A subnormal row would overflow in the division; its values are zero to every reader anyway.
-    scale = np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny).astype("<f4")
-    quantised = np.rint(array / scale[..., None])
-    return values, [np.clip(quantised, -127, 127).astype(np.int8), scale]
+            return [half]
+        return None
 
-
-def _from_wire(values: ValueFormat, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
-    if values is ValueFormat.EXACT:
-        return planes[0]
-    if values is ValueFormat.BF16:
-        return casts.from_bf16(planes[0]).astype(dtype, copy=False)
-    if values is ValueFormat.FP16:
+    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
         return casts.from_fp16(planes[0]).astype(dtype, copy=False)
-    with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale may be anything; it harms only its values
-        return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
+
+
+class _Int8:
+    """Each row (last axis) is scaled by its largest absolute value."""
+
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
+
+    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
+        largest = np.abs(array).max(axis=-1, initial=0.0)
+        if not np.isfinite(largest).all():
+            return None
+        # A subnormal row would overflow in the division; its values are zero to every reader anyway.
+        scale = np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny).astype("<f4")
+        quantised = np.rint(array / scale[..., None])
+        return [np.clip(quantised, -127, 127).astype(np.int8), scale]
+
+    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+        with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale may be anything; it harms only its values
+            return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
+
+
+_CONVERSIONS: Mapping[ValueFormat, _Conversion] = {EXACT: _Exact(), BF16: _Bf16(), FP16: _Fp16(), INT8: _Int8()}
 
 
 # ---- shuffle and lz4 ------------------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ import numpy as np
 
 from hearth.errors import BadMessage, FrameTooLarge
 from hearth.plan.phases import Phase
+from hearth.plan.value_formats import EXACT, ValueFormat, format_of
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 from hearth.wire import codec
-from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec, ValueFormat
+from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
 
 TOKEN_BYTES = 16
 MAX_DIMS = 8  # operators of vision models split axes into windows and heads
@@ -68,7 +69,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
     header = _HEADER.pack(
         _VERSION,
         dtype_code,
-        encoded.values | (_COMPRESSED if encoded.compressed else 0),
+        encoded.values.code | (_COMPRESSED if encoded.compressed else 0),
         array.ndim,
         key.phase,
         key.epoch,
@@ -124,7 +125,7 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
         raise BadMessage(reason=f"unknown array header (version {version}, dtype {dtype_code})")
     dtype = _DTYPES[dtype_code]
     shape = _checked_shape(num_dims, dims, dtype)
-    return codec.decode(ValueFormat.EXACT, False, dtype, shape, frames[1:])
+    return codec.decode(EXACT, False, dtype, shape, frames[1:])
 
 
 class TileHeader(NamedTuple):
@@ -161,10 +162,10 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
         raise BadMessage(reason=f"{key.phase.name} tiles are not of {dtype}")
     shape = _checked_shape(num_dims, dims, dtype)
     try:
-        values = ValueFormat(encoding & ~_COMPRESSED)
-    except ValueError:
+        values = format_of(encoding & ~_COMPRESSED)
+    except KeyError:
         raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
-    if values is not ValueFormat.EXACT and (dtype != _DTYPES[0] or not shape):
+    if values is not EXACT and (dtype != _DTYPES[0] or not shape):
         raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
     num_buffers = len(codec.wire_layout(values, dtype, shape))
     if len(frames) != 1 + num_buffers:

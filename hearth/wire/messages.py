@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import GraphPlan, Plan, TransformerPlan
 from hearth.plan.profile import BlockProfile, Link, WireCost
+from hearth.plan.value_formats import Values
 from hearth.protocol import MAX_MESSAGE_BYTES, MAX_PAYLOAD_FRAME_BYTES, MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.validation import first_error
 

@@ -19,7 +19,7 @@ from coordinator.cli.output import err, handles_errors, out
 from coordinator.models.checkpoint.families import read_json
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 from tools.bench import (
     generation,
     graphs_command,

@@ -12,7 +12,7 @@ from rich.status import Status
 from coordinator.models.graph_file import kind_of, open_graph, parse_dims
 from coordinator.plan.graph.request import THROUGHPUT, check_strategy
 from hearth.errors import BadSetting
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 from tools.bench.findings import Finding
 from tools.bench.graphs import GraphsBench
 from tools.bench.graphs_findings import (

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import Values
 from tools.bench.plans import Entry, Lz4, Name, baseline_of, codec_baseline, entries
 from tools.bench.rows import Row, by_setting
 from tools.bench.shapes import Shape

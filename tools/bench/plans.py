@@ -10,9 +10,10 @@ from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.plan.transformer.request import price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values, WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
+from hearth.plan.value_formats import Values
 from hearth.platform.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]

@@ -18,8 +18,8 @@ from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.shard import Shard
 from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_for, spans
-from hearth.plan.parts import Values
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import Values
 from hearth.wire.messages import RunStep, StepDone
 
 

@@ -26,8 +26,8 @@ from coordinator.plan.simulator import (
 )
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import Values
 from hearth.plan.phases import Phase, Work
+from hearth.plan.value_formats import Values
 
 # How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
 _HANDED_OVER = 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from hearth.plan.graph_spec import GraphSpec, Tensor
-from hearth.plan.parts import Values
+from hearth.plan.value_formats import VALUE_FORMATS, Values
 
 _FLOAT_BYTES: Final = 4
 
@@ -20,14 +20,12 @@ def num_converted(tensor: Tensor, values: Values) -> int:
 
 
 def wire_bytes(tensor: Tensor, values: Values) -> int:
-    """As `hearth.wire.codec.wire_layout` lays them out: 16 bits each, or 8 and a scale for each row of the last axis."""
+    """As `hearth.wire.codec.wire_layout` lays them out: by the format's bytes per value and per row."""
     count = num_converted(tensor, values)
     if not count:
         return tensor.num_bytes
-    if values == "int8":
-        rows = count // tensor.shape[-1] if tensor.shape and tensor.shape[-1] else 1
-        return count + rows * _FLOAT_BYTES
-    return 2 * count
+    num_rows = count // tensor.shape[-1] if tensor.shape and tensor.shape[-1] else 1
+    return VALUE_FORMATS[values].num_bytes(count, num_rows)
 
 
 def on_wire(spec: GraphSpec, values: Values) -> GraphSpec:

@@ -13,7 +13,8 @@ from hypothesis.extra import numpy as hnp
 
 from hearth.errors import BadMessage
 from hearth.plan.parts import WireFormat
-from hearth.wire.codec import SAMPLE_EVERY, Codec, ValueFormat, decode, lz4_pays
+from hearth.plan.value_formats import EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat
+from hearth.wire.codec import SAMPLE_EVERY, Codec, decode, lz4_pays
 
 floats = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=9), elements=st.floats(width=32)
@@ -72,11 +73,11 @@ def test_fp16_is_numpys_rounding(array: np.ndarray) -> None:
 def test_fp16_falls_back_per_tile_when_a_value_does_not_fit() -> None:
     link = codec("fp16")
     large = np.array([[1.0, 70000.0]], np.float32)
-    assert link.encode("kind", large).values is ValueFormat.EXACT
+    assert link.encode("kind", large).values is EXACT
     assert np.array_equal(round_trip(link, large), large)
-    assert link.encode("kind", large / 2).values is ValueFormat.FP16
+    assert link.encode("kind", large / 2).values is FP16
     infinite = np.array([[np.inf, 1.0]], np.float32)
-    assert link.encode("kind", infinite).values is ValueFormat.FP16  # infinity itself fits
+    assert link.encode("kind", infinite).values is FP16  # infinity itself fits
 
 
 @given(hnp.arrays(np.float32, (5, 33), elements=st.floats(-1e6, 1e6, width=32)))
@@ -160,10 +161,10 @@ def test_the_first_sample_does_not_time_the_import_of_lz4() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@given(st.binary(max_size=200), st.sampled_from(list(ValueFormat)), st.booleans())
+@given(st.binary(max_size=200), st.sampled_from(list(VALUE_FORMATS.values())), st.booleans())
 def test_any_bytes_decode_or_raise_the_typed_error(data: bytes, values: ValueFormat, compressed: bool) -> None:
     try:
-        result = decode(values, compressed, np.dtype("<f4"), (3, 4), [data, data][: 1 + (values is ValueFormat.INT8)])
+        result = decode(values, compressed, np.dtype("<f4"), (3, 4), [data, data][: 1 + (values is INT8)])
     except BadMessage:
         return
     assert result.shape == (3, 4)

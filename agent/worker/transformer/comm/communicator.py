@@ -24,8 +24,9 @@ from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.value_formats import EXACT, Values
 from hearth.transport.base import Buffer, Received, Transport
-from hearth.wire.codec import Codec, ValueFormat
+from hearth.wire.codec import Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WireStats
 
@@ -143,7 +144,7 @@ class Communicator:
         step: int,
         timeout_seconds: float,
         recorder: Recorder,
-        values: Mapping[int, str] | None = None,
+        values: Mapping[int, Values] | None = None,
         after_failure: bool = True,
         oldest_step: int | None = None,
     ) -> None:
@@ -367,7 +368,7 @@ class Communicator:
         following = rings.forwards_to(self.num_ranks, self.rank, key.tile)
         if following is None:
             return
-        if header.values is ValueFormat.EXACT and self._codecs[following].is_lossy:  # it came by a faster link
+        if header.values is EXACT and self._codecs[following].is_lossy:  # it came by a faster link
             self.send(following, key, decode_body(header, received.frames, _CASTS))
             return
         self._record("send", key, following, received.frames)

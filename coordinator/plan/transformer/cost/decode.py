@@ -14,12 +14,13 @@ from functools import lru_cache
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
-from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
+from coordinator.plan.transformer.cost.step_graph import wire_seconds
 from hearth.plan.geometry import COLUMN_GRAIN
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values, WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from hearth.plan.transformer import Pipeline, TransformerBody
+from hearth.plan.value_formats import BYTES_PER_VALUE, Values
 
 _FEW_VALUES = 16  # of candidates, or of an order: the message costs, not its bytes
 _EVALUATED_LAYERS = 2  # each further one takes as long as the last of them

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from coordinator.plan.simulator import Task, compute_of, sides_of
 from coordinator.plan.transformer.cost.decode import head_bytes
-from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
+from coordinator.plan.transformer.cost.step_graph import wire_seconds
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from hearth.plan.transformer import Pipeline
+from hearth.plan.value_formats import BYTES_PER_VALUE
 
 
 def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:

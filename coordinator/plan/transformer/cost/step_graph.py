@@ -5,18 +5,17 @@ S rows, H hidden, D ranks. Ranks are the cluster's devices in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.plan.simulator import Task, compute_of, sides_of
 from hearth.plan import rings
 from hearth.plan.geometry import rows_for
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Values, WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import LayerMode, TransformerBody
-
-BYTES_PER_VALUE: Mapping[Values, int] = {"exact": 4, "bf16": 2, "fp16": 2, "int8": 1}
+from hearth.plan.value_formats import BYTES_PER_VALUE, Values
 
 
 def wire_seconds(cost: WireCost, values: float, format_: Values, converted: float = 0.5) -> float:

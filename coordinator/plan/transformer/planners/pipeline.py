@@ -24,7 +24,7 @@ from coordinator.plan.transformer.cost.decode import token_head_seconds, token_l
 from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.pipeline_graph import chunks_of, layer_seconds
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.cost.step_graph import BYTES_PER_VALUE, wire_seconds
+from coordinator.plan.transformer.cost.step_graph import wire_seconds
 from coordinator.plan.transformer.planners.galaxy import capacity
 from coordinator.plan.transformer.request import PlanRequest, price
 from coordinator.plan.transformer.ring import best_ring
@@ -32,6 +32,7 @@ from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import ROW_GRAIN, num_grains
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Pipeline
+from hearth.plan.value_formats import BYTES_PER_VALUE
 
 _CHUNKS = (1, 2, 4, 8)  # of a step
 _LEAST_CHUNK_ROWS = 16  # fewer, and a stage reads its weights too often

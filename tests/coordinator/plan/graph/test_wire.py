@@ -19,8 +19,9 @@ from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, on_wire, wire_bytes
 from coordinator.plan.simulator import receive_of
 from hearth.plan.graph_spec import GraphSpec, Tensor
-from hearth.plan.parts import Values, WireFormat
+from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
+from hearth.plan.value_formats import Values
 from hearth.wire.codec import Codec
 
 

@@ -1,0 +1,40 @@
+"""The formats in which activation values travel between devices. Pure.
+
+A new format is one row here and its conversion in `hearth.wire.codec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
+
+Values = Literal["exact", "bf16", "fp16", "int8"]
+
+
+class ValueFormat(NamedTuple):
+    """How float32 values stand on the wire. `code` is part of the protocol."""
+
+    name: Values
+    code: int
+    bytes_per_value: int
+    bytes_per_row: int = 0  # beside the values: the scale of a quantised row
+
+    def num_bytes(self, num_values: int, num_rows: int) -> int:
+        """Bytes of a float32 tensor of `num_rows` rows (all axes but the last) on the wire, before lz4."""
+        return num_values * self.bytes_per_value + num_rows * self.bytes_per_row
+
+
+EXACT = ValueFormat("exact", 0, 4)
+BF16 = ValueFormat("bf16", 1, 2)
+FP16 = ValueFormat("fp16", 2, 2)
+INT8 = ValueFormat("int8", 3, 1, 4)
+
+VALUE_FORMATS: Mapping[Values, ValueFormat] = {each.name: each for each in (EXACT, BF16, FP16, INT8)}
+VALUE_NAMES: tuple[Values, ...] = get_args(Values)
+BYTES_PER_VALUE: Mapping[Values, int] = {name: each.bytes_per_value for name, each in VALUE_FORMATS.items()}
+_BY_CODE = {each.code: each for each in VALUE_FORMATS.values()}
+
+
+def format_of(code: int) -> ValueFormat:
+    """The format with this code on the wire. Raises KeyError."""
+    return _BY_CODE[code]
