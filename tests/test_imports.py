@@ -27,7 +27,7 @@ PURE_MODULES = (
     "agent.worker.graph.schedule",
     "agent.worker.transformer.generation.sampling",
     "agent.worker.transformer.generation.scheduler",
-    "coordinator.cli.picture_layout",
+    "coordinator.cli.render.picture_layout",
     "coordinator.deploy.spread",
     "coordinator.devices.pooling",
     "coordinator.devices.registry",

@@ -7,17 +7,17 @@ import logging
 import typer
 
 import hearth
-from coordinator.cli.chat import chat
-from coordinator.cli.demo import demo
-from coordinator.cli.devices import devices
-from coordinator.cli.doctor import doctor
-from coordinator.cli.embed import embed
-from coordinator.cli.generate import generate
-from coordinator.cli.infer import bench_model, infer
-from coordinator.cli.key import key_app
-from coordinator.cli.plan import plan
-from coordinator.cli.serve import serve
-from coordinator.cli.status import status
+from coordinator.cli.commands.chat import chat
+from coordinator.cli.commands.demo import demo
+from coordinator.cli.commands.devices import devices
+from coordinator.cli.commands.doctor import doctor
+from coordinator.cli.commands.embed import embed
+from coordinator.cli.commands.generate import generate
+from coordinator.cli.commands.infer import bench_model, infer
+from coordinator.cli.commands.key import key_app
+from coordinator.cli.commands.plan import plan
+from coordinator.cli.commands.serve import serve
+from coordinator.cli.commands.status import status
 
 app = typer.Typer(
     name="hearth",

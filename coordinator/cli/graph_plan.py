@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.cli.cluster import Reach, reached
-from coordinator.cli.graph_tables import (
+from coordinator.cli.output import err, out, print_json
+from coordinator.cli.render.graph_tables import (
     candidates_table,
     explanation_lines,
     graph_plan_tables,
@@ -19,8 +20,7 @@ from coordinator.cli.graph_tables import (
     segment_lines,
     title_of,
 )
-from coordinator.cli.output import err, out, print_json
-from coordinator.cli.picture import check_picture, drawing_of, save_picture
+from coordinator.cli.render.picture import check_picture, drawing_of, save_picture
 from coordinator.devices.cluster_file import read_cluster, read_instance
 from coordinator.devices.graph_profiling import GraphProfiler
 from coordinator.models.graph_file import Graph, kind_of, open_graph

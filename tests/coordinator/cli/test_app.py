@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.output import out
-from coordinator.cli.tables import plan_tables
+from coordinator.cli.render.tables import plan_tables
 from hearth.platform.security import load_credential
 
 runner = CliRunner()

@@ -26,8 +26,8 @@ from support.plans import LLAMA_1B, make_plan, with_generation
 from support.waiting import PATIENCE_SECONDS, turns, until, wait_for
 from typer.testing import CliRunner
 
-from coordinator.cli import chat as chat_command
 from coordinator.cli.app import app
+from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import Deployment
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.generation import Deployed, Generations, TextModel, context_tokens, warm_up

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.output import out
-from coordinator.cli.tables import generation_lines, plan_tables
+from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.simulator import sides_of
 from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes

@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.options import AsJson
 from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.cli.tables import device_table, link_table, plan_tables
+from coordinator.cli.render.tables import device_table, link_table, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_seconds
 

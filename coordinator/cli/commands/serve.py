@@ -11,10 +11,21 @@ from typing import Annotated, Optional
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from coordinator.cli.commands.plan import (
+    Context,
+    Exclude,
+    Limit,
+    Lz4,
+    SeqLen,
+    Sequences,
+    StrategyOption,
+    Weights,
+    Wire,
+    goal_of,
+)
 from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, TimeLimit, graph_goal_of, refuse
 from coordinator.cli.options import Devices, Interfaces, KeyPath
 from coordinator.cli.output import err, handles_errors
-from coordinator.cli.plan import Context, Exclude, Limit, Lz4, SeqLen, Sequences, StrategyOption, Weights, Wire, goal_of
 from coordinator.models.graph_file import kind_of
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from coordinator.cli.generate import (
+from coordinator.cli.commands.generate import (
     AnswerTimeout,
     MaxTokens,
     MinP,

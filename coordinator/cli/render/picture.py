@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from coordinator.cli.picture_layout import Edge, Layout, Part, lay_out, parts_of
+from coordinator.cli.render.picture_layout import Edge, Layout, Part, lay_out, parts_of
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
 

@@ -10,7 +10,7 @@ import typer
 
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
 from coordinator.cli.output import err, handles_errors, out, print_json
-from coordinator.cli.tables import device_table, link_table
+from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import by_name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from coordinator.cli.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
-from coordinator.cli.tables import device_table, plan_tables
+from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
+from coordinator.cli.render.tables import device_table, plan_tables
 from hearth.client.sync import connect
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds

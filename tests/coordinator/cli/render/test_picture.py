@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli.picture import check_picture, drawing_of, save_picture, svg
-from coordinator.cli.picture_layout import MOST_BOXES, lay_out, parts_of
+from coordinator.cli.render.picture import check_picture, drawing_of, save_picture, svg
+from coordinator.cli.render.picture_layout import MOST_BOXES, lay_out, parts_of
 from hearth.errors import BadSetting
 
 Edges = list[tuple[int, int]]

@@ -16,7 +16,7 @@ from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, T
 from coordinator.cli.graph_plan import GraphOutput, plan_graph_command
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
-from coordinator.cli.tables import alternatives_table, generation_lines, options_list, plan_tables
+from coordinator.cli.render.tables import alternatives_table, generation_lines, options_list, plan_tables
 from coordinator.models.graph_file import kind_of
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.transformer.cost.predict import predicted_timeline

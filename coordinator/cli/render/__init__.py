@@ -1,0 +1,1 @@
+"""Devices, links, plans and graphs as text, tables and pictures for people."""
