@@ -110,7 +110,7 @@ def _is_worker_of(pid: int, agent: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return f"PPid:\t{agent}\n" in status and b"graph_process" in command
+    return f"PPid:\t{agent}\n" in status and b"agent.worker" in command
 
 
 def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_flight_and_no_more(
@@ -187,6 +187,6 @@ def test_after_a_power_cut_the_graph_is_served_again_with_its_plan(model: Path, 
         assert plan is not None
         assert again is not None
         assert again.epoch > plan.epoch
-        assert again.segments == plan.body.segments
+        assert again.body.segments == plan.body.segments
         pushed = re.findall(r"pushed ([\d.]+ \w+),", house.log("coordinator"))
         assert pushed[-1] == "0 B"  # everything was in the stores
