@@ -30,6 +30,7 @@ from tools.bench import (
     partition_command,
     plots,
     proofs,
+    versions,
 )
 from tools.bench.drive import StoredModel
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting, emulated, temporary_folder
@@ -317,6 +318,7 @@ app.command()(handles_errors(partition_command.partition))
 app.command()(handles_errors(moirai_command.moirai))
 app.command()(handles_errors(moirai_coarsening.coarsening))
 app.command()(handles_errors(graphs_command.graphs))
+app.command()(handles_errors(versions.versions))
 for proof in (proofs.push, proofs.capacity, proofs.soak, proofs.exactness):
     app.command()(proof)
 

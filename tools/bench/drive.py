@@ -152,15 +152,21 @@ class EngineRunners(Group):
         self._plans: dict[str, TransformerPlan] = {}
 
     def load(
-        self, plan_id: str, plan: TransformerPlan, model: StoredModel, encrypt: bool, link_bytes_per_second: float
+        self,
+        plan_id: str,
+        plan: TransformerPlan,
+        model: StoredModel,
+        encrypt: bool,
+        link_bytes_per_second: float,
+        text: str = "",
     ) -> None:
-        """The plan's devices are named as the testbed's."""
+        """The plan's devices are named as the testbed's. `text`: the plan as the runners' version of Hearth reads it."""
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
         bound = self.ask(
             {
                 name: {
-                    "do": "load", "plan_id": plan_id, "plan": plan.model_dump_json(), "rank": rank,
+                    "do": "load", "plan_id": plan_id, "plan": text or plan.model_dump_json(), "rank": rank,
                     "chunks": [ref.model_dump() for ref in chunks_for_rank(model.refs, plan, rank)],
                     "store": str(model.store_dir), "encrypt": encrypt,
                 }

@@ -72,7 +72,7 @@ def graphs(
         raise BadSetting(setting="--slow-mbit", reason=f"{slow_mbit:g} is not slower than {mbit:g} of --mbit")
     _check_model(model, onnx, parse_dims(dim))
     check_files(json, markdown)
-    scenario = _scenario(devices, cores)
+    scenario = hub_scenario(devices, cores)
     findings: list[Finding] = []
     tables: list[str] = []
     with working(scenario) as (folder, status):
@@ -174,7 +174,7 @@ def _chosen(setting: str, text: str, allowed: Sequence[str]) -> list[str]:
     return found
 
 
-def _scenario(devices: int, cores: float) -> Scenario:
+def hub_scenario(devices: int, cores: float) -> Scenario:
     """The first devices of the hub's scenario, each with this share of its core, and the hub."""
     scenario = load_scenario(_HUB)
     chosen = [device.model_copy(update={"cpu_share": cores}) for device in scenario.devices[:devices]]

@@ -110,14 +110,14 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def emulated(scenario: Scenario, folder: Path, real_mbit: bool) -> Iterator[Testbed]:
+def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | None = None) -> Iterator[Testbed]:
     """The testbed, until the end of the block or an interrupt, which does not stop the clearing up.
 
     Memory limits are the planner's: the devices hold many plans at once here.
     """
     devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
     scale_links = scenario.scale_links and not real_mbit
-    testbed = Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder)
+    testbed = Testbed(scenario.model_copy(update={"devices": devices, "scale_links": scale_links}), folder, tree=tree)
     try:
         with shielded(with_children=True):
             testbed.up()

@@ -183,10 +183,10 @@ def working(scenario: Scenario | None = None) -> Iterator[tuple[Path, Status]]:
 
 
 @contextmanager
-def agents(scenario: Scenario, folder: Path, mbit: float, *options: str) -> Iterator[Testbed]:
+def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
     """A testbed with an agent on every device but the coordinator's, until the end of the block or an interrupt."""
     chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
-    testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)))
+    testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree)
     try:
         with shielded(with_children=True):
             testbed.up()

@@ -22,6 +22,11 @@ from tools.testbed.network import Network
 from tools.testbed.registry import Running, claim, locked, record_scale, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, Device, Scenario
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 _STOP_SECONDS = 5.0
 _CALIBRATION_SECONDS = 60.0  # on a whole core, torch's import included
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
@@ -38,14 +43,15 @@ class Testbed:
     __test__ = False  # not a test case, whatever pytest thinks
     network: Network  # from `up` on
 
-    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True) -> None:
-        """`owned`: it ends with this process, else with `down`."""
+    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, tree: Path | None = None) -> None:
+        """`owned`: it ends with this process, else with `down`. `tree`: run programs from this checkout of Hearth."""
         check_possible(scenario)
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
         self.link_scale = 1.0  # real rate of a link over the scenario's; from `calibrate` on
         self._owned = owned
+        self._tree = tree
         self._processes: list[subprocess.Popen[bytes]] = []
         self._slot: int | None = None
         self._cgroups: dict[str, DeviceCgroup] = {}
@@ -59,6 +65,7 @@ class Testbed:
         testbed.key = testbed.folder / "home.key"
         testbed.link_scale = running.link_scale
         testbed._owned = False
+        testbed._tree = None
         testbed._processes = []
         testbed._attach(running.slot)
         return testbed
@@ -200,13 +207,25 @@ class Testbed:
         namespace = self.network.namespace(self.device(name).name)
         return ["ip", "netns", "exec", namespace, "sh", "-c", MOUNT_AND_EXEC, "sh", *arguments]
 
+    def program(self, name: str) -> list[str]:
+        """The start of the command line of `hearth` or `hearth-agent`."""
+        if self._tree is None:
+            return [str(_BIN / name)]
+        project = tomllib.loads((self._tree / "pyproject.toml").read_text())["project"]
+        module, _, function = project["scripts"][name].partition(":")
+        return [sys.executable, "-c", f"from {module} import {function}; {function}()"]
+
     def environment(self) -> dict[str, str]:
         """What lets a plain `hearth` in the testbed find its key, its coordinator's state and itself."""
         return {
+            **self._tree_environment(),
             "HEARTH_KEY": str(self.key),
             "HEARTH_COORDINATOR_STATE_DIR": str(self.folder / "coordinator"),
             "PATH": f"{_BIN}:{os.environ.get('PATH', os.defpath)}",
         }
+
+    def _tree_environment(self) -> dict[str, str]:
+        return {} if self._tree is None else {"PYTHONPATH": str(self._tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def popen(
         self,
@@ -227,7 +246,8 @@ class Testbed:
         process = subprocess.Popen(
             self.command(name, *arguments),
             preexec_fn=_joining(device, self._cgroups[name].procs_files(memory_limited) if limited else []),
-            env={**os.environ, **(device.environment if limited else {}), **environment},
+            env={**os.environ, **self._tree_environment(), **(device.environment if limited else {}), **environment},
+            cwd=self._tree,
             **options,
         )
         self._processes.append(process)
@@ -260,7 +280,7 @@ class Testbed:
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name
         return self._logged(
-            name, f"{name}.log", True, str(_BIN / "hearth-agent"), "--name", name, "--key-path", str(self.key),
+            name, f"{name}.log", True, *self.program("hearth-agent"), "--name", name, "--key-path", str(self.key),
             "--state-dir", str(folder / "state"), "--store-dir", str(folder / "store"), "--bind-host",
             self.address(name), "--interface", self.address(name),
             "--threads", str(self.device(name).num_threads), *options,
@@ -270,7 +290,7 @@ class Testbed:
         """`hearth serve` in its device's namespace; it shares that device's link, not its CPU quota (a PC beside it)."""
         name = self.scenario.coordinator_device
         return self._logged(
-            name, "coordinator.log", False, str(_BIN / "hearth"), "serve", *options, "--key", str(self.key),
+            name, "coordinator.log", False, *self.program("hearth"), "serve", *options, "--key", str(self.key),
             "--state-dir", str(self.folder / "coordinator"), "--mdns-interfaces", self.address(name),
         )  # fmt: skip
 
@@ -278,9 +298,9 @@ class Testbed:
         """Run a `hearth` command beside the coordinator; its output. Raises InternalError with what it said."""
         name = self.scenario.coordinator_device
         done = subprocess.run(
-            self.command(name, str(_BIN / "hearth"), *arguments, "--key", str(self.key)),
+            self.command(name, *self.program("hearth"), *arguments, "--key", str(self.key)),
             capture_output=True, text=True, timeout=timeout_seconds, check=False,
-            env={**os.environ, **self.environment()},
+            env={**os.environ, **self.environment()}, cwd=self._tree,
         )  # fmt: skip
         if done.returncode != 0:
             raise InternalError(where=f"hearth {arguments[0]}", reason=done.stderr.strip() or done.stdout.strip())

@@ -1,0 +1,80 @@
+"""The comparison of two checkouts: the order of rounds, what is said of them, and the boundary that versions share."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tools.bench.versions import Round, VersionsRow, compare
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(old: list[float], new: list[float], outputs: tuple[object, object] = (None, None)) -> VersionsRow:
+    """Of sides that take these seconds, the first of each to warm up."""
+    order: list[str] = []
+
+    def side(name: str, seconds: list[float], output: object) -> Round:
+        order.append(name)
+        return Round({"step": seconds[order.count(name) - 1]}, output)
+
+    sides = (lambda: side("old", old, outputs[0]), lambda: side("new", new, outputs[1]))
+    (row,) = compare("case", sides, len(old) - 1, lambda line: None)
+    assert order == ["old", "new", *(["old", "new", "new", "old"] * len(old))[: 2 * (len(old) - 1)]]
+    return row
+
+
+def test_rounds_alternate_and_ratios_are_paired() -> None:
+    row = measured([9.0, 1.0, 2.0, 4.0, 8.0], [9.0, 1.1, 2.2, 4.4, 8.8])
+    assert row.ratio == row.low == row.high == pytest.approx(1.1)
+    assert (row.old_median, row.rounds, row.same_output) == (3.0, 4, None)
+    assert not row.holds
+
+
+@pytest.mark.parametrize(
+    ("ratios", "outputs", "holds"),
+    [
+        ([0.9, 0.9, 0.9], ("a", "a"), True),
+        ([0.99, 1.02, 1.03], ("a", "a"), True),
+        ([1.01, 1.02, 1.03], ("a", "a"), False),  # its interval does not reach 1
+        ([0.99, 1.06, 1.07], ("a", "a"), False),
+        ([0.9, 0.9, 0.9], ("a", "b"), False),
+    ],
+)
+def test_what_holds(ratios: list[float], outputs: tuple[str, str], holds: bool) -> None:
+    row = measured([1.0] * 4, [1.0, *ratios], outputs)
+    assert row.holds == holds
+    assert row.same_output == (outputs[0] == outputs[1])
+    assert ("DOES NOT HOLD" in str(row)) != holds
+
+
+def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> None:
+    """`versions` sends these to the runners of older checkouts too: add what is optional, and rename nothing."""
+    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+    from tools.bench.runner import Runner
+
+    requests = {
+        "load": ["plan_id", "plan", "rank", "chunks", "store", "encrypt"],
+        "connect": ["plan_id", "peers"],
+        "run": ["plan_id", "num_rows", "trace"],
+        "generate": ["plan_id", "prompt", "num_tokens"],
+        "begin_to_compute": [],
+        "end_computing": [],
+    }
+    for name, parameters in requests.items():
+        taken = inspect.signature(getattr(Runner, name)).parameters
+        required = [each for each, kind in taken.items() if kind.default is inspect.Parameter.empty]
+        assert list(taken)[1 : len(parameters) + 1] == parameters
+        assert set(required) <= {"self", *parameters}
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(("nothing",), "'nothing' is none of"), ((), "is no checkout")])
+def test_mistakes_are_named(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    from tools.bench.__main__ import app
+
+    result = CliRunner().invoke(app, ["versions", *arguments, "--old", str(tmp_path), "--new", str(ROOT)])
+    assert result.exit_code == 1
+    assert said in " ".join(result.output.split())

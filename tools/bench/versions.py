@@ -1,0 +1,306 @@
+"""`python -m tools.bench versions --old DIR --new DIR`: is the new checkout as fast as the old one? Needs root.
+
+Each side has a testbed of its own, with the same devices, cores, quotas and link rates, on which the programs of its
+checkout run. Both sides stay loaded, and one works at a time: A B B A A B B A, so that what disturbs this machine meets
+both. The sides are reached only through what their versions share: the `hearth` command, the JSON requests of
+`tools.bench.runner`, and files. Both run one plan, which the old checkout makes; the new one reads the old format.
+"""
+
+from __future__ import annotations
+
+import json as _json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Optional
+
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from coordinator.cli.output import err, out
+from coordinator.plan.graph.price import in_flight
+from hearth.errors import BadSetting, InternalError
+from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
+from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.generation import LLAMA, save_random_decoder
+from tools.bench.graphs_command import hub_scenario
+from tools.bench.load import Snapshot, load_between, snapshot
+from tools.bench.measure import Models, emulated
+from tools.bench.profiles import Profiles, Report
+from tools.bench.proofs import agents, reporter, working
+from tools.bench.rows import check_files
+from tools.bench.shapes import shape_named
+from tools.bench.stats import paired_ratio
+from tools.graph_models import Size, build, export
+from tools.testbed import Testbed, load_scenario
+from tools.testbed.cluster import wait_until
+from tools.testbed.scenario import Device
+
+MOST_RATIO = 1.05  # of the new seconds to the old ones, with an interval that reaches 1.00 or below
+_LAYERS, _ROWS = 4, 284  # of BERT-Large
+_PROMPT, _TOKENS = 256, 64
+_PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0
+_LOAD_SECONDS = 8.0  # at full load, after half as many with one request at a time
+_READY_SECONDS = 240.0
+
+
+class Trees(NamedTuple):
+    old: Path
+    new: Path
+
+
+class Round(NamedTuple):
+    """What one round of one side took, by what was measured, and its output, if there is one to compare."""
+
+    seconds: dict[str, float]
+    output: Any = None
+
+
+Work = Callable[[], Round]
+Sides = tuple[Work, Work]  # of the old checkout, and of the new one
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of a Transformer on a scenario's devices. `mbit` is the links' real rate; None: as the scenario scales it."""
+
+    scenario: str
+    strategy: str
+    mbit: float | None = None
+    generates: bool = False  # an answer of a Llama with int8 weights, in place of a step of BERT-Large
+
+
+PIPELINE = "resnet50"
+STEPS = {
+    "galaxy-a": Steps("galaxy-a", "hmp"),
+    "galaxy-c": Steps("galaxy-c", "hmp"),
+    "slow-hmp": Steps("galaxy-c", "hmp", 60.0),
+    "slow-auto": Steps("galaxy-c", "auto", 60.0),
+    "generate-local": Steps("whole-cores", "local", 500.0, generates=True),
+    "generate-hmp": Steps("whole-cores", "hmp", 500.0, generates=True),
+}
+CASES = (*STEPS, PIPELINE)
+
+
+class VersionsRow(BaseModel):
+    """One figure of one case. Seconds are of single rounds, in order; `low` and `high` bound the ratio with 95 %."""
+
+    model_config = ConfigDict(frozen=True)
+
+    case: str
+    figure: str
+    rounds: int
+    old_median: float
+    new_median: float
+    ratio: float  # the median of new/old, by round
+    low: float
+    high: float
+    same_output: bool | None  # bit for bit in all rounds; None: nothing to compare
+    distrust: str  # what else the machine did; empty where that was little
+    old_seconds: tuple[float, ...]
+    new_seconds: tuple[float, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.ratio <= MOST_RATIO and self.low <= 1.0 and self.same_output is not False
+
+    def __str__(self) -> str:
+        outputs = {None: "", True: ", outputs equal", False: ", OUTPUTS DIFFER"}[self.same_output]
+        distrust = f" (untrusted: {self.distrust})" if self.distrust else ""
+        return (
+            f"{self.case} {self.figure}: new/old {self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}], medians "
+            f"{1e3 * self.old_median:.2f} ms and {1e3 * self.new_median:.2f} ms, {self.rounds} rounds{outputs}: "
+            f"{'holds' if self.holds else 'DOES NOT HOLD'}{distrust}"
+        )
+
+
+def versions(
+    case: Annotated[
+        Optional[list[str]],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+        typer.Argument(help=f"Of {', '.join(CASES)}. Default: all.", show_default=False),
+    ] = None,
+    old: Annotated[Path, typer.Option(help="A checkout of Hearth.", metavar="DIR")] = Path(),
+    new: Annotated[Path, typer.Option(help="Another one.", metavar="DIR")] = Path(),
+    rounds: Annotated[int, typer.Option(help="Of each side and case.", min=2)] = 15,
+    json: Annotated[Optional[Path], typer.Option(help="Save all rows here.", metavar="FILE")] = None,  # noqa: UP045
+) -> None:
+    """Compare the speed of two checkouts, case by case, in alternating rounds; exits with 1 where the new one is slower."""
+    if unknown := [each for each in case or () if each not in CASES]:
+        raise BadSetting(setting="CASE", reason=f"'{unknown[0]}' is none of {', '.join(CASES)}")
+    trees = Trees(_checkout("--old", old), _checkout("--new", new))
+    check_files(json, None)
+    rows: list[VersionsRow] = []
+    with working() as (folder, status):
+        report = reporter(status)
+        for name in case or CASES:
+            at = folder / name
+            at.mkdir()
+            with steps(name, trees, at, report) if name in STEPS else pipeline(trees, at, report) as sides:
+                found = compare(name, sides, rounds, report)
+            rows += found
+            out.print("\n".join(map(str, found)), soft_wrap=True, markup=False)
+            if json is not None:
+                json.write_text(_json.dumps([row.model_dump() for row in rows], indent=1))
+    if not all(row.holds for row in rows):
+        err.print("[red]error:[/] the new checkout is not shown to be as fast as the old one")
+        raise typer.Exit(1)
+
+
+def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[VersionsRow]:
+    """One round of each side to warm up, then the measured ones."""
+    for work in sides:
+        work()
+    found: tuple[list[Round], list[Round]] = ([], [])
+    spans: list[tuple[Snapshot, Snapshot]] = []
+    for index in range(rounds):
+        report(f"{name}: round {index + 1} of {rounds}")
+        before = snapshot()
+        for side in (1, 0) if index % 2 else (0, 1):
+            found[side].append(sides[side]())
+        spans.append((before, snapshot()))
+    first = found[0][0]
+    same = None if first.output is None else all(each.output == first.output for each in (*found[0], *found[1]))
+    rows = []
+    for figure in first.seconds:
+        old, new = (tuple(each.seconds[figure] for each in side) for side in found)
+        ratio = paired_ratio(new, old)
+        rows.append(
+            VersionsRow(
+                case=name, figure=figure, rounds=rounds, old_median=statistics.median(old),
+                new_median=statistics.median(new), ratio=ratio.median, low=ratio.low, high=ratio.high, same_output=same,
+                distrust=load_between(spans, os.getpid()).distrust, old_seconds=old, new_seconds=new,
+            )
+        )  # fmt: skip
+    return rows
+
+
+@contextmanager
+def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    case = STEPS[name]
+    scenario = load_scenario(case.scenario)
+    names = [device.name for device in scenario.devices]
+    report(f"{name}: making the model and the testbeds")
+    model, num_rows = _model(case.generates, folder)
+    with ExitStack() as stack:
+        old = stack.enter_context(emulated(scenario, folder / "old", case.mbit is not None, trees.old))
+        new = stack.enter_context(emulated(scenario, folder / "new", True, trees.new))
+        mbit = {device.name: case.mbit or device.mbit * old.link_scale for device in scenario.devices}
+        for testbed in (old, new):
+            for device in names:
+                testbed.network.set_mbit(device, mbit[device])
+        runners = [stack.enter_context(EngineRunners(each, names, not case.generates)) for each in (old, new)]
+        profile = folder / "profile.json"
+        measured = Profiles(scenario, new, runners[1], report).current(model, names, num_rows, case.mbit)
+        profile.write_text(measured.model_dump_json())
+        options = ["--strategy", case.strategy, "--seq-len", str(num_rows), "--load-profile", str(profile)]
+        if case.generates:
+            options += ["--context", str(_PROMPT + _TOKENS), "--sequences", "1", "--weights", "int8"]
+        text = _plan_of(old, folder, str(model.directory), *options)
+        plan = plan_from_json(text, TransformerPlan)
+        rate = min(mbit[device.name] for device in plan.devices) * 1e6 / 8
+        for each in runners:
+            report(f"{name}: loading")
+            each.load(name, plan, model, plan.num_ranks > 1, rate, text)
+        old_work, new_work = (_work(case, name, model.spec.vocab_size, each) for each in runners)
+        yield old_work, new_work
+
+
+def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
+    """And the rows of a step, or of the prompt."""
+    if not generates:
+        return Models(folder).get(shape_named("bert-large"), _LAYERS, _ROWS), _ROWS
+    model = StoredModel(save_random_decoder(folder / "model", LLAMA), folder / "store")
+    model.spec = model.spec.model_copy(update={"weights": "int8"})
+    return model, _PROMPT
+
+
+def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Work:
+    prompt = [3 + (7919 * i) % (vocab_size - 3) for i in range(_PROMPT)]
+
+    def step() -> Round:
+        sample = runners.run(name, _ROWS)
+        return Round({"step": sample.seconds}, sample.sums)
+
+    def answer() -> Round:
+        found = runners.generate(name, prompt, _TOKENS)
+        return Round({"prefill": found["prefill"], "decode": found["decode"]}, found["tokens"])
+
+    return answer if case.generates else step
+
+
+@contextmanager
+def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_CORES)
+    devices = [device for device in scenario.devices if device.name != scenario.coordinator_device]
+    report(f"{PIPELINE}: making the model and the testbeds")
+    model = folder / f"{PIPELINE}.onnx"
+    export(build(PIPELINE, Size()), model)
+    with ExitStack() as stack:
+        homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
+        stack.enter_context(_on_quietest_core(devices))
+        addresses = ",".join(homes[0].address(device.name) for device in devices)
+        objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
+        text = _plan_of(homes[0], folder, str(model), *objective, "--time-limit", "10", "--devices", addresses)
+        at_once = in_flight(plan_from_json(text, GraphPlan).body.segments)
+        for home in homes:
+            report(f"{PIPELINE}: loading")
+            own = text
+            for device in devices:
+                own = own.replace(_device_id(homes[0], device.name), _device_id(home, device.name))
+            path = folder / "plan.json"
+            path.write_text(own)
+            home.start_coordinator(str(model), *objective, "--plan", str(path), "--min-devices", str(len(devices)))
+            wait_until("serving", partial(_is_ready, home), _READY_SECONDS)
+        yield _load(homes[0], at_once), _load(homes[1], at_once)
+
+
+@contextmanager
+def _on_quietest_core(devices: Sequence[Device]) -> Iterator[None]:
+    """What this process starts beside the devices shares the core that they want least: a home has a machine for it."""
+    cores = os.sched_getaffinity(0)
+    wanted = {core: sum(each.cpu_share for each in devices if each.core == core) for core in cores}
+    os.sched_setaffinity(0, {min(cores, key=lambda core: wanted[core])})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _device_id(home: Testbed, name: str) -> str:
+    return str(_json.loads((home.folder / name / "state" / "identity.json").read_text())["device_id"])
+
+
+def _is_ready(home: Testbed) -> bool:
+    try:
+        home.hearth("bench-model", "--seconds", "0.5", "--json")
+    except InternalError:
+        return False
+    return True
+
+
+def _load(home: Testbed, at_once: int) -> Work:
+    def load() -> Round:
+        options = ("--concurrency", str(at_once), "--seconds", str(_LOAD_SECONDS), "--json")
+        found = _json.loads(home.hearth("bench-model", *options))
+        if failed := found["alone"]["errors"] or found["load"]["errors"]:
+            raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
+        return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
+
+    return load
+
+
+def _plan_of(testbed: Testbed, folder: Path, *arguments: str) -> str:
+    """The plan as the testbed's checkout writes it."""
+    path = folder / "plan.json"
+    testbed.hearth("plan", *arguments, "--save", str(path), timeout_seconds=600.0)
+    return path.read_text()
+
+
+def _checkout(setting: str, folder: Path) -> Path:
+    if not (folder / "tools" / "bench" / "runner.py").is_file():
+        raise BadSetting(setting=setting, reason=f"{folder} is no checkout of Hearth with tools/bench/runner.py")
+    return folder.resolve()
