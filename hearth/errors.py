@@ -454,8 +454,8 @@ def _all_errors(root: type[HearthError]) -> dict[str, type[HearthError]]:
     return found
 
 
-def error_from_wire(code: str, details: dict[str, Any]) -> HearthError:
-    """Rebuild an error from `(code, details)`; a code or fields that we do not know become an `InternalError`."""
+def error_from_wire(code: str, details: dict[str, Any], scope: Scope = "plan") -> HearthError:
+    """Rebuild an error from a message. An unknown code, or unknown fields, become an `InternalError` of that scope."""
     error_type = _all_errors(HearthError).get(code)
     if error_type is not None:
         known = {field.name for field in fields(error_type)}
@@ -465,4 +465,6 @@ def error_from_wire(code: str, details: dict[str, Any]) -> HearthError:
             return error
         except (TypeError, ValueError):
             pass
-    return InternalError(where="the peer", reason=f"{code} {details}")
+    unknown = InternalError(where="the peer", reason=f"{code} {details}")
+    vars(unknown)["scope"] = scope
+    return unknown

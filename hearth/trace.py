@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from hearth.plan.phases import Phase, TaskKind, Work
-from hearth.wire.messages import DeviceTrace, GraphDone, StepDone, TraceEvent
+from hearth.wire.messages import DeviceTrace, RunDone, TraceEvent
 
 
-def shift_to_common_clock(
-    done: StepDone | GraphDone, sent_seconds: float, answered_seconds: float
-) -> tuple[TraceEvent, ...]:
+def shift_to_common_clock(done: RunDone, sent_seconds: float, answered_seconds: float) -> tuple[TraceEvent, ...]:
     """The step's events on the asker's clock.
 
     As NTP does it: what passed on the way to the worker is taken to be as long as the way back, so the error is at most

@@ -40,7 +40,7 @@ class ShardStore:
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # in order of use, oldest first
         self._writing_bytes = 0  # of chunks that are not among them yet
-        self._pinned: set[str] = set()
+        self._pinned: dict[str, frozenset[str]] = {}  # by deployment
         self._verified: set[str] = set()
         path.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -116,20 +116,23 @@ class ShardStore:
             self._touch(chunk)
             return self._file(chunk)
 
-    def pin(self, hashes: Iterable[str]) -> None:
-        """Keep these, whatever comes: they are the deployed plan's. The access time says so to the next start."""
+    def pin(self, deployment: str, hashes: Iterable[str]) -> None:
+        """Never evict these chunks of a deployment's plan; they replace its former ones.
+
+        Their access time tells the next start of the daemon that they were in use.
+        """
         with self._lock:
-            for chunk in hashes:
-                self._pinned.add(chunk)
+            self._pinned[deployment] = frozenset(hashes)
+            for chunk in self._pinned[deployment]:
                 if self._holds(chunk):
                     self._touch(chunk)
                     with suppress(OSError):  # a wrong time costs an eviction in a worse order, no more
                         written_ns = self._file(chunk).stat().st_mtime_ns  # stays: when the content came
                         os.utime(self._file(chunk), ns=(time.time_ns(), written_ns))
 
-    def unpin_all(self) -> None:
+    def unpin(self, deployment: str) -> None:
         with self._lock:
-            self._pinned.clear()
+            self._pinned.pop(deployment, None)
 
     def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
         """A folder for large files of a moment: a temporary folder of the system may be memory."""
@@ -158,7 +161,8 @@ class ShardStore:
 
     def _make_room(self, num_bytes: int) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        evictable = [chunk for chunk in self._sizes if chunk not in self._pinned]
+        pinned = frozenset[str]().union(*self._pinned.values())
+        evictable = [chunk for chunk in self._sizes if chunk not in pinned]
         freeable = sum(self._sizes[chunk] for chunk in evictable)
         to_come = self._writing_bytes + num_bytes
         if (
@@ -174,8 +178,9 @@ class ShardStore:
             self._forget(chunk)
 
     def _full(self, num_bytes: int) -> StoreFull:
-        pinned = sum(size for chunk, size in self._sizes.items() if chunk in self._pinned)
-        free = min(self._max_bytes - pinned, max(self._disk_free() - _RESERVE_BYTES, 0))
+        pinned = frozenset[str]().union(*self._pinned.values())
+        pinned_bytes = sum(size for chunk, size in self._sizes.items() if chunk in pinned)
+        free = min(self._max_bytes - pinned_bytes, max(self._disk_free() - _RESERVE_BYTES, 0))
         return StoreFull(device=self._device, needed_bytes=num_bytes, free_bytes=max(free, 0))
 
     def _disk_free(self) -> int:

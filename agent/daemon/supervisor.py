@@ -18,18 +18,16 @@ from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.platform.asyncio_tools import within
 from hearth.platform.child import cause_of_death, run_module
 from hearth.wire.messages import (
-    AbortGraph,
-    AbortStep,
+    Abort,
     Cancel,
     ConnectPeers,
     Failed,
     GenerateTokens,
     GenerationEnded,
     Message,
-    RunGraph,
-    RunStep,
-    StartGraphWorker,
-    StartWorker,
+    Run,
+    SegmentParts,
+    Start,
     WorkerBound,
     WorkerState,
     decode,
@@ -82,13 +80,13 @@ class WorkerProcess:
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
         return int(found[1]) << 10 if found else 0
 
-    async def start(self, request: StartWorker | StartGraphWorker) -> WorkerBound:
+    async def start(self, request: Start) -> WorkerBound:
         """Start the process and load the shard or the segments. Raises WorkerDied, or what the worker raised."""
         self.epoch = request.load.plan.epoch
         self.state = "loading"
         module = (
             "agent.worker.graph.process"
-            if isinstance(request, StartGraphWorker)
+            if isinstance(request.load.parts, SegmentParts)
             else "agent.worker.transformer.process"
         )
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
@@ -121,13 +119,9 @@ class WorkerProcess:
         finally:
             del self._pending[request_id]
 
-    async def run(self, request: RunStep, payload: Sequence[Any]) -> tuple[Message, list[bytes]]:
+    async def run(self, request: Run, payload: Sequence[Any]) -> tuple[Message, list[bytes]]:
         # The worker's own waits are bounded by the request; this bounds a worker that hangs in a GEMM.
         return await self.call(request, payload, 3 * request.timeout_seconds + 30.0)
-
-    async def run_graph(self, request: RunGraph, payload: Sequence[Any]) -> tuple[Message, list[bytes]]:
-        # The worker ends the request in time by itself; this bounds a worker that hangs.
-        return await self.call(request, payload, request.timeout_seconds + 30.0)
 
     async def stream(self, request: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         """Everything that the worker answers, up to GenerationEnded. Raises as `call` does.
@@ -152,7 +146,7 @@ class WorkerProcess:
             if not ended:
                 self._tell(Cancel(request=request_id))
 
-    async def abort(self, request: AbortStep | AbortGraph) -> None:
+    async def abort(self, request: Abort) -> None:
         """Make what runs fail now; the worker answers it with the reason. Raises what the worker died of."""
         if self.failure is not None:
             raise self.failure
@@ -237,12 +231,12 @@ def _raised(answer: _Answer) -> tuple[Message, list[bytes]]:
     return answer
 
 
-async def run_child(module: str, request_json: str, timeout_seconds: float, device: str) -> str:
-    """Run a short-lived `python -m MODULE`, one JSON line in, one out. Raises WorkerDied or DeadlineExceeded."""
+async def run_child(module: str, request: Message, timeout_seconds: float, device: str) -> Message:
+    """Run a short-lived `python -m MODULE`: one message in, one out. Raises what it raised, WorkerDied, DeadlineExceeded."""
     try:
-        ended = await run_module(module, request_json.encode() + b"\n", timeout_seconds)
+        ended = await run_module(module, encode(request), timeout_seconds)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action=f"{module} on {device}", seconds=timeout_seconds) from None
     if ended.code != 0:
         raise WorkerDied(device=device, reason=f"{module} {ended.cause}")
-    return ended.output.decode()
+    return _raised((decode(ended.output), []))[0]

@@ -86,8 +86,8 @@ class Comparer:
             return
         if device.health in ("dead", "busy") or device.state is None:
             deployment.fail(DeviceLost(device=device.name, reason=device.reason or "its agent was restarted"))
-        elif device.state.worker == "failed" and device.state.epoch == deployment.plan.epoch:
-            deployment.fail(WorkerDied(device=device.name, reason=device.state.failure))
+        elif (worker := device.failed_worker(deployment.deployment, deployment.epoch)) is not None:
+            deployment.fail(WorkerDied(device=device.name, reason=worker.failure))
 
     async def compare(
         self,

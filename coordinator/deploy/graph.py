@@ -16,8 +16,8 @@ from hearth.errors import BadMessage, DeviceLost, HearthError, WorkerDied
 from hearth.plan.plan import GraphPlan
 from hearth.plan.profile import Link
 from hearth.trace import shift_to_common_clock
-from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import AbortGraph, DeviceTrace, GraphDone, LoadGraph, RunGraph, SegmentFiles, WireStats
+from hearth.wire.framing import pack_array, unpack_arrays
+from hearth.wire.messages import Abort, DeviceTrace, Load, Run, RunDone, SegmentFiles, SegmentParts, WireStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,13 +79,13 @@ class GraphDeployment(Workers):
     ) -> None:
         """Start the workers, and connect them when all are bound."""
 
-        def load(rank: int, token: bytes) -> LoadGraph:
-            return LoadGraph(
+        def load(rank: int, token: bytes) -> Load:
+            return Load(
                 holder=self._fleet.holder,
+                deployment=self.deployment,
                 plan=self.plan,
                 rank=rank,
-                files=files[rank],
-                max_in_flight=self.max_in_flight + _SPARE,
+                parts=SegmentParts(files=files[rank], max_in_flight=self.max_in_flight + _SPARE),
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )
@@ -105,11 +105,10 @@ class GraphDeployment(Workers):
         began = loop.time()
         clocks: dict[int, tuple[float, float]] = {}
 
-        async def one(rank: int) -> tuple[GraphDone, list[np.ndarray[Any, Any]]]:
+        async def one(rank: int) -> tuple[RunDone, dict[str, np.ndarray[Any, Any]]]:
             names = self._inputs[rank]
-            request = RunGraph(
-                holder=self._fleet.holder,
-                epoch=self.epoch,
+            request = Run(
+                **self.command,
                 step=step,
                 timeout_seconds=timeout,
                 names=names,
@@ -121,12 +120,9 @@ class GraphDeployment(Workers):
                 self.devices[rank].device_id, request, payload, timeout_seconds=timeout + _LATE_SECONDS
             )
             clocks[rank] = (sent, loop.time())
-            if not isinstance(reply.message, GraphDone):
+            if not isinstance(reply.message, RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(reply.message).__name__}")
-            if len(reply.payload) != 2 * len(reply.message.names):
-                raise BadMessage(reason=f"{len(reply.message.names)} outputs came in {len(reply.payload)} frames")
-            pairs = zip(reply.payload[::2], reply.payload[1::2], strict=True)
-            return reply.message, [unpack_array(pair) for pair in pairs]
+            return reply.message, unpack_arrays(reply.message.names, reply.payload)
 
         tasks = [asyncio.ensure_future(one(rank)) for rank in range(self.plan.num_ranks)]
         try:
@@ -144,7 +140,7 @@ class GraphDeployment(Workers):
         results = [task.result() for task in tasks]
         self.wire = WireStats.sum(done.wire for done, _ in results)
         self.dropped_messages = sum(done.dropped_messages for done, _ in results)
-        made = {name: array for done, arrays in results for name, array in zip(done.names, arrays, strict=True)}
+        made = {name: array for _, arrays in results for name, array in arrays.items()}
         if missing := [name for name in self.plan.model.outputs if name not in made]:
             raise BadMessage(reason=f"no worker gave the output {missing[0]}")
         return Inference(
@@ -163,7 +159,7 @@ class GraphDeployment(Workers):
         aborts: list[asyncio.Future[Any]] = []
         if self.failure is None:
             reason = str(errors_of(tasks)[0])[:1000]
-            request = AbortGraph(holder=self._fleet.holder, epoch=self.epoch, step=step, reason=reason)
+            request = Abort(**self.command, step=step, reason=reason)
             aborts = [
                 asyncio.ensure_future(self._fleet.call(device.device_id, request, timeout_seconds=_ABORT_SECONDS))
                 for device in self.devices

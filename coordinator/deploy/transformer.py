@@ -26,10 +26,11 @@ from hearth.wire.messages import (
     DeviceTrace,
     GenerateTokens,
     GenerationEnded,
-    LoadShard,
-    RunStep,
+    Load,
+    Run,
+    RunDone,
     Sampling,
-    StepDone,
+    ShardParts,
     TokensGenerated,
     WireStats,
 )
@@ -83,12 +84,13 @@ class Deployment(Workers):
     ) -> None:
         """Start the workers, and connect them when all are bound."""
 
-        def load(rank: int, token: bytes) -> LoadShard:
-            return LoadShard(
+        def load(rank: int, token: bytes) -> Load:
+            return Load(
                 holder=self._fleet.holder,
+                deployment=self.deployment,
                 plan=self.plan,
                 rank=rank,
-                chunks=chunks[rank],
+                parts=ShardParts(chunks=chunks[rank]),
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )
@@ -116,10 +118,10 @@ class Deployment(Workers):
             raise self.failure
         self._step += 1
         timeout = self.plan.wait_seconds(len(token_ids))
-        request = RunStep(
-            holder=self._fleet.holder,
-            epoch=self.plan.epoch,
+        request = Run(
+            **self.command,
             step=self._step,
+            names=("token_ids", "cumulative_lengths"),
             output=output,
             timeout_seconds=timeout,
             trace=trace,
@@ -130,13 +132,13 @@ class Deployment(Workers):
         began = loop.time()
         clocks: dict[int, tuple[float, float]] = {}
 
-        async def one(rank: int) -> tuple[StepDone, np.ndarray[Any, Any]]:
+        async def one(rank: int) -> tuple[RunDone, np.ndarray[Any, Any]]:
             sent = loop.time()
             reply = await self._fleet.call(
                 self.plan.devices[rank].device_id, request, payload, timeout_seconds=4 * timeout + 30.0
             )
             clocks[rank] = (sent, loop.time())
-            if not isinstance(reply.message, StepDone):
+            if not isinstance(reply.message, RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(reply.message).__name__}")
             return reply.message, unpack_array(reply.payload)
 
@@ -165,7 +167,7 @@ class Deployment(Workers):
             rows,
             latency,
             step_seconds=max(done.ended_seconds - done.began_seconds for done, _ in results),
-            compute_seconds=tuple(done.compute_seconds for done, _ in results),
+            compute_seconds=tuple(sum(done.compute_seconds) for done, _ in results),
             traces=traces,
         )
 
@@ -186,12 +188,12 @@ class Deployment(Workers):
         if self.failure is not None:
             raise self.failure
         request = GenerateTokens(
-            holder=self._fleet.holder,
-            epoch=self.plan.epoch,
+            **self.command,
             sampling=sampling,
             max_tokens=max_tokens,
             stop_ids=tuple(stop_ids),
             first_index=first_index,
+            timeout_seconds=timeout_seconds,
         )
         payload = pack_array(token_ids)
         first = self.plan.devices[0].device_id

@@ -11,7 +11,8 @@ from coordinator.devices.fleet import Fleet
 from hearth.errors import DeviceLost, HearthError, StepFailed, WorkerDied
 from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import all_or_first_error
-from hearth.wire.messages import AbortStep, ConnectPeers, Done, Message, Peer, Unload, WireStats, WorkerBound
+from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Peer, Unload, WireStats, WorkerBound
 
 _LOAD_SECONDS = 320.0  # a little more than the agent's own limit, so that its error comes first
 _ABORT_GRACE_SECONDS = 0.5
@@ -30,7 +31,10 @@ class Member(Protocol):
 class Workers:
     """One worker on each of `devices`, by rank. `fail` may be called from outside, when a device is lost."""
 
-    def __init__(self, fleet: Fleet, devices: Sequence[Member], epoch: int) -> None:
+    def __init__(
+        self, fleet: Fleet, devices: Sequence[Member], epoch: int, deployment: str = DEFAULT_DEPLOYMENT
+    ) -> None:
+        self.deployment = deployment
         self.devices = devices
         self.epoch = epoch
         self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
@@ -38,6 +42,11 @@ class Workers:
         self.dropped_messages = 0
         self._fleet = fleet
         self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def command(self) -> dict[str, Any]:
+        """The fields of every `PlanCommand` to these workers."""
+        return {"holder": self._fleet.holder, "deployment": self.deployment, "epoch": self.epoch}
 
     @property
     def failure(self) -> HearthError | None:
@@ -71,7 +80,7 @@ class Workers:
                 for other in range(len(devices))
                 if other != rank
             )
-            request = ConnectPeers(holder=self._fleet.holder, epoch=self.epoch, peers=peers)
+            request = ConnectPeers(**self.command, peers=peers)
             return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=35.0)
 
         await self._on_all(connect)
@@ -80,7 +89,7 @@ class Workers:
     async def close(self) -> None:
         """Stop the workers, so that the next plan finds their memory free."""
         self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
-        request = Unload(holder=self._fleet.holder, epoch=self.epoch)
+        request = Unload(**self.command)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=5.0)
             for device in self.devices
@@ -91,7 +100,7 @@ class Workers:
     async def give_up(self, tasks: Sequence[asyncio.Future[Any]]) -> HearthError:
         """End everywhere what these tasks wait for, and find the error at the bottom of it."""
         reason = str(self.failure or errors_of(tasks)[0])[:1000]
-        request = AbortStep(holder=self._fleet.holder, epoch=self.epoch, reason=reason)
+        request = Abort(**self.command, reason=reason)
         aborts = [
             asyncio.ensure_future(self._fleet.call(device.device_id, request, timeout_seconds=_ABORT_GRACE_SECONDS))
             for device in self.devices

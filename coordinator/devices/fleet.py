@@ -32,6 +32,7 @@ from hearth.wire.messages import (
     AcquireLease,
     AgentState,
     AgentWelcome,
+    DeviceInfo,
     GetTelemetry,
     Heartbeat,
     LeaseGranted,
@@ -79,7 +80,6 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     ) -> None:
         self.holder = secrets.token_hex(8)
         self.devices: dict[str, Device] = {}
-        self.refusals: list[HearthError] = []  # agents that cannot be named, for instance with another protocol
         self.last_epoch = 0  # the newest that any agent has seen
         self._access = access
         self._lease_name = lease_name
@@ -90,6 +90,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._context = zmq.asyncio.Context()
         self._connections: dict[tuple[str, int], _Connection] = {}
         self._by_device: dict[str, _Connection] = {}
+        self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is taken in
         self._browser: Browser | None = None
         self._last_joined = time.monotonic()
 
@@ -113,6 +114,28 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         for connection in self._connections.values():
             await connection.client.close()
         self._context.destroy(linger=0)
+
+    @property
+    def refusals(self) -> list[HearthError]:
+        """Agents that cannot be used, for instance with another protocol version."""
+        return list(self._refusals.values())
+
+    def infos(self) -> list[DeviceInfo]:
+        """All devices by name; then the agents that were refused, which are known by their address only."""
+        known = {(device.host, device.port) for device in self.devices.values()}
+        refused = (
+            DeviceInfo(
+                device_id="",
+                name=f"{host}:{port}",
+                host=f"{host}:{port}",
+                state="refused",
+                reason=error.explanation(),
+                telemetry=None,
+            )
+            for (host, port), error in sorted(self._refusals.items())
+            if (host, port) not in known
+        )
+        return [*(device.info() for device in registry.by_name(self.devices.values())), *refused]
 
     def usable(self) -> list[Device]:
         return registry.usable(list(self.devices.values()), time.monotonic())
@@ -219,19 +242,20 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 await self._joined(connection, welcome)
                 await self._beat(connection, welcome.device_id)
             except DuplicateDevice as error:
-                self._refuse(error)
+                self._refuse(connection, error)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
             except HearthError as error:  # for instance another protocol version, or another home's key
-                self._refuse(error)
+                self._refuse(connection, error)
             except Exception:  # a fault of ours with one agent must not lose it for good
                 log.exception("keeping %s:%d failed", connection.host, connection.port)
             await asyncio.sleep(_RETRY_SECONDS)
 
-    def _refuse(self, error: HearthError) -> None:
-        if str(error) not in {str(known) for known in self.refusals}:
+    def _refuse(self, connection: _Connection, error: HearthError) -> None:
+        address = (connection.host, connection.port)
+        if str(error) != str(self._refusals.get(address)):
             log.warning("%s", error)
-            self.refusals.append(error)
+        self._refusals[address] = error
 
     async def _joined(self, connection: _Connection, welcome: AgentWelcome) -> None:
         device = Device(welcome, connection.host, connection.port, last_seen=time.monotonic())
@@ -243,6 +267,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self.devices[welcome.device_id] = replace(device, telemetry=telemetry)
         if self._lease_name is not None:
             await self._acquire(connection, welcome.device_id)
+        self._refusals.pop((connection.host, connection.port), None)
         self._last_joined = time.monotonic()
         self._on_change(self.devices[welcome.device_id])
 
@@ -299,7 +324,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         before = self.devices[device_id]
         after = registry.answered(before, state, time.monotonic())
         self.devices[device_id] = after
-        worker_changed = before.state is None or before.state.worker != state.worker
+        worker_changed = before.state is None or _states(before.state) != _states(state)
         if after.health != before.health or worker_changed:
             self._on_change(after)
 
@@ -314,3 +339,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 pass  # it is gone, or was never ours; the lease ends by itself
 
         await asyncio.gather(*(release(connection) for connection in self._by_device.values()))
+
+
+def _states(state: AgentState) -> list[tuple[str, str]]:
+    return [(worker.deployment, worker.state) for worker in state.workers]

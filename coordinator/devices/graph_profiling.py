@@ -21,7 +21,7 @@ from hearth.errors import BadMessage, NoDevices
 from hearth.files import read_json, write_atomically
 from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
-from hearth.wire.messages import GraphProfiled, ProfileGraph
+from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled
 
 _PROFILE_SECONDS = 240.0
 _CACHE_VERSION = 1
@@ -80,26 +80,26 @@ class GraphProfiler:
             measured=True,
         )
 
-    async def _profile(self, device: Device, graph: Graph) -> GraphProfiled:
+    async def _profile(self, device: Device, graph: Graph) -> GraphProfile:
         telemetry = device.telemetry
         settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
         key = json.dumps([_CACHE_VERSION, device.device_id, graph.fingerprint, settings])
         path = self._cache_dir / f"graph-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         try:
-            return GraphProfiled.model_validate(read_json(path))
+            return GraphProfile.model_validate(read_json(path))
         except ValidationError:
             pass
         self._report(f"profiling {graph.spec.name} on {device.name}")
         reply = await self._fleet.call(
             device.device_id,
-            ProfileGraph(timeout_seconds=_PROFILE_SECONDS),
+            Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
             await asyncio.to_thread(_frames, graph),
             timeout_seconds=_PROFILE_SECONDS + 10.0,
         )
-        if not isinstance(reply.message, GraphProfiled):
-            raise BadMessage(reason=f"an agent answered ProfileGraph with {type(reply.message).__name__}")
-        write_atomically(path, reply.message.model_dump_json())
-        return reply.message
+        if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, GraphProfile):
+            raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
+        write_atomically(path, reply.message.result.model_dump_json())
+        return reply.message.result
 
 
 def _frames(graph: Graph) -> list[bytes]:
@@ -112,7 +112,7 @@ def _frames(graph: Graph) -> list[bytes]:
     return [proto[start : start + MAX_PAYLOAD_FRAME_BYTES] for start in range(0, len(proto), MAX_PAYLOAD_FRAME_BYTES)]
 
 
-def operator_seconds(spec: GraphSpec, profiled: GraphProfiled) -> tuple[float, ...]:
+def operator_seconds(spec: GraphSpec, profiled: GraphProfile) -> tuple[float, ...]:
     """[n]: a kernel's seconds, shared out by FLOPs among the operators that it stands for.
 
     In all they are the seconds of a whole run: kernels of onnxruntime's own and what passes between kernels count with

@@ -16,24 +16,26 @@ from pydantic import ValidationError
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.pooling import pooled
 from coordinator.devices.registry import Device
-from hearth.errors import HearthError, NoDevices, UnsupportedWeights
+from hearth.errors import BadMessage, HearthError, NoDevices, UnsupportedWeights
 from hearth.files import read_json, write_atomically
 from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from hearth.wire.messages import (
-    BlocksProfiled,
+    BlocksOf,
     Done,
     LinkMeasured,
     MeasureLink,
     OpenLinkProbe,
-    ProfileBlocks,
+    Profile,
+    Profiled,
 )
 
 # A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
 LINK_CACHE_SECONDS = 3600.0
 _LINK_BYTES = 64 << 20  # at most this much per ordered pair
 _LINK_SECONDS = 1.0
-_PROFILE_TIMEOUT_SECONDS = 150.0
+_PROFILE_SECONDS = 120.0  # torch's import and 20 measured points on the slowest board
+_LATE_SECONDS = 30.0  # by which the wait for an agent exceeds its own for the profiler
 _CACHE_VERSION = 2
 
 Report = Callable[[str], None]
@@ -95,14 +97,16 @@ class Profiler:
         except ValidationError:
             pass
         self._report(f"profiling {spec.name} on {device.name}")
-        answer = await self._fleet.ask(
-            device.device_id,
-            ProfileBlocks(model=spec, seq_len=seq_len),
-            BlocksProfiled,
-            timeout_seconds=_PROFILE_TIMEOUT_SECONDS,
-        )
-        write_atomically(path, answer.blocks.model_dump_json())
-        return answer.blocks
+        blocks = await self._measure_blocks(device, spec, seq_len)
+        write_atomically(path, blocks.model_dump_json())
+        return blocks
+
+    async def _measure_blocks(self, device: Device, spec: ModelSpec, seq_len: int) -> BlockProfile:
+        request = Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS)
+        answer = await self._fleet.ask(device.device_id, request, Profiled, _PROFILE_SECONDS + _LATE_SECONDS)
+        if not isinstance(answer.result, BlockProfile):
+            raise BadMessage(reason=f"{device.name} measured something else than blocks")
+        return answer.result
 
     # ---- drift ----------------------------------------------------------------------------------------------------
 
@@ -117,11 +121,8 @@ class Profiler:
     async def look_again(self, device: Device, spec: ModelSpec, seq_len: int) -> None:
         """Measure how far a device is from its cached profile now. It should be idle otherwise."""
         cached = await self._profile(device, spec, seq_len)
-        request = ProfileBlocks(model=spec, seq_len=seq_len)
-        fresh = await self._fleet.ask(device.device_id, request, BlocksProfiled, _PROFILE_TIMEOUT_SECONDS)
-        before, now = (
-            blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size) for blocks in (cached, fresh.blocks)
-        )
+        fresh = await self._measure_blocks(device, spec, seq_len)
+        before, now = (blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size) for blocks in (cached, fresh))
         self._factors[device.device_id] = now / before if before > 0 and now > 0 else 1.0
 
     def forget_links(self, device_ids: Collection[str]) -> None:

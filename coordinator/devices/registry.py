@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hearth.errors import DuplicateDevice
-from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry
+from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry, WorkerStatus
 
 # Wi-Fi routinely loses a second; three are no accident (DESIGN.md "When things go wrong").
 HEARTBEAT_SECONDS = 0.5
@@ -42,6 +42,15 @@ class Device:
     def name(self) -> str:
         return self.welcome.name
 
+    def worker(self, deployment: str) -> WorkerStatus | None:
+        """The worker of a deployment, as the last heartbeat said."""
+        return self.state.worker(deployment) if self.state else None
+
+    def failed_worker(self, deployment: str, epoch: int) -> WorkerStatus | None:
+        """The worker of this plan, if it has failed."""
+        worker = self.worker(deployment)
+        return worker if worker is not None and (worker.state, worker.epoch) == ("failed", epoch) else None
+
     def info(self) -> DeviceInfo:
         return DeviceInfo(
             device_id=self.device_id,
@@ -49,8 +58,7 @@ class Device:
             host=f"{self.host}:{self.port}",
             state=self.health,
             reason=self.reason,
-            worker=self.state.worker if self.state else "none",
-            worker_peak_bytes=self.state.worker_peak_bytes if self.state else 0,
+            workers=self.state.workers if self.state else (),
             telemetry=self.telemetry,
         )
 

@@ -38,7 +38,7 @@ from hearth.errors import (
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
-from hearth.wire.framing import unpack_array
+from hearth.wire.framing import unpack_arrays
 from hearth.wire.messages import ArrayInfo, ElementType, Infer, ModelInfo
 
 if TYPE_CHECKING:
@@ -273,8 +273,7 @@ def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, np.ndar
         raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each takes two")
     if len(set(names)) < len(names):
         raise BadRequest(reason="an input is given twice")
-    pairs = zip(payload[::2], payload[1::2], strict=True)
-    return {name: unpack_array(pair) for name, pair in zip(names, pairs, strict=True)}
+    return unpack_arrays(names, payload)
 
 
 def check_inputs(wanted: Sequence[Tensor], given: dict[str, np.ndarray[Any, Any]]) -> None:

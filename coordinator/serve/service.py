@@ -17,7 +17,7 @@ import hearth
 from coordinator.deploy.distribution import Progress
 from coordinator.deploy.graph import Inference
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.registry import Device, by_name
+from coordinator.devices.registry import Device
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.graph import GraphServer
@@ -29,7 +29,7 @@ from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
-from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.framing import pack_array, pack_arrays, unpack_array
 from hearth.wire.messages import (
     AddApp,
     AppList,
@@ -235,7 +235,7 @@ class Service:
     async def _devices(self) -> DeviceList:
         await self._fleet.refresh_telemetry()
         return DeviceList(
-            devices=tuple(device.info() for device in by_name(self._fleet.devices.values())),
+            devices=tuple(self._fleet.infos()),
             links=tuple(self._server.profiler.links.values()),
         )
 
@@ -275,4 +275,4 @@ def _reply(answer: Answer) -> Reply:
 
 def _inferred(result: Inference) -> Reply:
     message = Inferred(names=tuple(result.outputs), latency_seconds=result.latency_seconds, traces=result.traces)
-    return Reply(message, [frame for array in result.outputs.values() for frame in pack_array(array)])
+    return Reply(message, pack_arrays(result.outputs))

@@ -140,14 +140,13 @@ class Upkeep(ABC, Generic[_G, _P, _D]):
         deployment = self._deployment
         if deployment is None or device.device_id not in {d.device_id for d in deployment.devices}:
             return
-        state = device.state
         if device.health == "dead" or device.health == "busy":
             deployment.fail(DeviceLost(device=device.name, reason=device.reason))
-        elif state is None:
+        elif device.state is None:
             deployment.fail(DeviceLost(device=device.name, reason="its agent was restarted"))
-        elif state.worker == "failed" and state.epoch == deployment.epoch:
-            deployment.fail(WorkerDied(device=device.name, reason=state.failure))
-        elif state.worker == "none" and self.ready:
+        elif (worker := device.failed_worker(deployment.deployment, deployment.epoch)) is not None:
+            deployment.fail(WorkerDied(device=device.name, reason=worker.failure))
+        elif device.worker(deployment.deployment) is None and self.ready:
             deployment.fail(DeviceLost(device=device.name, reason="its worker is gone"))
         if deployment.failure is not None:
             self._lost(deployment)

@@ -44,12 +44,9 @@ def array_frames(inputs: Arrays) -> list[Any]:
 
 def inference_of(message: Message, payload: Sequence[Any]) -> InferenceResult:
     """The coordinator's answer. Raises BadMessage."""
-    from hearth.wire.framing import unpack_array
+    from hearth.wire.framing import unpack_arrays
 
     if not isinstance(message, Inferred):
         raise BadMessage(reason=f"the coordinator answered with {type(message).__name__}")
-    if len(payload) != 2 * len(message.names):
-        raise BadMessage(reason=f"{len(message.names)} outputs came in {len(payload)} frames")
-    pairs = zip(payload[::2], payload[1::2], strict=True)
-    outputs = {name: unpack_array(pair) for name, pair in zip(message.names, pairs, strict=True)}
+    outputs = unpack_arrays(message.names, payload)
     return InferenceResult(outputs, message.latency_seconds, message.traces)

@@ -9,6 +9,7 @@ coordinator that moved to another address is looked for again over mDNS.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
@@ -123,7 +124,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     ) -> Result:
         """As `embed`, with latency and, on request, each device's timeline."""
         return await self._vectors(
-            Embed(texts=tuple(texts), timeout_seconds=_server_seconds(timeout_seconds), trace=trace),
+            Embed(texts=tuple(texts), **_once(timeout_seconds), trace=trace),
             (),
             timeout_seconds,
         )
@@ -137,7 +138,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.wire.framing import pack_array
 
         payload = pack_array(np.asarray(token_ids, dtype=np.int32))
-        request = GetHiddenStates(timeout_seconds=_server_seconds(timeout_seconds))
+        request = GetHiddenStates(**_once(timeout_seconds))
         return (await self._vectors(request, payload, timeout_seconds)).vectors
 
     def generate(
@@ -169,7 +170,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         request = valid(
             Generate, prompt=prompt, messages=tuple(chat_message(message) for message in messages or ()),
             sampling=sampling, max_tokens=max_tokens, stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            timeout_seconds=_server_seconds(timeout_seconds),
+            **_once(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
@@ -187,17 +188,17 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
     ) -> InferenceResult:
         """As `infer`, with latency and, on request, each device's timeline."""
-        request = valid(Infer, names=tuple(inputs), timeout_seconds=_server_seconds(timeout_seconds), trace=trace)
+        request = valid(Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return inference_of(reply.message, reply.payload)
 
     async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> ModelInfo:
         """What the served graph takes and gives: names, dtypes, shapes."""
-        return await self._ask(GetModelInfo(), ModelInfo, timeout_seconds)
+        return await self._ask(GetModelInfo(**_once(timeout_seconds)), ModelInfo, timeout_seconds)
 
     async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> Readiness:
         """Whether a model is being served, which, and if not, why."""
-        return await self._ask(GetReadiness(), Readiness, timeout_seconds)
+        return await self._ask(GetReadiness(**_once(timeout_seconds)), Readiness, timeout_seconds)
 
     async def ready(self, timeout_seconds: float = CALL_SECONDS) -> bool:
         """Whether requests are answered now."""
@@ -215,23 +216,24 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def devices(self, timeout_seconds: float = CALL_SECONDS) -> DeviceList:
         """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
-        return await self._ask(ListDevices(), DeviceList, timeout_seconds)
+        return await self._ask(ListDevices(**_once(timeout_seconds)), DeviceList, timeout_seconds)
 
     async def status(self, timeout_seconds: float = CALL_SECONDS) -> Status:
         """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
-        return await self._ask(GetStatus(), Status, timeout_seconds)
+        return await self._ask(GetStatus(**_once(timeout_seconds)), Status, timeout_seconds)
 
     async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
         """Admit an app's key for inference (admin key)."""
-        await self._ask(AddApp(name=name, public_key=public_key), Done, timeout_seconds)
+        request = AddApp(name=name, public_key=public_key, **_once(timeout_seconds))
+        await self._ask(request, Done, timeout_seconds)
 
     async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
         """Shut an app out; it is refused from its next request on (admin key)."""
-        await self._ask(RevokeApp(name=name), Done, timeout_seconds)
+        await self._ask(RevokeApp(name=name, **_once(timeout_seconds)), Done, timeout_seconds)
 
     async def apps(self, timeout_seconds: float = CALL_SECONDS) -> AppList:
         """The apps that were admitted and revoked (admin key)."""
-        return await self._ask(ListApps(), AppList, timeout_seconds)
+        return await self._ask(ListApps(**_once(timeout_seconds)), AppList, timeout_seconds)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
@@ -323,9 +325,15 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             await client.close()
 
 
-def _server_seconds(timeout_seconds: float) -> float:
-    """A little less than our own patience: the coordinator knows why a request is late, and its answer must get here."""
-    return max(timeout_seconds - min(0.1 * timeout_seconds, 1.0), 1e-3)
+def _once(timeout_seconds: float) -> dict[str, Any]:
+    """The fields of one request: an id of its own, and its deadline.
+
+    The deadline is a little sooner than our own: the coordinator knows why a request is late, and its answer must get here.
+    """
+    return {
+        "request_id": secrets.token_hex(8),
+        "timeout_seconds": max(timeout_seconds - min(0.1 * timeout_seconds, 1.0), 1e-3),
+    }
 
 
 def endpoint_of(address: str) -> str:

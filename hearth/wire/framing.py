@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +126,18 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
     dtype = _DTYPES[dtype_code]
     shape = _checked_shape(num_dims, dims, dtype)
     return codec.decode(EXACT, False, dtype, shape, frames[1:])
+
+
+def pack_arrays(arrays: Mapping[str, Array], names: Iterable[str] | None = None) -> list[Buffer]:
+    """Arrays as payload, two frames each, in the order of `names`. Raises as `pack_array`."""
+    return [frame for name in (arrays if names is None else names) for frame in pack_array(arrays[name])]
+
+
+def unpack_arrays(names: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Array]:
+    """Read `pack_arrays`' frames. Raises BadMessage, FrameTooLarge."""
+    if len(frames) != 2 * len(names):
+        raise BadMessage(reason=f"{len(names)} arrays came in {len(frames)} frames; each takes two")
+    return {name: unpack_array(frames[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
 class TileHeader(NamedTuple):

@@ -242,7 +242,10 @@ class RpcClient:
 
     async def hello(self, expected: type[_T], timeout_seconds: float) -> _T:
         """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
-        reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
+        try:
+            reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
+        except ProtocolMismatch as error:  # as the other end sees it
+            raise ProtocolMismatch(peer=self.endpoint, ours=error.theirs, theirs=error.ours) from None
         theirs = getattr(reply.message, "protocol", None)
         if theirs is not None and theirs != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)

@@ -11,7 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgpack
 from corpus.cli import ROOT, surface
 from corpus.compare import NOTHING, Difference, Intended, differences, not_intended
 from corpus.plans import PARTS, cases_of, check_case
@@ -40,10 +42,18 @@ def check_cli() -> Found:
 
 
 def check_messages() -> Found:
-    """The tree's own golden file, which its tests hold to, against that of version 1."""
-    recorded, found = load("messages_v1.json"), json.loads(GOLDEN.read_text())
+    """The tree's own golden file, which its tests hold to, against that of version 1, field by field."""
+    recorded, found = ({name: _fields(each) for name, each in golden.items()} for golden in _golden_files())
     for name in sorted(recorded.keys() | found.keys()):
-        yield name, differences({"bytes": recorded.get(name, NOTHING)}, {"bytes": found.get(name, NOTHING)})
+        yield name, differences(recorded.get(name, NOTHING), found.get(name, NOTHING))
+
+
+def _golden_files() -> tuple[dict[str, str], dict[str, str]]:
+    return load("messages_v1.json"), json.loads(GOLDEN.read_text())
+
+
+def _fields(message: str) -> Any:
+    return msgpack.unpackb(bytes.fromhex(message))
 
 
 def check_outputs() -> Found:

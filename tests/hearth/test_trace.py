@@ -8,7 +8,7 @@ import pytest
 
 from hearth.plan.phases import Phase, Work
 from hearth.trace import chrome_trace, label, overlap_seconds, shift_to_common_clock, transfers
-from hearth.wire.messages import DeviceTrace, StepDone, TraceEvent, WireStats
+from hearth.wire.messages import DeviceTrace, RunDone, TraceEvent, WireStats
 
 
 def event(lane: Any, start: float, end: float, kind: Work | Phase = Work.QKV, peer: int | None = None) -> TraceEvent:
@@ -72,8 +72,9 @@ def test_labels(fields: dict[str, Any], text: str) -> None:
 
 
 def test_clocks_are_brought_together_from_the_round_trip() -> None:
-    done = StepDone(
-        first_row=0, num_rows=1, began_seconds=100.0, ended_seconds=102.0, wire=WireStats(), dropped_messages=0,
+    done = RunDone(
+        names=("hidden",), began_seconds=100.0, ended_seconds=102.0, compute_seconds=(1.5,), wire=WireStats(),
+        dropped_messages=0,
         trace=(event("compute", 101.0, 101.5),),
     )  # fmt: skip
     (shifted,) = shift_to_common_clock(done, sent_seconds=5.0, answered_seconds=8.0)  # half a second each way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.devices.registry import Device
-from hearth.wire.messages import AgentState, AgentWelcome, Telemetry
+from hearth.wire.messages import AgentState, AgentWelcome, Telemetry, WorkerStatus
 
 
 def ready_device(name: str) -> Device:
@@ -14,5 +14,5 @@ def ready_device(name: str) -> Device:
         memory_available_bytes=8 << 30, memory_budget_bytes=8 << 30, disk_free_bytes=0, temperature_celsius=None,
         gpu=None, num_threads=1, compute_device="cpu", clock_unix_seconds=0.0, python_version="3",
     )  # fmt: skip
-    state = AgentState(boot_id="b", worker="ready", epoch=1, failure="")
+    state = AgentState(boot_id="b", workers=(WorkerStatus(state="ready", epoch=1),))
     return Device(welcome, "10.0.0.1", 1, 0.0, state=state, telemetry=telemetry)

@@ -34,9 +34,9 @@ from hearth.wire.messages import (
     Failed,
     GenerateTokens,
     GenerationEnded,
-    RunStep,
+    Run,
+    RunDone,
     Sampling,
-    StepDone,
     TokensGenerated,
 )
 
@@ -109,10 +109,10 @@ class EngineCluster:
         output: str = "hidden",
         trace: bool = False,
         timeout: float = 30.0,
-    ) -> tuple[np.ndarray[Any, Any], list[StepDone]]:
+    ) -> tuple[np.ndarray[Any, Any], list[RunDone]]:
         """All rows [T,H] in order (or the sum over ranks), and each rank's answer."""
         self._step += 1
-        request = RunStep(
+        request = Run(
             holder="test", epoch=self.plan.epoch, step=self._step, output=output, timeout_seconds=timeout, trace=trace
         )  # fmt: skip
         ids = np.concatenate([np.asarray(s, dtype=np.int32) for s in sequences])
@@ -120,10 +120,11 @@ class EngineCluster:
         with ThreadPoolExecutor(len(self.engines)) as pool:
             results = list(pool.map(lambda engine: engine.run(request, ids, lengths), self.engines))
         parts = [part for _, part in results]
+        self.rows_by_rank = [len(part) for part in parts]
         rows = np.concatenate(parts) if output == "hidden" else sum(parts[1:], parts[0])
         return rows, [done for done, _ in results]
 
-    def traces(self, answers: Sequence[StepDone]) -> list[DeviceTrace]:
+    def traces(self, answers: Sequence[RunDone]) -> list[DeviceTrace]:
         """One clock for all: they share this process."""
         return [DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)]
 

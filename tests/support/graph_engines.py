@@ -25,7 +25,7 @@ from hearth.plan.plan import GraphPlan
 from hearth.transport.memory import MemoryHub
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import ArrayChunks, Failed, GraphDone, Message, RunGraph, SegmentFiles
+from hearth.wire.messages import ArrayChunks, Failed, Message, Run, RunDone, SegmentFiles
 
 Array = np.ndarray[Any, Any]
 
@@ -288,7 +288,7 @@ class GraphCluster:
         """Send a request to all ranks, or to some."""
         for rank in range(self.plan.num_ranks) if ranks is None else ranks:
             names = sorted(self.routes[rank].fed & feeds.keys())
-            request = RunGraph(
+            request = Run(
                 holder="test", epoch=self.plan.epoch, step=step, timeout_seconds=timeout, names=tuple(names), **fields
             )  # fmt: skip
             payload = [bytes(frame) for name in names for frame in pack_array(feeds[name])]
@@ -307,7 +307,7 @@ class GraphCluster:
             message, payload = self.answer(step, rank)
             if isinstance(message, Failed):
                 raise message.error()
-            assert isinstance(message, GraphDone)
+            assert isinstance(message, RunDone)
             found |= {name: unpack_array(payload[2 * i : 2 * i + 2]) for i, name in enumerate(message.names)}
         return found
 

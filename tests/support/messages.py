@@ -1,4 +1,4 @@
-"""One example of every message type, for golden bytes and round trips."""
+"""Examples of every message type, for golden bytes and round trips."""
 
 from __future__ import annotations
 
@@ -23,28 +23,33 @@ _EVENT = m.TraceEvent(lane="compute", kind=Work.QKV, layer=3, tile=1, start_seco
 _SENT = m.TraceEvent(lane="send", kind=Phase.TENSOR, layer=0, peer=1, tensor="a", start_seconds=1.0, end_seconds=1.0)
 _WIRE = m.WireStats(num_tiles=2, raw_bytes=100, sent_bytes=50, lz4_tiles=1)
 _PLAN = make_plan(BERT_LARGE, "hmp", (2, 1))
-_LOAD = m.LoadShard(holder="c", plan=_PLAN, rank=1, chunks=(_CHUNK,), plan_token=bytes(range(16)))
+_LOAD = m.Load(holder="c", plan=_PLAN, rank=1, parts=m.ShardParts(chunks=(_CHUNK,)), plan_token=bytes(range(16)))
 _GRAPH_PLAN = make_graph_plan([(0, ("x",), ("t",)), (1, ("t",), ("y",))], inputs=("x",), outputs=("y",))
-_LOAD_GRAPH = m.LoadGraph(
+_LOAD_GRAPH = m.Load(
     holder="c",
     plan=_GRAPH_PLAN,
     rank=1,
-    max_in_flight=4,
     plan_token=bytes(range(16)),
-    files=(
-        m.SegmentFiles(
-            graph=(_HASH,),
-            initializers=(m.ArrayChunks(name="w", dtype="float32", shape=(64, 3, 7, 7), chunks=(_HASH,)),),
+    parts=m.SegmentParts(
+        max_in_flight=4,
+        files=(
+            m.SegmentFiles(
+                graph=(_HASH,),
+                initializers=(m.ArrayChunks(name="w", dtype="float32", shape=(64, 3, 7, 7), chunks=(_HASH,)),),
+            ),
         ),
     ),
 )
+_PROFILE = m.Profile(subject=m.BlocksOf(model=BERT_LARGE, seq_len=284), timeout_seconds=120.0)
+_WORKER = m.WorkerStatus(state="ready", epoch=3, peak_bytes=1 << 30)
+_ASKED = {"request_id": "r1", "deployment": "minilm"}
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
 
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(name="client"),
     m.Done(),
-    m.Failed(code="TextTooLong", details={"index": 1, "num_tokens": 600, "max_tokens": 512}),
+    m.Failed(code="TextTooLong", details={"index": 1, "num_tokens": 600, "max_tokens": 512}, scope="request"),
     m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
     m.GetTelemetry(),
     _TELEMETRY,
@@ -52,12 +57,13 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.LeaseGranted(last_epoch=12),
     m.ReleaseLease(holder="c"),
     m.Heartbeat(holder="c"),
-    m.AgentState(boot_id="b", worker="ready", epoch=3, failure=""),
+    m.AgentState(boot_id="b", workers=(_WORKER,)),
     m.OpenLinkProbe(peer_public_key=_KEY, seconds=5.0),
     m.MeasureLink(host="10.0.0.2", port=47801, peer_public_key=_KEY, max_bytes=1 << 20, max_seconds=1.0),
     m.LinkMeasured(bytes_per_second=1e7, round_trip_seconds=0.001, num_bytes=1 << 20, stable=True),
-    m.ProfileBlocks(model=BERT_LARGE, seq_len=284),
-    m.BlocksProfiled(blocks=device_profile(0, 1.0).blocks),
+    _PROFILE,
+    m.Profile(subject=m.OperatorsOf(), timeout_seconds=60.0),
+    m.Profiled(result=device_profile(0, 1.0).blocks),
     m.FindMissing(holder="c", hashes=(_HASH,)),
     m.ChunksMissing(hashes=(_HASH,)),
     m.PutChunk(holder="c", hash=_HASH),
@@ -70,13 +76,12 @@ EXAMPLES: tuple[m.Message, ...] = (
         holder="c", epoch=3,
         peers=(m.Peer(rank=0, host="10.0.0.2", port=47810, public_key=_KEY, bytes_per_second=1e7),),
     ),
-    m.RunStep(holder="c", epoch=3, step=9, output="mean", timeout_seconds=2.0, trace=True),
-    m.StepDone(
-        first_row=2, num_rows=3, began_seconds=1.0, ended_seconds=2.0, wire=_WIRE, dropped_messages=0, trace=(_EVENT,)
+    m.Run(
+        holder="c", epoch=3, step=9, names=("token_ids", "cumulative_lengths"), output="mean", values="bf16",
+        timeout_seconds=2.0, trace=True,
     ),
-    m.AbortStep(holder="c", epoch=3, reason="a peer is gone"),
-    m.ProfileGraph(timeout_seconds=60.0),
-    m.GraphProfiled(
+    m.Abort(holder="c", epoch=3, reason="a peer is gone"),
+    m.Profiled(result=m.GraphProfile(
         kernels=(
             m.Kernel(
                 name="conv1_nchwc", kind="Conv", provider="CPUExecutionProvider", seconds=0.001,
@@ -88,20 +93,23 @@ EXAMPLES: tuple[m.Message, ...] = (
         peak_bytes=120 << 20,
         run_bytes=1 << 20,
         wire=device_profile(0, 1.0).blocks.wire,
-    ),
+    )),
     _LOAD_GRAPH,
-    m.RunGraph(holder="c", epoch=3, step=9, timeout_seconds=5.0, names=("x",), trace=True),
-    m.GraphDone(
+    m.Run(holder="c", epoch=3, step=9, timeout_seconds=5.0, names=("x",), trace=True),
+    m.RunDone(
         names=("y",), began_seconds=1.0, ended_seconds=2.0, compute_seconds=(0.25,), wire=_WIRE, dropped_messages=0,
         trace=(_EVENT,),
     ),
-    m.AbortGraph(holder="c", epoch=3, step=9, reason="another device gave it up"),
-    m.StartGraphWorker(
+    m.Abort(holder="c", epoch=3, step=9, reason="another device gave it up"),
+    m.StartProfile(
+        profile=_PROFILE, device="kitchen", folder="/var/cache/hearth-agent/profile-1", num_threads=4, compute_device="cpu"
+    ),
+    m.Start(
         load=_LOAD_GRAPH, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",
     ),
     m.Unload(holder="c", epoch=3),
-    m.StartWorker(
+    m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
         compute_device="cpu",
     ),
@@ -121,11 +129,12 @@ EXAMPLES: tuple[m.Message, ...] = (
         ),
     ),
     m.CoordinatorWelcome(version="0.1.0", name="home"),
-    m.GetReadiness(),
+    m.GetReadiness(**_ASKED),
     m.Readiness(ready=False, state="planning", model="minilm"),
-    m.Embed(texts=("Turn on the light.",)),
-    m.GetHiddenStates(),
+    m.Embed(**_ASKED, texts=("Turn on the light.",)),
+    m.GetHiddenStates(**_ASKED),
     m.Generate(
+        **_ASKED,
         messages=(m.ChatMessage(role="user", content="Is the light on?"),), max_tokens=64, stop=("END",),
         sampling=m.SamplingChoice(temperature=0.5, seed=3),
     ),
@@ -135,22 +144,35 @@ EXAMPLES: tuple[m.Message, ...] = (
         decode_seconds=1.5,
     ),
     m.Vectors(latency_seconds=0.25, num_tokens=7, traces=(m.DeviceTrace(device="a", rank=0, events=(_EVENT, _SENT)),)),
-    m.GetModelInfo(),
+    m.GetModelInfo(**_ASKED),
     m.ModelInfo(name="resnet50", inputs=(_ARRAY,), outputs=(_ARRAY,)),
-    m.Infer(names=("x",), timeout_seconds=10.0),
+    m.Infer(**_ASKED, names=("x",), timeout_seconds=10.0),
     m.Inferred(names=("y",), latency_seconds=0.25, traces=(m.DeviceTrace(device="a", rank=0, events=(_EVENT, _SENT)),)),
-    m.ListDevices(),
+    m.ListDevices(**_ASKED),
     m.DeviceList(
-        devices=(m.DeviceInfo(device_id="d", name="a", host="10.0.0.2:47800", state="alive", worker="none", telemetry=None),),
+        devices=(
+            m.DeviceInfo(
+                device_id="d", name="a", host="10.0.0.2:47800", state="alive", workers=(_WORKER,), telemetry=None
+            ),
+        ),
         links=(_LINK,),
     ),
-    m.GetStatus(),
+    m.GetStatus(**_ASKED),
     m.Status(
         name="home", version="0.1.0", state="serving", model_path="/srv/minilm", plan=_PLAN, queued_requests=0,
         served_requests=5, failed_requests=1, last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0,
     ),
-    m.AddApp(name="lamp", public_key=_KEY),
-    m.RevokeApp(name="lamp"),
-    m.ListApps(),
+    m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
+    m.RevokeApp(**_ASKED, name="lamp"),
+    m.ListApps(**_ASKED),
     m.AppList(names=("lamp",), revoked=()),
 )  # fmt: skip
+
+
+def named_examples() -> dict[str, m.Message]:
+    """By tag; the second example of a type has the suffix `_2`."""
+    found: dict[str, m.Message] = {}
+    for message in EXAMPLES:
+        number = sum(type(other) is type(message) for other in found.values()) + 1
+        found[message.tag if number == 1 else f"{message.tag}_{number}"] = message
+    return found

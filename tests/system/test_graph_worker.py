@@ -27,19 +27,22 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.security import agent_access, load_credential
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
-    AbortGraph,
+    Abort,
     AcquireLease,
     ConnectPeers,
     FindMissing,
-    GraphDone,
-    GraphProfiled,
-    LoadGraph,
+    GenerateTokens,
+    GraphProfile,
+    Load,
     Message,
+    OperatorsOf,
     Peer,
-    ProfileGraph,
+    Profile,
+    Profiled,
     PutChunk,
-    RunGraph,
-    RunStep,
+    Run,
+    RunDone,
+    SegmentParts,
     Unload,
     WorkerBound,
 )
@@ -84,14 +87,14 @@ class Agents:
             return name
 
         loads = [
-            LoadGraph(
-                holder=HOLDER, plan=plan, rank=rank, files=segment_files(model, plan, rank, put),
-                max_in_flight=max_in_flight, plan_token=bytes(range(16)),
+            Load(
+                holder=HOLDER, plan=plan, rank=rank, plan_token=bytes(range(16)),
+                parts=SegmentParts(files=segment_files(model, plan, rank, put), max_in_flight=max_in_flight),
             )
             for rank in range(plan.num_ranks)
         ]  # fmt: skip
         for rank, load in enumerate(loads):
-            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.hashes))).message
+            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.parts.hashes))).message
             for name in missing.hashes:  # type: ignore[union-attr]
                 await self.ask(rank, PutChunk(holder=HOLDER, hash=name), [chunks[name]])
         bound = await asyncio.gather(*(self.ask(rank, load) for rank, load in enumerate(loads)))
@@ -113,11 +116,11 @@ class Agents:
 
         async def one(rank: int) -> None:
             names = tuple(sorted(routes_of(plan, rank).fed))
-            request = RunGraph(
+            request = Run(
                 holder=HOLDER, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
             )  # fmt: skip
             reply = await self.ask(rank, request, [frame for name in names for frame in pack_array(feeds[name])])
-            assert isinstance(reply.message, GraphDone)
+            assert isinstance(reply.message, RunDone)
             for index, name in enumerate(reply.message.names):
                 found[name] = np.array(unpack_array(reply.payload[2 * index : 2 * index + 2]))
 
@@ -168,11 +171,11 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
                 np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
         # Bad requests are answered, and nothing of them stays.
-        step = RunGraph(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
+        step = Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
             await agents.ask(next(rank for rank in range(2) if routes_of(plan, rank).fed), step)
-        with pytest.raises(BadRequest, match="does not take RunStep"):
-            await agents.ask(0, RunStep(holder=HOLDER, epoch=1, step=1, output="hidden", timeout_seconds=30.0))
+        with pytest.raises(BadRequest, match="does not take GenerateTokens"):
+            await agents.ask(0, GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
         # Only one rank is asked: the others send it nothing, and it says what it waits for.
         waiting = next(rank for rank in range(2) if routes_of(plan, rank).awaited)
@@ -187,7 +190,7 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
             agents.ask(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
         )
         await asyncio.sleep(0.2)
-        await agents.ask(waiting, AbortGraph(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
+        await agents.ask(waiting, Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
         with pytest.raises(StepFailed, match="the client has gone"):
             await asyncio.wait_for(asked, 45)
 
@@ -221,13 +224,15 @@ def test_an_agent_profiles_a_graph_and_says_what_it_cannot(house: TestHome) -> N
 
     async def scenario(agents: Agents) -> None:
         half = len(data) // 2
-        profiled = (await agents.ask(0, ProfileGraph(timeout_seconds=60.0), [data[:half], data[half:]])).message
-        assert isinstance(profiled, GraphProfiled)
-        assert profiled.run_seconds > 0
-        assert profiled.kernels
+        request = Profile(subject=OperatorsOf(), timeout_seconds=60.0)
+        profiled = (await agents.ask(0, request, [data[:half], data[half:]])).message
+        assert isinstance(profiled, Profiled)
+        assert isinstance(profiled.result, GraphProfile)
+        assert profiled.result.run_seconds > 0
+        assert profiled.result.kernels
         for payload, error in (([], BadRequest), ([b"\x07\x07"], BadPlan)):
             with pytest.raises(HearthError) as told:
-                await agents.ask(0, ProfileGraph(timeout_seconds=60.0), payload)
+                await agents.ask(0, request, payload)
             assert type(told.value) is error
 
     with_agents(house, scenario)

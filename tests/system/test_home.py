@@ -57,10 +57,12 @@ from hearth.platform.security import (
 from hearth.platform.units import parse_bytes
 from hearth.wire.messages import (
     AcquireLease,
+    BlocksOf,
+    DeviceInfo,
     GetTelemetry,
     Heartbeat,
     Message,
-    ProfileBlocks,
+    Profile,
     PutChunk,
     Telemetry,
     Unload,
@@ -120,12 +122,12 @@ def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> No
 
 def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
     with pair.ready() as home:
-        wait_for("a heartbeat of both", lambda: all(device.worker == "ready" for device in home.devices().devices))
+        wait_for("a heartbeat of both", lambda: all(map(_works, home.devices().devices)))
         status, devices = home.status(), home.devices()
     assert status.plan is not None
     assert status.plan.body.strategy == "hmp"
     assert {device.name for device in devices.devices} == {"a", "b"}
-    assert all(device.worker == "ready" for device in devices.devices)
+    assert all(map(_works, devices.devices))
     assert {(link.source, link.target) for link in devices.links} == {
         (a.device_id, b.device_id) for a in devices.devices for b in devices.devices if a != b
     }
@@ -176,7 +178,7 @@ def test_an_admin_key_looks_but_cannot_command_agents(pair: TestHome) -> None:
         AcquireLease(holder="me", holder_name="me", seconds=5.0),
         Unload(holder="me", epoch=1),
         PutChunk(holder="me", hash="0" * 64),
-        ProfileBlocks(model=BERT_LARGE, seq_len=8),
+        Profile(subject=BlocksOf(model=BERT_LARGE, seq_len=8), timeout_seconds=5.0),
     ):
         with pytest.raises(NotAuthorised):
             _ask_agent(pair, admin_key(credential), command)
@@ -423,3 +425,7 @@ def test_an_idle_daemon_is_small(pair: TestHome) -> None:
 
 def test_agents_answer_reads_without_a_coordinator_and_busy_is_an_error_of_its_own() -> None:
     assert "coordinator" in str(AgentBusy(device="a", holder="other"))
+
+
+def _works(device: DeviceInfo) -> bool:
+    return [worker.state for worker in device.workers] == ["ready"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Optional
 
 import typer
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict
 from rich.status import Status
 
 from coordinator.cli.output import err, out
@@ -30,9 +30,9 @@ from coordinator.plan.graph.latency.coarsening import Coarsened, coarsen
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
-from hearth.errors import BadSetting, DeadlineExceeded, InternalError, NoPlacement
+from hearth.errors import BadMessage, BadSetting, DeadlineExceeded, InternalError, NoPlacement
 from hearth.plan.graph_spec import GraphSpec
-from hearth.wire.messages import Failed, GraphProfiled
+from hearth.wire import messages
 from tools.bench import interrupts
 from tools.bench.rows import check_files
 
@@ -136,33 +136,32 @@ def profile(model: OnnxModel) -> Profile:
     """
     (whole,) = cut(model.spec, [0] * model.spec.num_operators)
     with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "graph.onnx"
-        path.write_bytes(segment_model(model, whole).proto)
-        folder = Path(name) / "files"
-        folder.mkdir()
-        request = {
-            "model_path": str(path), "folder": str(folder), "device": "this machine", "num_threads": 1,
-            "compute_device": "cpu",
-        }  # fmt: skip
+        (Path(name) / "graph.onnx").write_bytes(segment_model(model, whole).proto)
+        request = messages.StartProfile(
+            profile=messages.Profile(subject=messages.OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
+            folder=name, device="this machine", num_threads=1, compute_device="cpu",
+        )  # fmt: skip
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "agent.worker.graph.profiler"],
-                input=_json.dumps(request) + "\n",
+                input=messages.encode(request),
                 capture_output=True,
-                text=True,
                 timeout=_PROFILE_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded(action=f"profiling {model.spec.name}", seconds=_PROFILE_SECONDS) from None
     try:
-        answer = TypeAdapter[GraphProfiled | Failed](GraphProfiled | Failed).validate_json(done.stdout)
-    except ValidationError:
-        reason = f"it ended with {done.returncode}: {done.stderr[-500:]}"
+        answer = messages.decode(done.stdout)
+    except BadMessage:
+        reason = f"it ended with {done.returncode}: {done.stderr[-500:].decode(errors='replace')}"
         raise InternalError(where="the profiler", reason=reason) from None
-    if isinstance(answer, Failed):
+    if isinstance(answer, messages.Failed):
         raise answer.error()
-    return Profile(operator_seconds(model.spec, answer), answer.run_seconds, len(answer.kernels))
+    assert isinstance(answer, messages.Profiled)
+    assert isinstance(answer.result, messages.GraphProfile)
+    measured = answer.result
+    return Profile(operator_seconds(model.spec, measured), measured.run_seconds, len(measured.kernels))
 
 
 def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, time_limit: float) -> CoarseningRow:

@@ -121,11 +121,13 @@ class Pusher:
         states = self._fleet.devices
 
         def all_told() -> bool:
-            found = [states[device].state for device in ids]
-            return all(state is not None and (state.worker, state.epoch) == ("ready", self._epoch) for state in found)
+            found = [states[device].worker(deployment.deployment) for device in ids]
+            return all(
+                worker is not None and (worker.state, worker.epoch) == ("ready", self._epoch) for worker in found
+            )
 
         await self._until("the workers' first heartbeat", all_told)
-        return {"peaks": {device: state.worker_peak_bytes for device in ids if (state := states[device].state)}}
+        return {"peaks": {device: states[device].info().peak_bytes for device in ids}}
 
 
 if __name__ == "__main__":

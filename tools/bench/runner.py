@@ -30,7 +30,7 @@ from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER, Generation
-from agent.worker.transformer.profiler import ProfilerRequest, profile
+from agent.worker.transformer.profiler import profile
 from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
@@ -42,7 +42,7 @@ from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout
 from hearth.wire.framing import apart, pack_array, read_header
-from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, RunStep, TokensGenerated
+from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, TokensGenerated
 from tools.bench.child import serve
 from tools.testbed.calibrate import Layers
 
@@ -140,7 +140,7 @@ class Runner:
         loaded = self._loaded[plan_id]
         assert loaded.engine is not None
         loaded.step += 1
-        request = RunStep(
+        request = Run(
             holder="bench", epoch=loaded.plan.epoch, step=loaded.step, output="mean", timeout_seconds=_STEP_SECONDS,
             trace=trace,
         )  # fmt: skip
@@ -156,7 +156,7 @@ class Runner:
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
-            "compute_seconds": done.compute_seconds,
+            "compute_seconds": sum(done.compute_seconds),
             "cpu_seconds": time.process_time() - cpu,
             "sent_bytes": transport.sent_bytes if trace else 0,
             "raw_bytes": transport.raw_bytes if trace else 0,
@@ -238,8 +238,7 @@ class Runner:
     def profile(self, model: Any, seq_len: int, num_threads: int) -> dict[str, Any]:
         """The latencies of one layer's blocks here, as the agent's profiler measures them."""
         spec = ModelSpec.model_validate(model)
-        request = ProfilerRequest(model=spec, seq_len=seq_len, num_threads=num_threads, compute_device="cpu")
-        return {"blocks": profile(request).model_dump()}
+        return {"blocks": profile(spec, seq_len, num_threads, "cpu").model_dump()}
 
     def ping(self, num_bytes: int, count: int) -> dict[str, Any]:
         """Seconds of half a round trip of messages of this size over an open link, the median; the other end echoes."""

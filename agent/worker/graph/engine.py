@@ -25,8 +25,8 @@ from hearth.plan.phases import Phase, Work
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Codec
-from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_array, read_header, unpack_array
-from hearth.wire.messages import Failed, GraphDone, Message, RunGraph, WireStats
+from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_arrays, read_header, unpack_arrays
+from hearth.wire.messages import Failed, Message, Run, RunDone, WireStats
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _Request:
     recorder: Recorder
     values: dict[str, Array] = field(default_factory=dict)  # that our segments will still take
     request_id: bytes = b""
-    request: RunGraph | None = None
+    request: Run | None = None
     results: dict[str, Array] = field(default_factory=dict)
     compute_seconds: list[float] = field(default_factory=list)
     began: float = 0.0
@@ -66,7 +66,7 @@ class _Request:
 class GraphEngine:
     """Runs one plan's requests on one rank. `sessions` are of `routes.segments`, in their order.
 
-    `answer` is called once for each request that `run` took, from any thread: with `GraphDone` or `Failed`.
+    `answer` is called once for each request that `run` took, from any thread: with `RunDone` or `Failed`.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class GraphEngine:
 
     # ---- requests, from the control thread --------------------------------------------------------------------------
 
-    def run(self, request_id: bytes, request: RunGraph, payload: Sequence[Any]) -> None:
+    def run(self, request_id: bytes, request: Run, payload: Sequence[Any]) -> None:
         """Take a request. Raises BadRequest for other inputs than ours, QueueFull; then nothing is answered."""
         fed = self._read(request, payload)
         now = time.monotonic()
@@ -143,12 +143,8 @@ class GraphEngine:
         for each in steps:
             self._fail(each, self._failed(reason))
 
-    def _read(self, request: RunGraph, payload: Sequence[Any]) -> dict[str, Array]:
-        if len(payload) != 2 * len(request.names):
-            raise BadRequest(reason=f"{len(request.names)} inputs in {len(payload)} frames; each takes two")
-        arrays = {
-            name: unpack_array(payload[2 * index : 2 * index + 2]) for index, name in enumerate(request.names)
-        }  # fmt: skip
+    def _read(self, request: Run, payload: Sequence[Any]) -> dict[str, Array]:
+        arrays = unpack_arrays(request.names, payload)
         if wrong := arrays.keys() ^ self._routes.fed:
             name = min(wrong)
             raise BadRequest(reason=f"the input {name} is {'not one' if name in arrays else 'missing'} of this rank's")
@@ -230,7 +226,7 @@ class GraphEngine:
             if not request.has_run or request.sending or self._requests.get(step) is not request:
                 return
             self._forget(step)
-        done = GraphDone(
+        done = RunDone(
             names=tuple(request.results),
             began_seconds=request.began,
             ended_seconds=request.ended,
@@ -239,9 +235,7 @@ class GraphEngine:
             dropped_messages=self.dropped,
             trace=request.recorder.events()[:MAX_TRACE_EVENTS],
         )
-        self._answer(
-            request.request_id, done, [frame for each in request.results.values() for frame in pack_array(each)]
-        )
+        self._answer(request.request_id, done, pack_arrays(request.results))
 
     def _fail(self, step: int, error: HearthError) -> None:
         with self._changed:

@@ -19,18 +19,19 @@ from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import routes_of
 from agent.worker.graph.sessions import SegmentSession, load_segment
 from hearth.errors import BadRequest, HearthError, InternalError, StepFailed
+from hearth.plan.plan import is_graph_plan
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
 from hearth.wire.messages import (
-    AbortGraph,
-    AbortStep,
+    Abort,
     ConnectPeers,
     Done,
     Failed,
     Message,
-    RunGraph,
-    StartGraphWorker,
+    Run,
+    SegmentParts,
+    Start,
     WorkerBound,
 )
 
@@ -42,15 +43,19 @@ _COPIED_BYTES = 256 << 10  # above, sending a tensor without a copy was measured
 class GraphWorker:
     """One deployed plan: first bound, then connected, then running requests."""
 
-    def __init__(self, start: StartGraphWorker) -> None:
+    def __init__(self, start: Start) -> None:
         load = start.load
-        self._load = load
+        assert is_graph_plan(load.plan)
+        assert isinstance(load.parts, SegmentParts)
+        self._load, self._plan, self._parts = load, load.plan, load.parts
         self._routes = routes_of(load.plan, load.rank)
-        if len(load.files) != len(self._routes.segments):
-            raise BadRequest(reason=f"{len(load.files)} segments for the {len(self._routes.segments)} of this rank")
+        if len(load.parts.files) != len(self._routes.segments):
+            raise BadRequest(
+                reason=f"{len(load.parts.files)} segments for the {len(self._routes.segments)} of this rank"
+            )
         self._sessions: list[SegmentSession] = []
         num_bytes = 0
-        for segment, files in zip(self._routes.segments, load.files, strict=True):
+        for segment, files in zip(self._routes.segments, load.parts.files, strict=True):
             name = f"segment {segment.number} on rank {load.rank}"
             session, loaded = load_segment(
                 files, name, segment.inputs, segment.outputs, Path(start.store_path), start.num_threads,
@@ -76,11 +81,11 @@ class GraphWorker:
         load = self._load
         self._transport.connect(request.peers)
         codecs = {
-            peer.rank: Codec(load.plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
+            peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
         }  # fmt: skip
         engine = GraphEngine(
-            self._routes, load.plan.epoch, load.plan_token, self._sessions, self._transport, codecs, load.max_in_flight,
-            load.plan.wait_seconds(), control.answer,
+            self._routes, self._plan.epoch, load.plan_token, self._sessions, self._transport, codecs,
+            self._parts.max_in_flight, self._plan.wait_seconds(), control.answer,
         )  # fmt: skip
         engine.start()
         return engine
@@ -92,14 +97,12 @@ class _Control(Control):
     def urgent(self, request_id: bytes, message: Message, payload: list[bytes]) -> bool:
         """Once there is an engine, everything is for it."""
         if self.engine is None:
-            return isinstance(message, AbortStep | AbortGraph)
+            return isinstance(message, Abort)
         try:
-            if isinstance(message, RunGraph):
+            if isinstance(message, Run):
                 self.engine.run(request_id, message, payload)
-            elif isinstance(message, AbortGraph):
+            elif isinstance(message, Abort):
                 self.engine.abort(message.step, message.reason)
-            elif isinstance(message, AbortStep):
-                self.engine.abort(None, message.reason)
             else:
                 raise BadRequest(reason=f"the worker of a graph does not take {type(message).__name__}")
         except HearthError as error:
@@ -116,7 +119,7 @@ def _prepare(control: _Control) -> GraphEngine:
         request_id, message, _ = control.requests.get()
         answer: Message
         try:
-            if isinstance(message, StartGraphWorker):
+            if isinstance(message, Start):
                 worker = GraphWorker(message)
                 answer = worker.bound
             elif isinstance(message, ConnectPeers) and worker is not None:

@@ -1,7 +1,7 @@
 """Times a graph's operators on this device: `python -m agent.worker.graph.profiler`, a child that the daemon starts.
 
-Reads a `GraphProfilerRequest` as one line of JSON, answers with `GraphProfiled` or `Failed` as one line. Operators are timed
-by onnxruntime's own profiling, as it really fuses them; the whole run without it, since it costs time of its own.
+Operators are timed by onnxruntime's own profiling, as it really fuses them; the whole run without it, since it costs time
+of its own.
 """
 
 from __future__ import annotations
@@ -11,27 +11,26 @@ import os
 import re
 import shutil
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
 from agent.worker.graph.sessions import DTYPES, brief, give_back_memory, make_session, providers_for
+from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import wire_cost
-from hearth.errors import BadPlan, HearthError, StoreFull
+from hearth.errors import BadPlan, StoreFull
 from hearth.wire.codec import NUMPY_CASTS
-from hearth.wire.messages import Failed, GraphProfiled, Kernel
+from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
 Array = np.ndarray[Any, Any]
 
@@ -47,14 +46,7 @@ _OUTLIER = 1.5  # a profiled run that took so many times the median is left out
 _PATTERN_VALUES = 1 << 18  # random values, repeated over all weights
 _KERNEL_SUFFIX = "_kernel_time"
 _RESERVE_BYTES = 64 << 20  # left free on the disk, beside the weights
-
-
-class GraphProfilerRequest(BaseModel):
-    model_path: Path
-    folder: Path  # for files of ours, which the daemon removes
-    device: str
-    num_threads: int
-    compute_device: Literal["cpu", "cuda"]
+GRAPH_FILE = "graph.onnx"
 
 
 class _Memory(NamedTuple):
@@ -69,20 +61,23 @@ class _Memory(NamedTuple):
         return cls(status["RssAnon"] + status["RssShmem"], status["RssFile"])
 
 
-def profile(request: GraphProfilerRequest) -> GraphProfiled:
-    """Raises BadPlan when onnxruntime does not take the graph, or cannot run it; StoreFull."""
+def profile(folder: Path, device: str, num_threads: int, compute_device: ComputeDevice) -> GraphProfile:
+    """Time the graph in `folder / GRAPH_FILE`; the folder also takes files of ours, which the caller removes.
+
+    Raises BadPlan when onnxruntime does not take the graph, or cannot run it; StoreFull, naming `device`.
+    """
     keep_freed_buffers()
     before = _Memory.now()
     try:
-        model = onnx.load(request.model_path, load_external_data=False)
+        model = onnx.load(folder / GRAPH_FILE, load_external_data=False)
     except DecodeError:
         raise BadPlan(reason="the graph to be profiled is no ONNX model") from None
-    _check_room(model, request)
-    path = _with_random_weights(model, request.folder)
-    providers = providers_for(request.compute_device, request.folder)
+    _check_room(model, folder, device)
+    path = _with_random_weights(model, folder)
+    providers = providers_for(compute_device, folder)
 
     def session(change: Callable[[ort.SessionOptions], None] = lambda options: None) -> ort.InferenceSession:
-        return make_session(path, "the graph", request.num_threads, providers, change)
+        return make_session(path, "the graph", num_threads, providers, change)
 
     plain = session()
     give_back_memory()
@@ -94,8 +89,8 @@ def profile(request: GraphProfilerRequest) -> GraphProfiled:
     ran = _Memory.now()
     provider = plain.get_providers()[0]
     del plain
-    kernels = _kernels(model, session, feeds, run_seconds, request.folder)
-    return GraphProfiled(
+    kernels = _kernels(model, session, feeds, run_seconds, folder)
+    return GraphProfile(
         kernels=kernels,
         run_seconds=run_seconds,
         provider=provider,
@@ -232,16 +227,16 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
     return path
 
 
-def _check_room(model: onnx.ModelProto, request: GraphProfilerRequest) -> None:
+def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
     """Raises StoreFull."""
     needed = sum(
         int(np.prod(tensor.dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
         for tensor in model.graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
     )
-    free = max(shutil.disk_usage(request.folder).free - _RESERVE_BYTES, 0)
+    free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
     if needed > free:
-        raise StoreFull(device=request.device, needed_bytes=needed, free_bytes=free)
+        raise StoreFull(device=device, needed_bytes=needed, free_bytes=free)
 
 
 def _random_blocks(shape: Sequence[int], dtype: np.dtype[Any], pattern: Array) -> Iterable[Array]:
@@ -327,10 +322,9 @@ def _status() -> dict[str, int]:
     return {name: found.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
 
 
+def _measure(start: StartProfile) -> GraphProfile:
+    return profile(Path(start.folder), start.device, start.num_threads, start.compute_device)
+
+
 if __name__ == "__main__":
-    answer: GraphProfiled | Failed
-    try:
-        answer = profile(GraphProfilerRequest.model_validate_json(sys.stdin.readline()))
-    except HearthError as error:
-        answer = Failed.of(error)
-    print(answer.model_dump_json())
+    serve_one(_measure)

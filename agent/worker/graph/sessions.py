@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -25,12 +25,11 @@ from google.protobuf.message import DecodeError
 
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, StepFailed, StoreFull
 from hearth.wire.framing import MAX_DIMS
-from hearth.wire.messages import ArrayChunks, SegmentFiles
+from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
 
 log = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-ComputeDevice = Literal["cpu", "cuda"]
 Provider = tuple[str, dict[str, Any]]
 
 _PART_SUFFIX = ".part"  # the store removes these at its start, should we be killed before we do

@@ -20,7 +20,7 @@ from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import Values
-from hearth.wire.messages import RunStep, StepDone
+from hearth.wire.messages import Run, RunDone
 
 
 class Engine:
@@ -36,9 +36,9 @@ class Engine:
         self._staging = staging
 
     def run(
-        self, request: RunStep, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
-    ) -> tuple[StepDone, np.ndarray[Any, Any]]:
-        """Run one step; see `RunStep` and `StepDone` for the payloads.
+        self, request: Run, token_ids: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]
+    ) -> tuple[RunDone, np.ndarray[Any, Any]]:
+        """Run one step; see `Run` and `RunDone` for the payloads.
 
         Raises BadRequest for ids or lengths that the model cannot take, StepFailed when a peer does not answer.
         """
@@ -54,12 +54,11 @@ class Engine:
         output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)
         array = output.cpu().numpy()  # waits for the GPU
         ended = time.monotonic()
-        done = StepDone(
-            first_row=own.start,
-            num_rows=own.size,
+        done = RunDone(
+            names=(request.output,),
             began_seconds=began,
             ended_seconds=ended,
-            compute_seconds=max(ended - began - self._communicator.waited_seconds, 0.0),
+            compute_seconds=(max(ended - began - self._communicator.waited_seconds, 0.0),),
             wire=self._communicator.wire_stats(),
             dropped_messages=self._communicator.dropped,
             trace=recorder.events(),

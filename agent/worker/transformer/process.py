@@ -23,19 +23,21 @@ from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER, Generation
 from agent.worker.transformer.shard import load_shard
 from hearth.errors import BadRequest, HearthError, InternalError, StepFailed
+from hearth.plan.plan import is_transformer_plan
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
-from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.framing import pack_array, unpack_arrays
 from hearth.wire.messages import (
-    AbortStep,
+    Abort,
     Cancel,
     ConnectPeers,
     Done,
     Failed,
     GenerateTokens,
     Message,
-    RunStep,
-    StartWorker,
+    Run,
+    ShardParts,
+    Start,
     WorkerBound,
 )
 
@@ -45,12 +47,17 @@ log = logging.getLogger("hearth.worker")
 class Worker:
     """One deployed plan: first bound, then connected, then running steps."""
 
-    def __init__(self, start: StartWorker) -> None:
+    def __init__(self, start: Start) -> None:
         load = start.load
+        assert is_transformer_plan(load.plan)
+        assert isinstance(load.parts, ShardParts)
+        self._plan = load.plan
         torch.set_num_threads(start.num_threads)
         staging = make_staging(start.compute_device)
         store = Path(start.store_path)
-        shard = load_shard(load.plan, load.rank, load.chunks, lambda chunk: store / chunk[:2] / chunk, staging.device)
+        shard = load_shard(
+            load.plan, load.rank, load.parts.chunks, lambda chunk: store / chunk[:2] / chunk, staging.device
+        )
         self._load = load
         self._shard = shard
         self._staging = staging
@@ -73,30 +80,33 @@ class Worker:
         )
 
     def connect(self, request: ConnectPeers) -> None:
-        load = self._load
+        load, plan = self._load, self._plan
         self._transport.connect(request.peers)
-        codecs = link_codecs(load.plan, load.rank, {peer.rank: peer.bytes_per_second for peer in request.peers})
-        self._communicator = Communicator(self._transport, load.plan.epoch, load.plan_token, codecs)
+        codecs = link_codecs(plan, load.rank, {peer.rank: peer.bytes_per_second for peer in request.peers})
+        self._communicator = Communicator(self._transport, plan.epoch, load.plan_token, codecs)
         self._communicator.start()
-        self._engine = Engine(load.plan, load.rank, self._shard, self._communicator, self._staging)
+        self._engine = Engine(plan, load.rank, self._shard, self._communicator, self._staging)
         if self.generates:
-            generation = Generation(load.plan, load.rank, self._shard, self._communicator, self._staging)
+            generation = Generation(plan, load.rank, self._shard, self._communicator, self._staging)
             if load.rank == LEADER:
-                self.leader = Leader(load.plan, generation)
+                self.leader = Leader(plan, generation)
             else:
                 self.follower = generation
 
     @property
     def generates(self) -> bool:
         """Whether this plan is for a decoder: then rank 0 leads and the others follow."""
-        return self._load.plan.body.generation is not None
+        return self._plan.body.generation is not None
 
-    def run(self, request: RunStep, payload: list[bytes]) -> tuple[Message, list[Any]]:
+    def run(self, request: Run, payload: list[bytes]) -> tuple[Message, list[Any]]:
         if self._engine is None:
             raise StepFailed(device=f"rank {self._load.rank}", reason="its peers are not connected yet")
-        if len(payload) != 4:
-            raise BadRequest(reason=f"a step takes two arrays, not {len(payload)} frames")
-        done, output = self._engine.run(request, unpack_array(payload[:2]), unpack_array(payload[2:]))
+        arrays = unpack_arrays(request.names, payload)
+        if arrays.keys() != {"token_ids", "cumulative_lengths"}:
+            raise BadRequest(
+                reason=f"a step takes token_ids and cumulative_lengths, not {', '.join(arrays) or 'nothing'}"
+            )
+        done, output = self._engine.run(request, arrays["token_ids"], arrays["cumulative_lengths"])
         return done, pack_array(np.ascontiguousarray(output))
 
     def abort(self, reason: str) -> None:
@@ -114,13 +124,13 @@ class _Control(Control):
     worker: Worker | None = None
 
     def urgent(self, request_id: bytes, message: Message, payload: list[bytes]) -> bool:
-        if isinstance(message, AbortStep) and self.worker is not None:
+        if isinstance(message, Abort) and self.worker is not None:
             self.worker.abort(message.reason)
-        return isinstance(message, AbortStep)
+        return isinstance(message, Abort)
 
 
 def _handle(control: _Control, message: Message, payload: list[bytes]) -> tuple[Message, list[Any]]:
-    if isinstance(message, StartWorker):
+    if isinstance(message, Start):
         control.worker = Worker(message)
         return control.worker.bound, []
     if control.worker is None:
@@ -128,7 +138,7 @@ def _handle(control: _Control, message: Message, payload: list[bytes]) -> tuple[
     if isinstance(message, ConnectPeers):
         control.worker.connect(message)
         return Done(), []
-    if isinstance(message, RunStep):
+    if isinstance(message, Run):
         if control.worker.generates:
             raise BadRequest(reason="the plan is for a model that generates: it takes GenerateTokens")
         return control.worker.run(message, payload)

@@ -1,25 +1,23 @@
 """Measures one layer's blocks on this device: `python -m agent.worker.transformer.profiler`, a child that the daemon starts.
 
-Reads a `ProfilerRequest` as one line of JSON, answers with a `BlockProfile` as one line. Galaxy's profiler (section
-III-C), with the attention block in its three parts, and with what communication costs the device.
+Galaxy's profiler (section III-C), with the attention block in its three parts, and with the cost of communication for the
+device.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import Literal
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
+from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
 from agent.worker.transformer.comm.staging import make_staging
@@ -27,11 +25,12 @@ from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.matrices import Matrix, empty_matrix
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
 from agent.worker.wire_cost import wire_cost
+from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
 from hearth.plan.transformer import Holding
-from hearth.wire.messages import NewSequence, Sampling
+from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
 _PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
 # A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
@@ -48,18 +47,11 @@ _DECODED_BYTES = 256 << 20
 _LEAST_SHARE = 0.01  # of the products' time goes to reading, be the layer ever so small
 
 
-class ProfilerRequest(BaseModel):
-    model: ModelSpec
-    seq_len: int
-    num_threads: int
-    compute_device: Literal["cpu", "cuda"]
-
-
-def profile(request: ProfilerRequest) -> BlockProfile:
+def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
     """Measure one layer's blocks; every point is the median of several samples after one to warm up."""
-    torch.set_num_threads(request.num_threads)
-    device = make_staging(request.compute_device).device
-    spec, S = request.model, request.seq_len
+    torch.set_num_threads(num_threads)
+    device = make_staging(compute_device).device
+    S = seq_len
     H, d = spec.hidden_size, spec.head_dim
     measure = _Meter(device)
     # First and alone: a device may hold little more than these copies.
@@ -326,6 +318,13 @@ def _sizes(total: int, grain: int) -> list[int]:
     return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _PARTS})
 
 
+def _measure(start: StartProfile) -> BlockProfile:
+    subject = start.profile.subject
+    if not isinstance(subject, BlocksOf):
+        raise BadRequest(reason="this profiler measures blocks of transformers")
+    return profile(subject.model, subject.seq_len, start.num_threads, start.compute_device)
+
+
 if __name__ == "__main__":
     keep_freed_buffers()
-    print(profile(ProfilerRequest.model_validate_json(sys.stdin.readline())).model_dump_json())
+    serve_one(_measure)

@@ -13,7 +13,6 @@ from coordinator.cli.output import err, handles_errors, out, print_json
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import by_name
 from coordinator.serve.config import load_settings
 from hearth.errors import NoDevices, NotAuthorised
 from hearth.plan.profile import Link
@@ -66,7 +65,7 @@ async def _look(
         profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
         links = await profiler.measure_links(found) if measure else {}
         return (
-            [device.info() for device in by_name(fleet.devices.values())],
+            fleet.infos(),
             list(links.values()),
             list(fleet.refusals),
         )

@@ -26,7 +26,7 @@ def status(
         print_json({**now.model_dump(mode="json"), "devices": devices.model_dump(mode="json")["devices"]})
         return
     out.print(f"[bold]{now.name}[/] (Hearth {now.version}): {now.state}", soft_wrap=True)
-    peaks = {device.device_id: device.worker_peak_bytes for device in devices.devices}
+    peaks = {device.device_id: device.peak_bytes for device in devices.devices}
     if is_transformer_plan(now.plan):
         out.print(*plan_tables(now.plan, peaks), sep="\n")
     elif is_graph_plan(now.plan):

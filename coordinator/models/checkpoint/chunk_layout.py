@@ -7,14 +7,13 @@ the word embedding or of the head, or the rest of the embedding. A new plan move
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, grains_of, num_grains, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import ChunkRef
+from hearth.wire.messages import ChunkKind, ChunkRef
 
-ChunkKind = Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
 OF_LAYER: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
-from coordinator.models.checkpoint.chunk_layout import OF_LAYER, ChunkKind, all_chunks, slices, tensor_shapes
+from coordinator.models.checkpoint.chunk_layout import OF_LAYER, all_chunks, slices, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
 from hearth.errors import BadCheckpoint
 from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
-from hearth.wire.messages import ChunkRef
+from hearth.wire.messages import ChunkKind, ChunkRef
 
 if TYPE_CHECKING:
     import numpy as np

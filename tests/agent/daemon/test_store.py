@@ -57,7 +57,7 @@ def test_what_was_deployed_last_outlives_a_restart(tmp_path: Path) -> None:
     store.put(*other)
     os.utime(store.path_of(deployed[0]), (1, 1))
     os.utime(store.path_of(other[0]), (2, 2))
-    store.pin([deployed[0]])
+    store.pin("default", [deployed[0]])
     assert store.path_of(deployed[0]).stat().st_mtime == 1, "deploying rewrites nothing"
     again = ShardStore(tmp_path, 250, "d")
     again.put(*new)
@@ -126,14 +126,14 @@ def test_pinned_chunks_are_never_evicted_and_a_full_store_says_so(tmp_path: Path
     (first, one), (second, two), (third, three) = (chunk(i) for i in range(3))
     store.put(first, one)
     store.put(second, two)
-    store.pin([first])
+    store.pin("default", [first])
     store.put(third, three)
     assert store.missing([first, second, third]) == (second,)
-    store.pin([third])
+    store.pin("other", [third])
     with pytest.raises(StoreFull) as error:
         store.put(second, two)
     assert (error.value.device, error.value.needed_bytes, error.value.free_bytes) == ("kitchen", 100, 50)
-    store.unpin_all()
+    store.unpin("other")
     store.put(second, two)
 
 
@@ -148,7 +148,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing_half_written(tmp_path: 
         store = ShardStore(disk, 1 << 40, "d")
         (first, one), (second, two) = chunk(1, 10 << 20), chunk(2, 10 << 20)
         store.put(first, one)
-        store.pin([first])
+        store.pin("default", [first])
         with pytest.raises(StoreFull):
             store.put(second, two)
         assert [path.name for path in disk.glob("*/*")] == [first]

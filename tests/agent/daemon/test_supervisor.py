@@ -24,13 +24,13 @@ from hearth.errors import (
     WorkerDied,
 )
 from hearth.wire.messages import (
-    AbortStep,
+    Abort,
     Cancel,
     Failed,
     GenerateTokens,
     GenerationEnded,
     Message,
-    StartWorker,
+    Start,
     TokensGenerated,
     decode,
     encode,
@@ -141,7 +141,7 @@ def test_a_worker_that_ends_ends_its_streams(end: str) -> None:
             await reading
         if end == "death":  # whoever gives up a step learns why
             with pytest.raises(WorkerDied, match="SIGSEGV"):
-                await process.abort(AbortStep(holder="c", epoch=1, reason="rank 0 waits"))
+                await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
 
     with_worker(scenario)
 
@@ -166,7 +166,7 @@ def test_only_between_two_tokens_a_worker_may_not_be_silent(monkeypatch: pytest.
 def test_a_worker_that_cannot_even_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies before it reads anything: nobody waits until its time to load is over."""
     monkeypatch.setattr(supervisor.sys, "executable", shutil.which("false"))
-    start = next(message for message in EXAMPLES if isinstance(message, StartWorker))
+    start = next(message for message in EXAMPLES if isinstance(message, Start))
 
     async def main() -> None:
         context = zmq.asyncio.Context()

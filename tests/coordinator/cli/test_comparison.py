@@ -38,7 +38,6 @@ from coordinator.plan.transformer.explain import (
 from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.serve.goal import Model
 from hearth.errors import StepFailed
-from hearth.plan.geometry import rows_for, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
@@ -49,10 +48,10 @@ from hearth.wire.messages import (
     ChunksMissing,
     Done,
     FindMissing,
-    LoadShard,
+    Load,
     Message,
-    RunStep,
-    StepDone,
+    Run,
+    RunDone,
     Unload,
     WireStats,
     WorkerBound,
@@ -304,7 +303,7 @@ class FakeFleet:
         ]
         self.devices = {welcome.device_id: Device(welcome, "10.0.0.1", 1, 0.0) for welcome in welcomes}
         self.broken = broken
-        self.loaded: dict[str, LoadShard] = {}
+        self.loaded: dict[str, Load] = {}
         self.steps: list[int] = []
         self.epochs: set[int] = set()
 
@@ -317,14 +316,14 @@ class FakeFleet:
         await asyncio.sleep(0)
         if isinstance(message, FindMissing):
             return Reply(ChunksMissing(hashes=()))
-        if isinstance(message, LoadShard):
+        if isinstance(message, Load):
             assert device_id not in self.loaded
             self.loaded[device_id] = message
             self.epochs.add(message.plan.epoch)
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
         if isinstance(message, Unload):
             self.loaded.pop(device_id, None)
-        if isinstance(message, RunStep):
+        if isinstance(message, Run):
             return self._run(device_id, payload)
         return Reply(Done())
 
@@ -334,9 +333,8 @@ class FakeFleet:
             raise StepFailed(device=device_id, reason="it is broken")
         ids = unpack_array(payload[:2])
         self.steps.append(len(ids))
-        own = spans(rows_for(load.plan.body.row_weights, len(ids)))[load.rank]
-        done = StepDone(
-            first_row=own.start, num_rows=own.size, began_seconds=1.0, ended_seconds=1.25, compute_seconds=0.2,
+        done = RunDone(
+            names=("mean",), began_seconds=1.0, ended_seconds=1.25, compute_seconds=(0.2,),
             wire=WireStats(), dropped_messages=0,
         )  # fmt: skip
         return Reply(done, pack_array(np.ones((1, load.plan.model.hidden_size), np.float32)))

@@ -15,7 +15,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from hearth.errors import NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
-from hearth.wire.messages import BlocksProfiled, LinkMeasured, Message, ProfileBlocks
+from hearth.wire.messages import BlocksOf, LinkMeasured, Message, Profile, Profiled
 
 INT4 = LLAMA_1B.model_copy(update={"weights": "int4"})
 
@@ -36,9 +36,10 @@ class Agents:
         return
 
     async def ask(self, device_id: str, message: Message, *_: Any, **__: Any) -> Message:
-        if isinstance(message, ProfileBlocks):
+        if isinstance(message, Profile):
+            assert isinstance(message.subject, BlocksOf)
             self.profiled.append(device_id)
-            return BlocksProfiled(blocks=device_profile(0, 1.0, message.model, message.seq_len).blocks)
+            return Profiled(result=device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks)
         return LinkMeasured(bytes_per_second=1e8, round_trip_seconds=1e-3, num_bytes=1, stable=True)
 
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from coordinator.devices import registry
 from coordinator.devices.registry import DEAD_SECONDS, SUSPECT_SECONDS, WORKER_PENALTY_SECONDS, Device
 from hearth.errors import DuplicateDevice
-from hearth.wire.messages import AgentState, AgentWelcome
+from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
 runner = CliRunner()
 
@@ -20,7 +20,7 @@ def device(name: str = "a", boot_id: str = "boot", host: str = "10.0.0.1", last_
     return Device(welcome, host, 47800, last_seen)
 
 
-STATE = AgentState(boot_id="boot", worker="ready", epoch=1, failure="")
+STATE = AgentState(boot_id="boot", workers=(WorkerStatus(state="ready", epoch=1),))
 
 
 def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> None:

@@ -45,18 +45,19 @@ from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
-    BlocksProfiled,
+    BlocksOf,
     ChunksMissing,
     ConnectPeers,
     Done,
     FindMissing,
     LinkMeasured,
-    LoadShard,
+    Load,
     MeasureLink,
     Message,
-    ProfileBlocks,
-    RunStep,
-    StepDone,
+    Profile,
+    Profiled,
+    Run,
+    RunDone,
     Unload,
     WireStats,
     WorkerBound,
@@ -265,7 +266,7 @@ class FakeFleet:
         self.devices = {name: ready_device(name) for name in names}
         self.slow = dict.fromkeys(names, 1.0)
         self.link_factor = 1.0
-        self.loads: dict[str, LoadShard] = {}
+        self.loads: dict[str, Load] = {}
         self.asked: list[tuple[str, Message]] = []
         self.num_looks = 0  # of the re-planner, and a few others
 
@@ -296,22 +297,23 @@ class FakeFleet:
         await asyncio.sleep(0)
         if self.devices[device_id].health == "dead":
             raise DeviceLost(device=device_id, reason="it is gone")
-        if isinstance(message, ProfileBlocks):
-            return Reply(BlocksProfiled(blocks=device_profile(0, 1.0, message.model, message.seq_len).blocks))
+        if isinstance(message, Profile):
+            assert isinstance(message.subject, BlocksOf)
+            return Reply(Profiled(result=device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks))
         if isinstance(message, MeasureLink):
             rate = LINK_BYTES_PER_SECOND / self.link_factor
             measured = LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True)
             return Reply(measured)
         if isinstance(message, FindMissing):
             return Reply(ChunksMissing(hashes=()))
-        if isinstance(message, LoadShard):
+        if isinstance(message, Load):
             self.loads[device_id] = message
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        if isinstance(message, RunStep):
+        if isinstance(message, Run):
             return self._run(device_id, message, payload)
         return Reply(Done())
 
-    def _run(self, device_id: str, message: RunStep, payload: Sequence[Any]) -> Reply:
+    def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
         load = self.loads[device_id]
         plan, rank = load.plan, load.rank
         assert plan.epoch == message.epoch
@@ -319,10 +321,10 @@ class FakeFleet:
         own = spans(rows_for(plan.body.row_weights, len(ids)))[rank]
         share = len(ids) / plan.body.seq_len
         slowest = max(self.slow[device.device_id] for device in plan.devices)
-        done = StepDone(
-            first_row=own.start, num_rows=own.size, began_seconds=0.0,
+        done = RunDone(
+            names=(message.output,), began_seconds=0.0,
             ended_seconds=plan.predicted.latency_seconds * share * slowest * self.link_factor * SECONDS[message.values],
-            compute_seconds=plan.devices[rank].compute_seconds * share * self.slow[device_id],
+            compute_seconds=(plan.devices[rank].compute_seconds * share * self.slow[device_id],),
             wire=WireStats(), dropped_messages=0,
         )  # fmt: skip
         num_rows = own.size if message.output == "hidden" else len(unpack_array(payload[2:])) - 1
@@ -560,7 +562,7 @@ def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
             working = home.fleet.call
 
             async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
-                if device_id == "c" and isinstance(message, ProfileBlocks):
+                if device_id == "c" and isinstance(message, Profile):
                     raise DeviceLost(device="c", reason="of all times now")
                 return await working(device_id, message, *rest, **named)
 
@@ -587,7 +589,7 @@ def test_the_fastest_format_within_the_budget_is_measured_and_used(
             await home.until(lambda: home.said(f"activations travel as {chosen} "))
             home.fleet.asked.clear()
             await home.ask(30)
-            steps = [message for _, message in home.fleet.asked if isinstance(message, RunStep)]
+            steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
             assert {step.values for step in steps} == {chosen}
             assert not home.said("the plan stays")  # a faster format is no drift
 
@@ -598,7 +600,7 @@ def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkey
     async def main() -> None:
         async with house(tmp_path / "plain", monkeypatch) as home:
             await home.ask(2)
-            values = {message.values for _, message in home.fleet.asked if isinstance(message, RunStep)}
+            values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
             assert values == {None}
         async with house(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
             await home.ask(2)
@@ -621,9 +623,9 @@ def test_requests_and_messages_of_a_change_of_plan_are_in_order(
             await asking
             kinds = [type(message) for _, message in home.fleet.asked]
             unload = kinds.index(Unload)
-            assert FindMissing in kinds[kinds.index(RunStep) : unload]  # the weights went ahead
-            assert kinds[unload:].index(LoadShard) < kinds[unload:].index(ConnectPeers)
-            assert kinds[unload:].index(ConnectPeers) < kinds[unload:].index(RunStep)
+            assert FindMissing in kinds[kinds.index(Run) : unload]  # the weights went ahead
+            assert kinds[unload:].index(Load) < kinds[unload:].index(ConnectPeers)
+            assert kinds[unload:].index(ConnectPeers) < kinds[unload:].index(Run)
 
     asyncio.run(main())
 

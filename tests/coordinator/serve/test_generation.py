@@ -59,7 +59,7 @@ from hearth.plan.transformer import GenerationLimits
 from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, new_home_key, save_credential
 from hearth.wire.framing import unpack_array
 from hearth.wire.messages import (
-    AbortStep,
+    Abort,
     ChatMessage,
     CoordinatorWelcome,
     Done,
@@ -536,7 +536,7 @@ def test_a_stop_text_has_a_length(stop: str, tokenizer: TextTokenizer) -> None:
 
 
 class Agents:
-    """A fleet whose rank 0 streams a script, and whose other ranks answer AbortStep with what they know."""
+    """A fleet whose rank 0 streams a script, and whose other ranks answer Abort with what they know."""
 
     holder = "test"
 
@@ -565,7 +565,7 @@ class Agents:
     async def call(
         self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
     ) -> Reply:
-        assert isinstance(message, AbortStep)
+        assert isinstance(message, Abort)
         self.aborted.append(device_id)
         if self._knows is not None and device_id == "id1":
             raise self._knows

@@ -18,7 +18,8 @@ from support.devices import ready_device
 from support.graphs import save_two_branch_model, two_branches
 from support.waiting import until
 
-from coordinator.cli.load import Load, random_inputs
+from coordinator.cli import load as clients
+from coordinator.cli.load import random_inputs
 from coordinator.deploy.graph_chunks import Pieces
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
@@ -45,7 +46,7 @@ from hearth.plan.plan import GraphPlan
 from hearth.plan.profile import WireCost
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
-    AbortGraph,
+    Abort,
     ArrayInfo,
     ChunksFetched,
     ChunksMissing,
@@ -53,18 +54,19 @@ from hearth.wire.messages import (
     Done,
     FetchChunks,
     FindMissing,
-    GraphDone,
-    GraphProfiled,
+    GraphProfile,
     Infer,
     Kernel,
     LinkMeasured,
-    LoadGraph,
+    Load,
     MeasureLink,
     Message,
     OpenLinkProbe,
-    ProfileGraph,
+    Profile,
+    Profiled,
     PutChunk,
-    RunGraph,
+    Run,
+    RunDone,
     Unload,
     WireStats,
     WorkerBound,
@@ -161,14 +163,14 @@ def test_random_inputs_have_the_models_types_and_are_indices_nearly_everywhere()
 
 
 def test_load_is_told_by_rate_and_percentiles() -> None:
-    load = Load(4, 10.0, tuple(index / 100 for index in range(1, 101)), Counter(QueueFull=2))
+    load = clients.Load(4, 10.0, tuple(index / 100 for index in range(1, 101)), Counter(QueueFull=2))
     assert load.per_second == 10.0
     assert [load.percentile(percent) for percent in (50, 90, 99, 100)] == [0.5, 0.9, 0.99, 1.0]
     assert (
         load.describe()
         == "4 requests at once: 10 a second; p50 500 ms, p90 900 ms, p99 990 ms; 100 answers, 2 QueueFull"
     )
-    nothing = Load(1, 2.0, (), {"NotServing": 1})
+    nothing = clients.Load(1, 2.0, (), {"NotServing": 1})
     assert nothing.percentile(50) is None
     assert nothing.describe() == "1 request at a time: no answer in 2.00 s, 1 NotServing"
 
@@ -244,7 +246,7 @@ class FakeFleet:
         self.devices = {name: ready_device(name) for name in names}
         self.graph = graph
         self.stored: dict[str, set[str]] = {name: set() for name in names}
-        self.loaded: dict[str, LoadGraph] = {}
+        self.loaded: dict[str, Load] = {}
         self.running: Counter[str] = Counter()
         self.most = 0  # requests at once on one device
         self.released = asyncio.Event()
@@ -280,9 +282,9 @@ class FakeFleet:
     async def call(
         self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
-        if isinstance(message, ProfileGraph):
-            return Reply(self._profile())
-        if isinstance(message, OpenLinkProbe | ConnectPeers | Unload | AbortGraph):
+        if isinstance(message, Profile):
+            return Reply(Profiled(result=self._profile()))
+        if isinstance(message, OpenLinkProbe | ConnectPeers | Unload | Abort):
             return Reply(Done())
         if isinstance(message, MeasureLink):
             return Reply(LinkMeasured(bytes_per_second=1e9, round_trip_seconds=1e-6, num_bytes=1, stable=True))
@@ -296,26 +298,24 @@ class FakeFleet:
             self.stored[device_id].add(message.hash)
             self.sent += len(payload[0])
             return Reply(Done())
-        if isinstance(message, LoadGraph):
-            for files in message.files:
-                needed = {*files.graph, *(name for array in files.initializers for name in array.chunks)}
-                assert needed <= self.stored[device_id]
+        if isinstance(message, Load):
+            assert set(message.parts.hashes) <= self.stored[device_id]
             self.loaded[device_id] = message
             return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        assert isinstance(message, RunGraph)
+        assert isinstance(message, Run)
         return await self._run(device_id, message, payload)
 
-    def _profile(self) -> GraphProfiled:
+    def _profile(self) -> GraphProfile:
         kernels = tuple(
             Kernel(name=operator.name, kind=operator.kind, provider="cpu", seconds=0.01, operators=(operator.name,))
             for operator in self.graph.spec.operators
         )
-        return GraphProfiled(
+        return GraphProfile(
             kernels=kernels, run_seconds=0.01 * len(kernels), provider="cpu", process_bytes=1 << 20, load_bytes=1 << 20,
             peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
         )  # fmt: skip
 
-    async def _run(self, device_id: str, message: RunGraph, payload: Sequence[Any]) -> Reply:
+    async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
         load = self.loaded[device_id]
         self.running[device_id] += 1
         self.most = max(self.most, self.running[device_id])
@@ -330,7 +330,7 @@ class FakeFleet:
         assert len(given) == len(message.names)
         made = [name for segment in load.plan.body.segments_of(load.rank) for name in segment.outputs]
         names = tuple(name for name in load.plan.model.outputs if name in made)
-        done = GraphDone(
+        done = RunDone(
             names=names, began_seconds=0.0, ended_seconds=0.1, compute_seconds=(0.1,), wire=WireStats(), dropped_messages=0
         )  # fmt: skip
         return Reply(done, [frame for _ in names for frame in pack_array(np.ones((1, 40), np.float32))])
@@ -440,7 +440,7 @@ def test_values_that_no_segment_can_compute_do_not_end_the_plan_and_a_plan_that_
             assert home.plan.epoch == 1
             assert home.server.ready
 
-            async def broken(device_id: str, message: RunGraph, payload: Sequence[Any]) -> Reply:
+            async def broken(device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
                 raise StepFailed(device="rank 1", reason="the tensor had not come")
 
             monkeypatch.setattr(home.fleet, "_run", broken)

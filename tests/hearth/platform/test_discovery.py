@@ -17,6 +17,7 @@ from hearth.platform.discovery import (
     find_coordinator,
     parse_static_peers,
 )
+from hearth.protocol import PROTOCOL_VERSION
 
 
 def test_static_peers_by_table() -> None:
@@ -45,7 +46,7 @@ def test_services_are_found_over_mdns_and_show_nothing_more_than_they_must() -> 
             first = await asyncio.wait_for(found.get(), 20)
             while first.id != "1234abcd":  # another agent may be on this machine
                 first = await asyncio.wait_for(found.get(), 20)
-            assert first == Found("1234abcd", ("127.0.0.1",), 4711, 1, "f" * 16)
+            assert first == Found("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
             assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]
             assert await find_coordinator("0" * 16, 0.3, ["127.0.0.1"]) is None
         finally:

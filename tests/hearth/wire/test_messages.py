@@ -8,27 +8,66 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.messages import EXAMPLES
+from support.messages import EXAMPLES, named_examples
 
 from hearth import errors
-from hearth.errors import BadMessage, FrameTooLarge, HearthError, UnknownMessage, error_from_wire
-from hearth.protocol import MAX_MESSAGE_BYTES
+from hearth.errors import BadMessage, FrameTooLarge, HearthError, ProtocolMismatch, UnknownMessage, error_from_wire
+from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.wire.messages import MESSAGE_TYPES, Done, Failed, Hello, Message, PutChunk, decode, encode
 
 # Written once by `python tests/hearth/wire/test_messages.py`; a change here is a change of the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
-TYPED = (BadMessage, FrameTooLarge, UnknownMessage)
+VERSION_1 = Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json"
+TYPED = (BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage)
 
 
 def test_every_message_type_has_an_example() -> None:
-    assert {type(example) for example in EXAMPLES} == set(MESSAGE_TYPES)
+    assert {type(example) for example in EXAMPLES} == set(MESSAGE_TYPES.values())
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: message.t)
-def test_messages_have_their_golden_bytes(message: Message) -> None:
-    golden = bytes.fromhex(json.loads(GOLDEN.read_text())[message.t])
+@pytest.mark.parametrize("name", named_examples())
+def test_messages_have_their_golden_bytes(name: str) -> None:
+    message, golden = named_examples()[name], bytes.fromhex(json.loads(GOLDEN.read_text())[name])
     assert encode(message) == golden
     assert decode(golden) == message
+
+
+def test_golden_bytes_are_of_this_protocol() -> None:
+    assert json.loads(GOLDEN.read_text()).keys() == named_examples().keys()
+
+
+def test_messages_of_version_1_raise_the_version_error() -> None:
+    for tag, recorded in json.loads(VERSION_1.read_text()).items():
+        data = bytes.fromhex(recorded)
+        if tag in ("hello", "agent_welcome", "coordinator_welcome"):
+            assert getattr(decode(data), "protocol", None) == 1
+        elif tag == "failed":
+            assert isinstance(decode(data), Failed)
+        else:
+            with pytest.raises(ProtocolMismatch) as mismatch:
+                decode(data)
+            assert (mismatch.value.ours, mismatch.value.theirs) == (PROTOCOL_VERSION, 1)
+
+
+def test_version_1_can_read_the_messages_that_settle_the_version() -> None:
+    """It reads a map, ignores fields that it does not know and asks for all others."""
+    recorded = json.loads(VERSION_1.read_text())
+    for message in EXAMPLES:
+        if message.any_version:
+            needed = msgpack.unpackb(bytes.fromhex(recorded[message.tag]))
+            assert msgpack.unpackb(encode(message)).items() >= {**needed, **_protocol(needed)}.items()
+
+
+def _protocol(fields: dict[str, object]) -> dict[str, object]:
+    return {"protocol": PROTOCOL_VERSION} if "protocol" in fields else {}
+
+
+@pytest.mark.parametrize("version", [0, 3, -1, 2**64 - 1, "2", None, []])
+def test_another_version_is_told_before_anything_else_of_a_message(version: object) -> None:
+    for fields in ({"t": "done"}, {"t": "sing"}, {"t": "find_missing", "hashes": 3}):
+        with pytest.raises((ProtocolMismatch, BadMessage)) as error:
+            decode(msgpack.packb({**fields, "v": version}))
+        assert isinstance(error.value, ProtocolMismatch) == isinstance(version, int)
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
@@ -73,18 +112,18 @@ json_like = st.recursive(
 @given(st.sampled_from(EXAMPLES), st.data())
 def test_fields_of_any_value_raise_nothing_else(message: Message, data: st.DataObject) -> None:
     fields = message.model_dump()
-    name = data.draw(st.sampled_from(sorted(fields)))
+    name = data.draw(st.sampled_from(sorted({"t", "v", *fields})))
     fields[name] = data.draw(json_like)
     try:
-        decode(msgpack.packb(fields))
+        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": message.tag, **fields}))
     except TYPED:
         pass
 
 
 def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
-    assert decode(msgpack.packb({"t": "done", "new": 1})) == Done()
+    assert decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "new": 1})) == Done()
     with pytest.raises(UnknownMessage, match="'sing'"):
-        decode(msgpack.packb({"t": "sing"}))
+        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "sing"}))
 
 
 def test_oversized_messages_are_refused_before_they_are_read() -> None:
@@ -108,7 +147,7 @@ def test_a_lying_length_allocates_nothing() -> None:
 
 def test_a_chunks_name_must_be_a_hash() -> None:
     with pytest.raises(BadMessage, match="hash"):
-        decode(msgpack.packb({"t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
+        decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
     assert PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
 
 
@@ -140,8 +179,10 @@ def test_an_error_from_another_version_is_still_an_error(code: str, details: dic
 
 
 def test_hello_carries_the_protocol_version() -> None:
-    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 1
+    assert msgpack.unpackb(encode(Hello(name="x")))["protocol"] == 2
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({message.t: encode(message).hex() for message in EXAMPLES}, indent=1) + "\n")
+    GOLDEN.write_text(
+        json.dumps({name: encode(message).hex() for name, message in named_examples().items()}, indent=1) + "\n"
+    )

@@ -22,7 +22,7 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client
-from hearth.protocol import MAX_PAYLOAD_FRAMES
+from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire import rpc
 from hearth.wire.messages import (
     AgentWelcome,
@@ -71,7 +71,9 @@ async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Resp
     if isinstance(message, Generate):
         return count(message)
     if isinstance(message, Hello):
-        return CoordinatorWelcome(version="9", name="far", protocol=2 if message.name == "other version" else 1)
+        return CoordinatorWelcome(
+            version="9", name="far", protocol=PROTOCOL_VERSION + (message.name == "other version")
+        )
     if isinstance(message, GetReadiness):
         raise TextTooLong(index=0, num_tokens=9, max_tokens=8)
     if isinstance(message, GetStatus):
@@ -153,7 +155,7 @@ def test_another_protocol_version_is_named() -> None:
         other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other version")
         with pytest.raises(ProtocolMismatch) as error:
             await other.hello(CoordinatorWelcome, timeout_seconds=30)
-        assert (error.value.ours, error.value.theirs) == (1, 2)
+        assert (error.value.ours, error.value.theirs) == (PROTOCOL_VERSION, PROTOCOL_VERSION + 1)
         with pytest.raises(BadMessage):
             await client.hello(AgentWelcome, timeout_seconds=30)
         await other.close()

@@ -10,11 +10,12 @@ import math
 from functools import lru_cache
 from itertools import groupby
 
-from coordinator.models.checkpoint.chunk_layout import ChunkKind, chunk_weights
+from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import MemoryUse
 from hearth.plan.transformer import GenerationLimits, Holding, Pipeline, TransformerBody
+from hearth.wire.messages import ChunkKind
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.

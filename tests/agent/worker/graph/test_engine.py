@@ -43,7 +43,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.wire.codec import Codec
 from hearth.wire.framing import TileKey, encode_tile
-from hearth.wire.messages import ArrayChunks, Failed, GraphDone, SegmentFiles, WireStats, decode, encode
+from hearth.wire.messages import ArrayChunks, Failed, RunDone, SegmentFiles, WireStats, decode, encode
 
 
 def feeds_of(seed: int) -> dict[str, Array]:
@@ -100,7 +100,7 @@ def test_a_lossy_wire_changes_floats_only(tmp_path: Path) -> None:
         assert not np.array_equal(outputs["y"], np.maximum(x, 0))
         np.testing.assert_allclose(outputs["y"], np.maximum(x, 0), rtol=1 / 128)
         done, _ = cluster.answer(1, 0)
-        assert isinstance(done, GraphDone)
+        assert isinstance(done, RunDone)
         assert done.wire.sent_bytes == done.wire.raw_bytes - x.nbytes // 2
 
 
@@ -205,7 +205,7 @@ def test_what_peers_send_before_the_request_waits_for_it_within_bounds() -> None
         for step in range(2):
             cluster.start(step, {"x": np.zeros(1, np.float32)}, ranks=[0])
         for step in range(2):
-            assert isinstance(cluster.answer(step, 0)[0], GraphDone)
+            assert isinstance(cluster.answer(step, 0)[0], RunDone)
         cluster.start(2, {"x": np.zeros(1, np.float32)}, ranks=[0])
         cluster.answer(2, 0)
         wait_for("what does not fit", lambda: second.dropped)
@@ -236,7 +236,7 @@ def test_a_tensor_that_does_not_come_is_named_with_the_rank_that_owes_it() -> No
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
         cluster.hub.cut(0, 1)
         cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.5)
-        assert isinstance(cluster.answer(1, 0)[0], GraphDone)
+        assert isinstance(cluster.answer(1, 0)[0], RunDone)
         for rank, owed in ((1, "tensor a had not come from rank 0"), (2, "tensor b had not come from rank 1")):
             failed, _ = cluster.answer(1, rank)
             assert isinstance(failed, Failed)
@@ -361,7 +361,7 @@ def test_what_is_no_tensor_for_this_rank_is_dropped_and_counted() -> None:
         cluster.start(1, {"x": np.zeros(3, np.float32)})
         assert cluster.outputs(1)["y"][0] == 3
         done, _ = cluster.answer(1, 1)
-        assert isinstance(done, GraphDone)
+        assert isinstance(done, RunDone)
         assert done.dropped_messages == len(wrong) + 2
 
 
@@ -402,7 +402,7 @@ def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
         events = {}
         for rank in range(3):
             done, _ = cluster.answer(1, rank)
-            assert isinstance(done, GraphDone)
+            assert isinstance(done, RunDone)
             assert len(done.compute_seconds) == 1
             assert done.compute_seconds[0] > 0
             assert done.ended_seconds > done.began_seconds
@@ -421,7 +421,7 @@ def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
 def test_the_longest_trace_fits_in_a_message() -> None:
     recorder = Recorder(enabled=True)
     recorder.transfer(Moved("receive", TileKey(1, 1, 65535, Phase.TENSOR, 0, 9), 65535, (1 << 63) - 1, 1e6), "n" * 1024)
-    done = GraphDone(
+    done = RunDone(
         names=("y",), began_seconds=0.0, ended_seconds=1.0, compute_seconds=(1.0,), wire=WireStats(), dropped_messages=0,
         trace=recorder.events() * MAX_TRACE_EVENTS,
     )  # fmt: skip

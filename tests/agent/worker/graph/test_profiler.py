@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 from support.graph_engines import finished, random_array
 
 from agent.worker.graph import profiler as graph_profiler
-from agent.worker.graph.profiler import GraphProfilerRequest, TimedKernel, kernel_times, profile
+from agent.worker.graph.profiler import GRAPH_FILE, TimedKernel, kernel_times, profile
 from hearth.errors import BadPlan, StoreFull
-from hearth.wire.messages import GraphProfiled, decode, encode
+from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled, StartProfile, decode, encode
 
 
 def events(*runs: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
@@ -83,19 +83,24 @@ def residual_block() -> bytes:
     return data
 
 
-def request(folder: Path, data: bytes) -> GraphProfilerRequest:
-    path = folder / "graph.onnx"
-    path.write_bytes(data)
-    return GraphProfilerRequest(model_path=path, folder=folder, device="here", num_threads=1, compute_device="cpu")
+def profiled(folder: Path, data: bytes) -> GraphProfile:
+    (folder / GRAPH_FILE).write_bytes(data)
+    return profile(folder, "here", 1, "cpu")
 
 
 def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -> None:
     """As the daemon does it, in a child of its own."""
-    line = request(tmp_path, residual_block()).model_dump_json() + "\n"
+    (tmp_path / GRAPH_FILE).write_bytes(residual_block())
+    start = StartProfile(
+        profile=Profile(subject=OperatorsOf(), timeout_seconds=60), device="here", folder=str(tmp_path), num_threads=1,
+        compute_device="cpu",
+    )  # fmt: skip
     command = [sys.executable, "-m", "agent.worker.graph.profiler"]
-    done = subprocess.run(command, input=line, capture_output=True, text=True, timeout=120, check=True)
-    found = GraphProfiled.model_validate_json(done.stdout)
-    assert decode(encode(found)) == found
+    done = subprocess.run(command, input=encode(start), capture_output=True, timeout=120, check=True)
+    answer = decode(done.stdout)
+    assert isinstance(answer, Profiled)
+    found = answer.result
+    assert isinstance(found, GraphProfile)
     assert sum(kernel.seconds for kernel in found.kernels) == pytest.approx(found.run_seconds)
     assert all(kernel.seconds >= 0 and kernel.provider == "CPUExecutionProvider" for kernel in found.kernels)
     operators = [name for kernel in found.kernels for name in kernel.operators]
@@ -113,14 +118,14 @@ def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -
 
 def test_what_cannot_be_profiled_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadPlan, match="no ONNX model"):
-        profile(request(tmp_path, b"\x07\x07"))
+        profiled(tmp_path, b"\x07\x07")
     value = helper.make_tensor_value_info
     for kind, shape, reason in (("Nonesuch", [3], "Nonesuch"), ("Relu", ["batch"], "input x")):
         node = helper.make_node(kind, ["x"], ["y"], name="n")
         tensors = [value(name, TensorProto.FLOAT, shape) for name in "xy"]
         model = finished(helper.make_graph([node], "g", tensors[:1], tensors[1:]))
         with pytest.raises(BadPlan, match=reason):
-            profile(request(tmp_path, model.SerializeToString()))
+            profiled(tmp_path, model.SerializeToString())
     monkeypatch.setattr(graph_profiler, "_RESERVE_BYTES", 1 << 60)
     with pytest.raises(StoreFull):
-        profile(request(tmp_path, residual_block()))
+        profiled(tmp_path, residual_block())

@@ -20,7 +20,7 @@ from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
-from hearth.wire.messages import RunStep
+from hearth.wire.messages import Run
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -88,7 +88,7 @@ def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(
 
 
 def test_a_trace_has_the_tiles_that_came_before_the_rank_began_the_step(wide_bert: Path) -> None:
-    request = RunStep(holder="test", epoch=1, step=1, output="hidden", timeout_seconds=30.0, trace=True)
+    request = Run(holder="test", epoch=1, step=1, output="hidden", timeout_seconds=30.0, trace=True)
     ids, lengths = np.full(64, 3, np.int32), np.array([0, 64], np.int32)  # a word that rank 0 holds
     with (
         EngineCluster(wide_bert, make_plan(read_spec(wide_bert), "hmp", (1, 1))) as cluster,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -15,10 +14,11 @@ from support.plans import BERT_LARGE, LLAMA_1B
 
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
+from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, decode, encode
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer.profiler import ProfilerRequest, profile, random_layer
+from agent.worker.transformer.profiler import profile, random_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -38,7 +38,7 @@ HEAD_NORMS = SMALL.model_copy(update={"qk_norm": True, "sliding_window": 8})
 
 @pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
 def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec) -> None:
-    blocks = profile(ProfilerRequest(model=spec, seq_len=32, num_threads=1, compute_device="cpu"))
+    blocks = profile(spec, 32, 1, "cpu")
     assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
     assert all(size % spec.group_size == 0 for size in blocks.qkv.sizes)
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
@@ -69,16 +69,21 @@ def test_the_block_profiler_measures_every_curve_of_a_model() -> None:
             "vocab_size": 100,
         }
     )
-    request = {"model": spec.model_dump(), "seq_len": 32, "num_threads": 1, "compute_device": "cpu"}
+    request = StartProfile(
+        profile=Profile(subject=BlocksOf(model=spec, seq_len=32), timeout_seconds=60), device="here", folder="/nowhere",
+        num_threads=1, compute_device="cpu",
+    )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "agent.worker.transformer.profiler"],
-        input=json.dumps(request) + "\n",
+        input=encode(request),
         capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     )
-    blocks = BlockProfile.model_validate_json(done.stdout)
+    answer = decode(done.stdout)
+    assert isinstance(answer, Profiled)
+    blocks = answer.result
+    assert isinstance(blocks, BlockProfile)
     assert blocks.seq_len == 32
     assert (blocks.qkv.sizes[-1], blocks.up.sizes[-1], blocks.connective.sizes[-1]) == (4, 256, 32)
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)

@@ -29,7 +29,7 @@ from coordinator.serve.solving import solve
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
 from hearth.plan.profile import WireCost
-from hearth.wire.messages import GraphProfiled, Kernel
+from hearth.wire.messages import GraphProfile, Kernel
 
 # ---- prices -----------------------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ def test_operators_share_the_seconds_of_their_kernel_and_of_the_whole_run() -> N
         Kernel(name="both", kind="Add", provider="cpu", seconds=2.0, operators=("op2", "op3")),
         Kernel(name="reorder", kind="Reorder", provider="cpu", seconds=1.0),
     )
-    profiled = GraphProfiled(
+    profiled = GraphProfile(
         kernels=kernels, run_seconds=12.0, provider="cpu", process_bytes=1, load_bytes=1, peak_bytes=1, run_bytes=1,
         wire=WireCost(),
     )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Every message, declared once: frozen, validated, msgpack on the wire.
+
+A request is imperative (`Load`), an answer says what is so (`WorkerBound`). Tensors and chunk bytes travel as payload
+frames next to a message, never inside it. Every message states the protocol version (`v`; absent in version 1). Unknown
+fields are ignored, an unknown tag (`t`) raises `UnknownMessage`, another version `ProtocolMismatch`, except for the few
+messages that have the same form in all versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from pydantic import ValidationError
+
+from hearth.errors import BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage
+from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from hearth.validation import first_error
+from hearth.wire.messages.agent import *  # noqa: F403
+from hearth.wire.messages.base import *  # noqa: F403
+from hearth.wire.messages.base import MESSAGE_TYPES, Message
+from hearth.wire.messages.client import *  # noqa: F403
+from hearth.wire.messages.worker import *  # noqa: F403
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes. Raises FrameTooLarge rather than send what the peer must refuse."""
+    fields = {"v": PROTOCOL_VERSION, "t": message.tag, **message.model_dump()}
+    data: bytes = msgpack.packb(fields, use_bin_type=True)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
+    return data
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Read one message. Raises FrameTooLarge, BadMessage, ProtocolMismatch or UnknownMessage, and nothing else."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
+    try:
+        fields: Any = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
+        raise BadMessage(reason=f"no valid msgpack ({type(error).__name__})") from None
+    if not isinstance(fields, dict):
+        raise BadMessage(reason=f"a map was expected, not {type(fields).__name__}")
+    tag, version = fields.get("t"), fields.get("v", 1)
+    message_type = MESSAGE_TYPES.get(tag) if isinstance(tag, str) else None
+    if version != PROTOCOL_VERSION and not (message_type is not None and message_type.any_version):
+        if not isinstance(version, int):
+            raise BadMessage(reason="the protocol version is no number")
+        raise ProtocolMismatch(peer="The other end", ours=PROTOCOL_VERSION, theirs=version)
+    if message_type is None:
+        raise UnknownMessage(tag=str(tag)[:64])
+    try:
+        return message_type.model_validate(fields)
+    except ValidationError as error:
+        raise BadMessage(reason=first_error(error)) from None

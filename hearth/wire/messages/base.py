@@ -1,0 +1,101 @@
+"""The base of every message, the types of their fields, and the messages that any peer may send.
+
+Hello, the two welcomes and Failed keep their form in every protocol version: by them two versions learn of each other.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from hearth.errors import HearthError, Scope, error_from_wire
+from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
+
+Name = Annotated[str, StringConstraints(max_length=256)]
+Text = Annotated[str, StringConstraints(max_length=1 << 16)]
+Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
+PublicKey = Annotated[str, StringConstraints(min_length=40, max_length=40)]  # Z85
+Epoch = Annotated[int, Field(ge=0, lt=1 << 63)]
+Step = Annotated[int, Field(ge=0, lt=1 << 32)]
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]  # as the ONNX file spells it
+Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=8)]
+ElementType: TypeAlias = Literal[
+    "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
+    "bool",
+]  # fmt: skip
+
+ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
+
+MESSAGE_TYPES: dict[str, type[Message]] = {}  # by tag
+
+
+class WireModel(BaseModel):
+    """A part of a message: frozen, validated, unknown fields ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Message(WireModel):
+    """A message. Its tag on the wire is the class name in snake case: `FindMissing` is `find_missing`.
+
+    `any_version` marks the messages that peers of another protocol version can read, too.
+    """
+
+    tag: ClassVar[str]
+    any_version: ClassVar[bool] = False
+
+    def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
+        """Register a message type; `abstract` classes only hold fields that several messages share."""
+        super().__init_subclass__(**kwargs)
+        if not abstract:
+            cls.tag = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+            MESSAGE_TYPES[cls.tag] = cls
+
+
+class Command(Message, abstract=True):
+    """A request of a coordinator that holds the agent's lease for this deployment."""
+
+    holder: Name
+    deployment: Name = DEFAULT_DEPLOYMENT
+
+
+class PlanCommand(Command, abstract=True):
+    """A request for the worker that runs one plan of a deployment."""
+
+    epoch: Epoch
+
+
+class Hello(Message):
+    any_version: ClassVar[bool] = True
+    protocol: int = PROTOCOL_VERSION
+    name: Name
+
+
+class Done(Message):
+    """The answer to a request that returns nothing."""
+
+
+class Failed(Message):
+    """The answer to a request that raised a `HearthError`."""
+
+    any_version: ClassVar[bool] = True
+    code: Name
+    details: dict[Name, str | int | float | bool | None]
+    scope: Scope = "plan"
+
+    @classmethod
+    def of(cls, error: HearthError) -> Failed:
+        return cls(code=error.code, details=error.details(), scope=error.scope)
+
+    def error(self) -> HearthError:
+        return error_from_wire(self.code, self.details, self.scope)
+
+
+class Cancel(Message):
+    """End a stream early: the request of this caller with this id. It is not answered."""
+
+    request: Annotated[bytes, Field(min_length=8, max_length=8)]
