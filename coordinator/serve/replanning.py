@@ -14,7 +14,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.make import make_plan
-from coordinator.plan.transformer.request import price
+from coordinator.plan.transformer.request import on_subset, price
 from coordinator.serve.drift import COMPUTE_DRIFT, DriftMonitor, Reasons, Watch, explain, pays
 from coordinator.serve.goal import Model, allowed, plan_request
 from coordinator.serve.state import TransformerGoal
@@ -145,7 +145,7 @@ class Replanner:
             names = [device.name for device in plan.devices if device.device_id in missing]
             raise DeviceLost(device=", ".join(names), reason="it could not be measured")
         new = await asyncio.to_thread(make_plan, request)
-        old = price(request, request.cluster.subset(members), plan.body, plan.planner)
+        old = price(on_subset(request, members), plan.body, plan.planner)
         before, after = seconds_of(old), seconds_of(new)
         why = explain(reasons, {device.device_id: device.name for device in devices})
         compared = f"a new one is predicted to take {format_seconds(after)} instead of {format_seconds(before)}"

@@ -304,9 +304,19 @@ class Pipeline(_TransformerBody):
     chunk_rows: int = Field(default=0, ge=0)  # of a prefill step at most; 0: no limit
 
     @classmethod
-    def of(cls, spec: ModelSpec, layers: Sequence[int], seq_len: int, chunk_rows: int = 0) -> Pipeline:
-        """The stages of a model that have these numbers of layers."""
+    def of(
+        cls,
+        spec: ModelSpec,
+        layers: Sequence[int],
+        seq_len: int,
+        chunk_rows: int = 0,
+        generation: GenerationLimits | None = None,
+    ) -> Pipeline:
+        """The stages of a model that have these numbers of layers. A decoder's prefill steps are no longer than chunks."""
         num_ranks = len(layers)
+        if generation is not None and chunk_rows:
+            rows = min(generation.prefill_rows, chunk_rows)
+            generation = generation.model_copy(update={"prefill_rows": rows})
         owner = 0 if spec.causal else num_ranks - 1
         return cls(
             seq_len=seq_len,
@@ -316,6 +326,7 @@ class Pipeline(_TransformerBody):
             vocabulary=(spec.vocab_size, *[0] * (num_ranks - 1)),
             layers=tuple(layers),
             chunk_rows=chunk_rows,
+            generation=generation,
         )
 
     @property

@@ -67,6 +67,11 @@ def with_generation(plan: TransformerPlan, limits: GenerationLimits | None) -> T
     return plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})
 
 
+def sized(body: TransformerBody, seq_len: int, limits: GenerationLimits | None = None) -> TransformerBody:
+    """The body for steps of this length, without a generation or with these limits for one."""
+    return body.model_copy(update={"seq_len": seq_len, "generation": limits})
+
+
 def _body(
     spec: ModelSpec,
     strategy: Strategy,

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from coordinator.models.checkpoint.families import FAMILIES
 from coordinator.plan.transformer.make import PlanRequest, make_plan
-from coordinator.plan.transformer.request import GenerationRequest, price
+from coordinator.plan.transformer.request import GenerationRequest, on_subset, price
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
@@ -165,8 +165,8 @@ class GenerationBench:
         )  # fmt: skip
         plan = make_plan(request)
         if strategy != variant:
-            ranks = cluster.subset(tuple(device.device_id for device in plan.devices))
-            plan = price(request, ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
+            ranks = on_subset(request, tuple(device.device_id for device in plan.devices))
+            plan = price(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
         self._engine.load(variant, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
         return _Measured(lambda: self._engine.generate(variant, prompt, new_tokens), plan)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from coordinator.plan.transformer.make import PlanRequest, make_plan
-from coordinator.plan.transformer.request import price
+from coordinator.plan.transformer.request import on_subset, price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
@@ -87,7 +87,7 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
         return plan
     names = tuple(device.device_id for device in plan.devices)
     body = plan.body.model_copy(update={"overlap": False})
-    return price(request, cluster.subset(names), body, plan.planner)
+    return price(on_subset(request, names), body, plan.planner)
 
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:

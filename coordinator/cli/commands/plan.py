@@ -19,6 +19,7 @@ from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.render.tables import alternatives_table, generation_lines, options_list, plan_tables
 from coordinator.models.graph_file import kind_of
 from coordinator.plan.limits import parse_limit
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predicted_timeline
 from coordinator.plan.transformer.explain import option_as_json, options, why_won
 from coordinator.plan.transformer.make import PlanRequest, make_plan
@@ -251,7 +252,7 @@ async def _measure(goal: TransformerGoal, model: Model, reach: Reach) -> Cluster
 
 def _timeline(made: TransformerPlan, cluster: ClusterProfile) -> str:
     used = cluster.subset(tuple(device.device_id for device in made.devices))
-    return json.dumps(chrome_trace(predicted_timeline(made.model, made.body, used, made.body.seq_len, made.wire)))
+    return json.dumps(chrome_trace(predicted_timeline(Layout(made.model, made.body, used, made.wire))))
 
 
 def _formats(made: TransformerPlan) -> str:

@@ -8,13 +8,12 @@ from functools import partial
 
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.planners.exact import ExactPlanner
-from coordinator.plan.transformer.planners.galaxy import capacity, row_capacity
 from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.refine.replicate import replicate, rough_seconds
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes, on_subset, price
 from coordinator.plan.transformer.ring import best_ring
-from coordinator.plan.transformer.shares import body_of
+from coordinator.plan.transformer.shares import body_of, capacity, row_capacity
 from hearth.errors import BadPlan, BadSetting, ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.parts import Alternative
@@ -137,12 +136,10 @@ def plan_strategy(request: PlanRequest, strategy: Strategy) -> TransformerPlan:
     if strategy == "sp" and not request.attention_by_rows:
         raise BadSetting(setting="--strategy", reason=f"sp {request.why_not_by_rows}")
     bodies = [_whole(request, strategy, rows) for rows in _splits(request)]
-    missing = [missing_bytes(request, request.cluster, body) for body in bodies]
+    missing = [missing_bytes(request, body) for body in bodies]
     if min(missing):
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-    plans = [
-        price(request, request.cluster, body, "rows") for body, lacks in zip(bodies, missing, strict=True) if not lacks
-    ]
+    plans = [price(request, body, "rows") for body, lacks in zip(bodies, missing, strict=True) if not lacks]
     return min(plans, key=seconds_of)
 
 

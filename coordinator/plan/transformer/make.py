@@ -7,10 +7,11 @@ from dataclasses import replace
 from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.planners.exact import ExactPlanner
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner, capacity
+from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
 from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
 from coordinator.plan.transformer.refine.exact_links import exact_where_free
 from coordinator.plan.transformer.request import GenerationRequest, Planner, PlanRequest, on_subset
+from coordinator.plan.transformer.shares import capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.parts import Alternative
 from hearth.plan.plan import TransformerPlan

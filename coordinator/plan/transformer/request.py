@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from coordinator.plan.transformer.cost.decode import decode_seconds
-from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict
+from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Alternative, PlannedDevice, WireFormat
 from hearth.plan.plan import TransformerPlan
@@ -96,51 +96,45 @@ class Planner(Protocol):
 
 
 def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
-    """The same request for some of the devices."""
+    """The same request for some of the devices, in this order."""
     return replace(request, cluster=request.cluster.subset(device_ids))
 
 
 def price(
-    request: PlanRequest,
-    cluster: ClusterProfile,
-    body: TransformerBody,
-    planner: str,
-    alternatives: Sequence[Alternative] = (),
+    request: PlanRequest, body: TransformerBody, planner: str, alternatives: Sequence[Alternative] = ()
 ) -> TransformerPlan:
-    """A finished plan: memory of every rank, and the simulator's prediction."""
-    predicted, busy = predict(request.spec, body, cluster, request.seq_len, request.wire)
-    generation = request.limits
-    if generation is not None:
-        seconds = decode_seconds(request.spec, body, cluster, request.wire, request.num_cached_tokens)
+    """A finished plan: memory of every rank, and the simulator's prediction. Rank r is the request's device r."""
+    layout = Layout(request.spec, body, request.cluster, request.wire)
+    predicted, busy = predict(layout)
+    if request.generation is not None:
+        seconds = strategy_of(body).decode_seconds(layout, request.num_cached_tokens)
         predicted = predicted.model_copy(update={"decode_seconds": seconds})
-        generation = generation.model_copy(update={"prefill_rows": min(generation.prefill_rows, body.max_step_rows)})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,
             name=device.name,
-            memory=memory_use(request.spec, body, rank, request.seq_len, generation),
+            memory=memory_use(request.spec, body, rank),
             budget_bytes=device.budget_bytes,
             compute_seconds=busy[rank],
         )
-        for rank, device in enumerate(cluster.devices)
+        for rank, device in enumerate(request.cluster.devices)
     )
     return TransformerPlan(
         model=request.spec,
         planner=planner,
         devices=devices,
-        body=body.model_copy(update={"seq_len": request.seq_len, "generation": generation}),
+        body=body,
         wire=request.wire,
         predicted=predicted,
         alternatives=tuple(alternatives),
     )
 
 
-def over_budget(request: PlanRequest, cluster: ClusterProfile, body: TransformerBody, rank: int) -> int:
+def over_budget(request: PlanRequest, body: TransformerBody, rank: int) -> int:
     """By how many bytes a device is over its budget; below 0: what it has left."""
-    held = memory_use(request.spec, body, rank, request.seq_len, request.limits)
-    return held.total - cluster.devices[rank].budget_bytes
+    return memory_use(request.spec, body, rank).total - request.cluster.devices[rank].budget_bytes
 
 
-def missing_bytes(request: PlanRequest, cluster: ClusterProfile, body: TransformerBody) -> int:
+def missing_bytes(request: PlanRequest, body: TransformerBody) -> int:
     """How many bytes all devices together lack for this plan; 0 when it fits."""
-    return sum(max(over_budget(request, cluster, body, rank), 0) for rank in range(len(cluster.devices)))
+    return sum(max(over_budget(request, body, rank), 0) for rank in range(len(request.cluster.devices)))

@@ -12,10 +12,10 @@ from coordinator.plan.transformer.cost.memory import (
     attention_values,
     kv_bytes,
     logit_values,
-    memory_use,
     mlp_values,
 )
 from coordinator.plan.transformer.request import PlanRequest
+from coordinator.plan.transformer.strategies import memory_use
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
 from hearth.plan.profile import BlockProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
@@ -34,6 +34,7 @@ def body_of(
     return TensorParallel(
         strategy=strategy,
         seq_len=request.seq_len,
+        generation=request.limits,
         heads=tuple(share * spec.group_size for share in groups),
         columns=grains_to_items(columns, spec.ffn_size, COLUMN_GRAIN),
         row_weights=tuple(row_weights or (1.0,) * len(groups)),
@@ -46,9 +47,9 @@ class Work:
 
     def __init__(self, request: PlanRequest) -> None:
         self._spec = spec = request.spec
-        promise = request.limits
-        self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
-        self._tokens = promise.new_tokens if promise else 0
+        limits = request.limits
+        self._steps = limits.prompt_tokens / request.seq_len if limits else 1.0
+        self._tokens = limits.new_tokens if limits else 0
         self._bytes_per_head = attention_bytes(spec, spec.group_size, request.num_cached_tokens) / spec.group_size
         self._bytes_per_column = mlp_bytes(spec, 1)
 
@@ -70,39 +71,50 @@ class Work:
         return step_seconds * self._steps + self._tokens * num_bytes * blocks.decode_seconds_per_byte
 
 
+def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+    """V_d of Galaxy's Algorithm 1: the inverse of the time for a whole MHA and a whole MLP block on device d."""
+    return 1.0 / max(Work(request).layer(blocks), 1e-9)
+
+
+def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+    """V_d for rows: decoding has none to split."""
+    return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
+
+
 class Budget:
     """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
 
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
-        spec, seq_len, promise = request.spec, request.seq_len, request.limits
+        spec, seq_len, limits = request.spec, request.seq_len, request.limits
         num_ranks = len(request.cluster.devices)
         empty = TensorParallel(
             strategy=strategy,
             seq_len=seq_len,
+            generation=limits,
             heads=(0,) * num_ranks,
             columns=(0,) * num_ranks,
             row_weights=(1.0,) * num_ranks,
             vocabulary=(0,) * num_ranks,
         )
         self._left = [
-            device.budget_bytes - memory_use(spec, empty, rank, seq_len, promise).total
+            device.budget_bytes - memory_use(spec, empty, rank).total
             for rank, device in enumerate(request.cluster.devices)
         ]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
         head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
         head_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
         # What attention takes without a head is in `empty` already.
-        head_activations = attention_values(spec, group, seq_len, promise) - attention_values(spec, 0, seq_len, promise)
+        head_activations = attention_values(spec, group, seq_len, limits) - attention_values(spec, 0, seq_len, limits)
         self.head_grain = head_bytes + head_activations * COMPUTE_BYTES
-        if promise is not None:
-            self.head_grain += kv_bytes(spec, group, promise)
-        column_activations = mlp_values(spec, columns, seq_len, promise)
+        if limits is not None:
+            self.head_grain += kv_bytes(spec, group, limits)
+        column_activations = mlp_values(spec, columns, seq_len, limits)
         column_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
         self.column_grain = column_bytes + column_activations * COMPUTE_BYTES
         vocabulary_bytes = chunk_weights(spec, "vocabulary") * spec.word_bytes
         if spec.has_separate_head:
             vocabulary_bytes += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
-        logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), promise)
+        logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), limits)
         self.vocabulary_grain = vocabulary_bytes + logits * COMPUTE_BYTES
 
     def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:

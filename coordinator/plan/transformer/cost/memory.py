@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import groupby
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
+from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import MemoryUse
-from hearth.plan.transformer import GenerationLimits, Holding, Pipeline, TransformerBody
+from hearth.plan.transformer import GenerationLimits, Holding
 from hearth.wire.messages import ChunkKind
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
@@ -22,7 +20,7 @@ from hearth.wire.messages import ChunkKind
 WORKER_PROCESS_BYTES = 288 << 20
 COMPUTE_BYTES = 4  # workers compute in float32, and keep keys and values in it
 # What sampling holds per candidate of the one sequence that is sampled: its id and logit, sorted, partly in float64.
-_VALUES_PER_CANDIDATE = 12
+VALUES_PER_CANDIDATE = 12
 
 
 _BYTES_OF_KIND = {"connective": COMPUTE_BYTES, "embedding": COMPUTE_BYTES}
@@ -89,59 +87,7 @@ def mlp_values(spec: ModelSpec, columns: int, seq_len: int, generation: Generati
 
 def logit_values(vocabulary: int, generation: GenerationLimits | None) -> int:
     """Logits [B,V] and the candidates of one sequence."""
-    return (generation.max_sequences + _VALUES_PER_CANDIDATE) * vocabulary if generation else 0
-
-
-def memory_use(
-    spec: ModelSpec, body: TransformerBody, rank: int, seq_len: int, generation: GenerationLimits | None = None
-) -> MemoryUse:
-    """What rank `rank` holds for steps of at most `seq_len` rows (S), at the worst moment of a layer.
-
-    Activations: the gathered input and a partial sum [S,H] each with its receive buffer, the rank's rows and their
-    residual [s,H] counted as [S,H] each (a decoder's are normalised beside the residual: one more); and the larger of
-    attention and the MLP. With `generation`, what it promises: the KV cache of the rank's heads, logits of its share of
-    the vocabulary, decoding's partial sums [B,H] of every rank, and on rank 0 the candidates of all ranks. In a pipeline,
-    of the rank's own layers; in place of partial sums the rows of the steps that may be in flight.
-    """
-    vocabulary = spans(body.vocabulary)[rank]
-    holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
-    seq_len = min(seq_len, body.max_step_rows)
-    weights = sum(count * layer_bytes(spec, held) for held, count in holdings)
-    embeddings = weights_of(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
-    if spec.has_separate_head:
-        embeddings += weights_of(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
-    if body.allocates_embedding(rank):
-        embeddings += chunk_weights(spec, "embedding") * COMPUTE_BYTES
-    heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
-    columns = max(held.columns.size for held, _ in holdings)
-    values = (7 if spec.causal else 6) * step_rows(seq_len, generation) * spec.hidden_size
-    values += max(attention_values(spec, heads, seq_len, generation), mlp_values(spec, columns, seq_len, generation))
-    if generation is not None:
-        values += logit_values(vocabulary.size, generation)
-        if isinstance(body, Pipeline):
-            values += body.max_steps_in_flight * step_rows(seq_len, generation) * spec.hidden_size
-        else:
-            values += len(body.heads) * generation.max_sequences * spec.hidden_size
-        values += _VALUES_PER_CANDIDATE * spec.vocab_size if rank == 0 else 0
-    takes_part = body.has_rows(rank) or heads or columns or spec.causal
-    return MemoryUse(
-        weights=weights,
-        embeddings=embeddings,
-        activations=values * COMPUTE_BYTES if takes_part else 0,
-        workspace=WORKER_PROCESS_BYTES + largest_chunk_bytes(spec),
-        kv_cache=kv_bytes(spec, body.heads[rank], generation, body.layers_of(rank, spec.num_layers).size)
-        if generation
-        else 0,
-    )
-
-
-def _runs_of_layers(spec: ModelSpec, body: TransformerBody, rank: int) -> list[tuple[int, int]]:
-    """Of layers in a row of which a rank holds the same: the first, and how many."""
-    if not body.modes:
-        own = body.layers_of(rank, spec.num_layers)
-        return [(own.start, own.size)]
-    runs = (list(same) for _, same in groupby(range(spec.num_layers), key=body.mode))
-    return [(run[0], len(run)) for run in runs]
+    return (generation.max_sequences + VALUES_PER_CANDIDATE) * vocabulary if generation else 0
 
 
 @lru_cache(maxsize=256)

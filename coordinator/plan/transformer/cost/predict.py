@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Literal
 
 from coordinator.plan.simulator import Resource, ResourceKind, Task, Timeline, simulate
-from coordinator.plan.transformer.cost.pipeline_graph import pipeline_tasks
-from coordinator.plan.transformer.cost.step_graph import step_tasks
-from hearth.plan.model_spec import ModelSpec
-from hearth.plan.parts import Prediction, WireFormat
+from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.strategies import strategy_of
+from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import LayerMode, Pipeline, TransformerBody
 from hearth.wire.messages import DeviceTrace, TraceEvent
 
-# Of equal layers this many are simulated; each further one takes as long as the last of them.
-_SIMULATED_LAYERS = 2
-_LAYERS_TO_SETTLE = 4  # with micro-batches in flight
 _LANES: Mapping[ResourceKind, Literal["compute", "send", "receive"]] = {
     ResourceKind.COMPUTE: "compute",
     ResourceKind.SEND: "send",
@@ -26,74 +19,19 @@ _LANES: Mapping[ResourceKind, Literal["compute", "send", "receive"]] = {
 }
 
 
-def predict(
-    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
-) -> tuple[Prediction, tuple[float, ...]]:
-    """Price one step: the prediction, and each rank's busy seconds.
-
-    Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of a run
-    differ only at its ends. A pipeline's graph has a task for each stage and chunk, and is simulated whole.
-    """
-    if isinstance(body, Pipeline):
-        timeline = simulate(pipeline_tasks(spec, body, cluster, seq_len, wire))
-        return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
-    modes = [body.mode(layer) for layer in range(spec.num_layers)]
-    if body.micro_batches > 1:
-        return _predict_micro_batches(spec, body, cluster, seq_len, wire, modes)
-    runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
-    shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-    tasks, by_layer = step_tasks(spec, body, cluster, seq_len, wire, shown)
-    timeline = simulate(tasks)
-    total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
-    for _, count in runs:
-        last += min(count, _SIMULATED_LAYERS)
-        repeats = count - min(count, _SIMULATED_LAYERS)
-        if repeats:
-            end, before = (max((timeline.ends[i] for i in by_layer[layer]), default=0.0) for layer in (last, last - 1))
-            total += repeats * (end - before)
-            for task in (tasks[index] for index in by_layer[last]):
-                for resource in task.resources:
-                    extra[resource] += repeats * task.seconds
-    all_busy = {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
-    return _prediction(total, all_busy, len(cluster.devices))
-
-
-def _predict_micro_batches(
-    spec: ModelSpec,
-    body: TransformerBody,
-    cluster: ClusterProfile,
-    seq_len: int,
-    wire: WireFormat,
-    modes: Sequence[LayerMode],
-) -> tuple[Prediction, tuple[float, ...]]:
-    """An early micro-batch runs layers ahead of a late one, so that it takes a few layers until each adds as much as the
-    one before; layers that differ are simulated whole."""
-    shown = 2 * _LAYERS_TO_SETTLE
-    if len(set(modes)) > 1 or len(modes) <= shown:
-        timeline = simulate(step_tasks(spec, body, cluster, seq_len, wire, modes)[0])
-        return _prediction(timeline.makespan, timeline.busy, len(cluster.devices))
-    short, long = (
-        simulate(step_tasks(spec, body, cluster, seq_len, wire, modes[:count])[0]) for count in (shown // 2, shown)
-    )
-    repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
-    busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
-    total = long.makespan + repeats * (long.makespan - short.makespan)
-    return _prediction(total, busy, len(cluster.devices))
-
-
-def _prediction(total: float, busy: Mapping[Resource, float], num_ranks: int) -> tuple[Prediction, tuple[float, ...]]:
-    compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in range(num_ranks))
+def predict(layout: Layout) -> tuple[Prediction, tuple[float, ...]]:
+    """Price one step: the prediction, and each rank's busy seconds."""
+    total, busy = strategy_of(layout.body).timing(layout)
+    compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in layout.ranks)
     links = (seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE)
     transfer = max(links, default=0.0)
-    return (
-        Prediction(
-            latency_seconds=total,
-            compute_seconds=max(compute),
-            transfer_seconds=transfer,
-            bottleneck_seconds=max(*compute, transfer),
-        ),
-        compute,
+    prediction = Prediction(
+        latency_seconds=total,
+        compute_seconds=max(compute),
+        transfer_seconds=transfer,
+        bottleneck_seconds=max(*compute, transfer),
     )
+    return prediction, compute
 
 
 def seconds_of(plan: TransformerPlan) -> float:
@@ -113,20 +51,10 @@ def decoding_seconds(plan: TransformerPlan) -> float:
     return plan.body.generation.new_tokens * plan.predicted.decode_seconds if plan.body.generation else 0.0
 
 
-def predicted_timeline(
-    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
-) -> tuple[DeviceTrace, ...]:
+def predicted_timeline(layout: Layout) -> tuple[DeviceTrace, ...]:
     """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`."""
-    tasks = _all_tasks(spec, body, cluster, seq_len, wire)
-    return _as_traces(tasks, simulate(tasks), [device.name for device in cluster.devices])
-
-
-def _all_tasks(
-    spec: ModelSpec, body: TransformerBody, cluster: ClusterProfile, seq_len: int, wire: WireFormat
-) -> list[Task]:
-    if isinstance(body, Pipeline):
-        return pipeline_tasks(spec, body, cluster, seq_len, wire)
-    return step_tasks(spec, body, cluster, seq_len, wire)[0]
+    tasks = strategy_of(layout.body).tasks(layout)
+    return _as_traces(tasks, simulate(tasks), [device.name for device in layout.cluster.devices])
 
 
 def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:

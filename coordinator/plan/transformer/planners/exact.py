@@ -62,9 +62,9 @@ class ExactPlanner:
         shares = best_shares(request, self._strategy)
         proof = "proven best" if shares.gap < 1e-9 else f"within {shares.gap:.1%} of the bound"
         body = body_of(request, self._strategy, shares.groups, shares.columns, shares.vocabulary)
-        if missing := missing_bytes(request, request.cluster, body):  # a device may lack room even for an empty share
+        if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
             raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
-        plans = [price(request, request.cluster, body, f"{self.name} ({proof})")]
+        plans = [price(request, body, f"{self.name} ({proof})")]
         try:
             plans.append(GalaxyPlanner(self._strategy).plan(request))
         except ModelDoesNotFit:  # its balancing can miss what the integer program finds

@@ -9,22 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes, over_budget, price
-from coordinator.plan.transformer.shares import Budget, Work, body_of
+from coordinator.plan.transformer.shares import Budget, body_of, capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.profile import BlockProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
-
-
-def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
-    """V_d: the inverse of the time for a whole MHA and a whole MLP block on device d."""
-    return 1.0 / max(Work(request).layer(blocks), 1e-9)
-
-
-def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
-    """V_d for rows: decoding has none to split."""
-    return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
 
 
 def balanced_partition(workload: float, capacities: Sequence[float]) -> list[float]:
@@ -65,7 +54,7 @@ class GalaxyPlanner:
         self._strategy = strategy
 
     def plan(self, request: PlanRequest) -> TransformerPlan:
-        return price(request, request.cluster, self.shares(request), self.name)
+        return price(request, self.shares(request), self.name)
 
     def shares(self, request: PlanRequest) -> TensorParallel:
         """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
@@ -92,7 +81,7 @@ class GalaxyPlanner:
             largest_remainder(v, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
         )
         body = _repair(request, body)
-        if missing := missing_bytes(request, cluster, body):  # lines 33-34
+        if missing := missing_bytes(request, body):  # lines 33-34
             raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
         return body
 
@@ -109,7 +98,7 @@ def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
     progress = True
     while progress:
         progress = False
-        excess = [over_budget(request, request.cluster, body, rank) for rank in ranks]
+        excess = [over_budget(request, body, rank) for rank in ranks]
         if max(excess) <= 0:
             return body
         source = excess.index(max(excess))
@@ -119,7 +108,7 @@ def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
                 if target == source or moved is None:
                     continue
                 candidate = body.model_copy(update={field: moved})
-                if over_budget(request, request.cluster, candidate, target) <= 0:
+                if over_budget(request, candidate, target) <= 0:
                     body, progress = candidate, True
                     break
             if progress:

@@ -21,13 +21,13 @@ from math import comb
 from typing import NamedTuple
 
 from coordinator.plan.transformer.cost.decode import token_head_seconds, token_layer_seconds
-from coordinator.plan.transformer.cost.memory import memory_use
-from coordinator.plan.transformer.cost.pipeline_graph import chunks_of, layer_seconds
+from coordinator.plan.transformer.cost.layout import wire_seconds
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.cost.step_graph import wire_seconds
-from coordinator.plan.transformer.planners.galaxy import capacity
-from coordinator.plan.transformer.request import PlanRequest, price
+from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from coordinator.plan.transformer.ring import best_ring
+from coordinator.plan.transformer.shares import capacity
+from coordinator.plan.transformer.strategies import memory_use
+from coordinator.plan.transformer.strategies.pipeline import chunks_of, layer_seconds
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import ROW_GRAIN, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -215,9 +215,11 @@ class _Search:
         return _Estimate(seconds, order, split.layers, chunk_rows)
 
     def priced(self, estimate: _Estimate, planner: str) -> TransformerPlan:
-        cluster = self._request.cluster.subset(tuple(self._devices[device].device_id for device in estimate.order))
-        body = Pipeline.of(self._spec, estimate.layers, self._request.seq_len, estimate.chunk_rows)
-        return price(self._request, cluster, body, planner)
+        ids = tuple(self._devices[device].device_id for device in estimate.order)
+        return price(on_subset(self._request, ids), self._body(estimate.layers, estimate.chunk_rows), planner)
+
+    def _body(self, layers: Sequence[int], chunk_rows: int) -> Pipeline:
+        return Pipeline.of(self._spec, layers, self._request.seq_len, chunk_rows, self._request.limits)
 
     def _most_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
         """How many layers each device has room for; and the bytes that all of them lack for the model, or 0."""
@@ -232,12 +234,10 @@ class _Search:
 
     def _stage_bytes(self, num_devices: int, chunk_rows: int) -> tuple[int, int, int]:
         """Of one layer, and of the first stage and of any other without one."""
-        one, two = (
-            Pipeline.of(self._spec, (count,) * num_devices, self._request.seq_len, chunk_rows) for count in (1, 2)
-        )  # of how many layers, does not matter here
+        one, two = (self._body((count,) * num_devices, chunk_rows) for count in (1, 2))  # the totals do not matter here
 
         def total(body: Pipeline, rank: int) -> int:
-            return memory_use(self._spec, body, rank, self._request.seq_len, self._request.limits).total
+            return memory_use(self._spec, body, rank).total
 
         per_layer = total(two, 0) - total(one, 0)
         return per_layer, total(one, 0) - per_layer, total(one, num_devices - 1) - per_layer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, price
+from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from hearth.plan.plan import TransformerPlan
 
 _A_HAIR = 1.005  # of the step that a more exact output may cost
@@ -21,13 +21,15 @@ def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> Transformer
     if request.wire.values == "exact" or plan.num_ranks == 1:
         return plan
     ids = tuple(device.device_id for device in plan.devices)
-    cluster = request.cluster.subset(ids)
-    rates = {(a, b): cluster.link(ids[a], ids[b]).bytes_per_second for a, b in permutations(range(plan.num_ranks), 2)}
+    request = on_subset(request, ids)
+    rates = {
+        (a, b): request.cluster.link(ids[a], ids[b]).bytes_per_second for a, b in permutations(range(plan.num_ranks), 2)
+    }
     best = plan
     for least in _classes(list(rates.values()))[:_MOST_TRIALS]:
         links = tuple(sorted(link for link, rate in rates.items() if rate >= least))
         body = plan.body.model_copy(update={"exact_links": links})
-        trial = price(request, cluster, body, plan.planner, plan.alternatives)
+        trial = price(request, body, plan.planner, plan.alternatives)
         if seconds_of(trial) > _A_HAIR * seconds_of(plan):
             break
         best = trial

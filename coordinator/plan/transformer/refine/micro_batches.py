@@ -14,14 +14,9 @@ _WORTH = 0.98  # of the time in one piece: threads that take turns cost somethin
 def in_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with two micro-batches in flight, where that is faster under the simulator; else it itself."""
     body = plan.body
-    if (
-        request.generation is None
-        or plan.num_ranks == 1
-        or body.strategy not in ("hmp", "megatron-tp")
-        or any(mode.attention == "rows" for mode in body.modes)
-    ):
+    if request.generation is None or plan.num_ranks == 1 or not body.may_cut_prefill:
         return plan
     subset = on_subset(request, tuple(device.device_id for device in plan.devices))
     cut = body.model_copy(update={"micro_batches": 2})
-    better = price(replace(subset, wire=plan.wire), subset.cluster, cut, plan.planner, plan.alternatives)
+    better = price(replace(subset, wire=plan.wire), cut, plan.planner, plan.alternatives)
     return better if seconds_of(better) < _WORTH * seconds_of(plan) else plan

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners.galaxy import row_capacity
 from coordinator.plan.transformer.request import PlanRequest, over_budget, price
+from coordinator.plan.transformer.shares import row_capacity
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
 
@@ -30,9 +30,7 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the replication that the simulator finds fastest; the same plan where none helps or fits."""
     best = plan
     while request.may_replicate:
-        candidates = [
-            price(request, request.cluster, body, f"{plan.planner}, replicating") for body in _next(request, best.body)
-        ]
+        candidates = [price(request, body, f"{plan.planner}, replicating") for body in _next(request, best.body)]
         faster = [c for c in candidates if seconds_of(c) < _WORTH * seconds_of(best)]
         if not faster:
             return best
@@ -53,7 +51,7 @@ def rough_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
     whole = [LayerMode(qkv="replicated", out="replicated", mlp="replicated")] * len(modes)
     count = _most_layers(request, plan.body, modes, whole)
     body = plan.body.model_copy(update={"modes": (*whole[:count], *modes[count:])})
-    return min(seconds_of(plan), seconds_of(price(request, request.cluster, body, plan.planner)))
+    return min(seconds_of(plan), seconds_of(price(request, body, plan.planner)))
 
 
 def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
@@ -91,9 +89,7 @@ def _most_layers(
 
     def fits(count: int) -> bool:
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})
-        return all(
-            over_budget(request, request.cluster, candidate, rank) <= 0 for rank in range(len(request.cluster.devices))
-        )
+        return all(over_budget(request, candidate, rank) <= 0 for rank in range(len(request.cluster.devices)))
 
     low, high = 0, len(modes)
     if fits(high):

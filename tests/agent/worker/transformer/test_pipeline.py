@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_random_model, small_bert, small_decoder
-from support.plans import make_plan, with_generation
+from support.plans import make_plan, sized, with_generation
 
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from coordinator.models.checkpoint.families import read_spec
@@ -155,7 +155,7 @@ def test_a_lossy_wire_format_stays_close(models: Any) -> None:
 
 
 def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any) -> None:
-    from coordinator.plan.transformer.cost.memory import memory_use
+    from coordinator.plan.transformer.strategies import memory_use
 
     for family in ("gpt2", "llama"):  # tied, and with a head of its own
         model_dir = models(family)
@@ -166,7 +166,7 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any)
             request = home.submit(prompts_of(spec, [20])[0], 30)
             for _ in range(6):
                 home.step()
-            planned = [memory_use(spec, plan.body, rank, 64, plan.body.generation) for rank in range(3)]
+            planned = [memory_use(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
             for generation, use, count in zip(cluster.generations, planned, plan.body.layers, strict=True):
                 held = generation._shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)

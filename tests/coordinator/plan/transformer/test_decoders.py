@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.checkpoints import write_model
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan, sized
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -20,16 +20,16 @@ from coordinator.cli.output import out
 from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.simulator import sides_of
-from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
-from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
-from coordinator.plan.transformer.cost.step_graph import StepGraph
 from coordinator.plan.transformer.explain import bottleneck, option_as_json, options, why_lost, why_won
 from coordinator.plan.transformer.make import GenerationRequest, PlanRequest, plan_strategy
 from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import over_budget
 from coordinator.plan.transformer.shares import Budget, body_of
+from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from coordinator.serve.goal import open_model, plan_request
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
@@ -40,7 +40,7 @@ from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
-from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode
+from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode, TransformerBody
 
 EXACT = WireFormat()
 # Two KV groups of four query heads; Q is wider than the model.
@@ -77,7 +77,7 @@ def request(
 def test_a_small_llama_is_counted_by_hand() -> None:
     body = make_plan(SMALL, "hmp", (1, 1)).body
     assert (body.heads, body.columns, body.vocabulary) == ((4, 4), (192, 128), (2048, 452))
-    first, second = (memory_use(SMALL, body, rank, 32, PROMISE) for rank in range(2))
+    first, second = (memory_use(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2))
     qkv, out, norms = (64 + 16 + 16) * 96, 96 * 64, 2 * 96
     assert first.weights == 2 * (qkv + out + 3 * 192 * 96 + norms) * 4
     assert second.weights == 2 * (qkv + out + 3 * 128 * 96 + norms) * 4
@@ -94,7 +94,7 @@ def test_a_small_llama_is_counted_by_hand() -> None:
 
 def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
     def total(spec: ModelSpec = SMALL, promise: GenerationLimits | None = PROMISE) -> int:
-        return memory_use(spec, make_plan(spec, "local", (1,)).body, 0, 32, promise).total
+        return memory_use(spec, sized(make_plan(spec, "local", (1,)).body, 32, promise), 0).total
 
     tied = SMALL.model_copy(update={"tied_head": True})
     ungated = SMALL.model_copy(update={"gated": False})
@@ -108,7 +108,7 @@ def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
 def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     short, long = (
-        memory_use(LLAMA_1B, body, 0, 512, GenerationRequest(context, 1).limits(512)).activations
+        memory_use(LLAMA_1B, sized(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
         for context in (16384, 32768)
     )
     assert long - short == 2 * 512 * 16384 * 4
@@ -116,8 +116,8 @@ def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
 
 def test_replicated_weights_leave_the_cache_by_heads() -> None:
     body = make_plan(SMALL, "sp", (1, 1)).body
-    uses = [memory_use(SMALL, body, rank, 32, PROMISE) for rank in range(2)]
-    local = memory_use(SMALL, make_plan(SMALL, "local", (1,)).body, 0, 32, PROMISE)
+    uses = [memory_use(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2)]
+    local = memory_use(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, PROMISE), 0)
     assert [use.weights for use in uses] == [local.weights] * 2
     assert sum(use.kv_cache for use in uses) == local.kv_cache
 
@@ -146,7 +146,7 @@ def test_a_budget_never_promises_more_than_there_is(
     for rank, (a, b, v) in enumerate(zip(*shares, strict=True)):
         counted = a * budget.head_grain + b * budget.column_grain + v * budget.vocabulary_grain
         assert counted <= budget.total(rank)
-        assert over_budget(asked, asked.cluster, body, rank) <= counted - budget.total(rank)
+        assert over_budget(asked, body, rank) <= counted - budget.total(rank)
 
 
 # ---- the KV cache decides what fits ---------------------------------------------------------------------------------
@@ -199,6 +199,11 @@ def test_a_budget_that_nobody_can_meet_names_the_missing_bytes_of_all() -> None:
 # ---- what a token costs ---------------------------------------------------------------------------------------------
 
 
+def token_seconds(spec: ModelSpec, body: TransformerBody, devices: ClusterProfile, wire: WireFormat) -> float:
+    """Of a sequence with 100 tokens in the KV cache."""
+    return strategy_of(body).decode_seconds(Layout(spec, body, devices, wire), 100)
+
+
 def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = SMALL, **wire: float) -> float:
     devices = [device_profile(index, speed, spec, 32) for index, speed in enumerate(speeds)]
     devices = [
@@ -206,7 +211,7 @@ def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = S
         for device in devices
     ]
     body = make_plan(spec, "local" if len(speeds) == 1 else "hmp", speeds).body
-    return decode_seconds(spec, body, cluster(devices, mbit, rtt), EXACT, 100)
+    return token_seconds(spec, body, cluster(devices, mbit, rtt), EXACT)
 
 
 def test_a_token_on_one_device_costs_what_it_reads_and_its_calls() -> None:
@@ -260,15 +265,15 @@ def test_who_has_no_heads_sends_no_partial_sums_of_attention() -> None:
             )
         }
     )
-    assert decode_seconds(SMALL, body, slow_back, EXACT, 100) > 3 * 96 * 4 / 1e3
-    assert decode_seconds(SMALL, alone, slow_back, EXACT, 100) < decode_seconds(SMALL, body, slow_back, EXACT, 100)
+    assert token_seconds(SMALL, body, slow_back, EXACT) > 3 * 96 * 4 / 1e3
+    assert token_seconds(SMALL, alone, slow_back, EXACT) < token_seconds(SMALL, body, slow_back, EXACT)
 
 
 def test_a_lossy_format_shortens_the_exchanges_of_its_links() -> None:
     home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     exact, lossy, excepted = (
-        decode_seconds(SMALL, each, home, wire, 100)
+        token_seconds(SMALL, each, home, wire)
         for each, wire in (
             (body, EXACT),
             (body, WireFormat(values="fp16")),
@@ -286,7 +291,7 @@ def test_no_token_is_faster_than_its_slowest_share_or_its_round_trips(
 ) -> None:
     body = make_plan(SMALL, "local" if len(speeds) == 1 else "hmp", speeds).body
     devices = [device_profile(index, speed, SMALL, 32) for index, speed in enumerate(speeds)]
-    seconds = decode_seconds(SMALL, body, cluster(devices, mbit, rtt), EXACT, 100)
+    seconds = token_seconds(SMALL, body, cluster(devices, mbit, rtt), EXACT)
     shares = [
         2 * (attention_bytes(SMALL, body.heads[rank], 100) + mlp_bytes(SMALL, body.columns[rank])) * 1e-10 / speed
         for rank, speed in enumerate(speeds)
@@ -305,7 +310,7 @@ def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[Phase, float]:
     home = cluster([device_profile(index, 1.0, spec, 512) for index in range(2)], 8)
     body = make_plan(spec, strategy, (3, 1), row_weights=(1, 1), modes=(modes,) if strategy == "hmp" else ()).body
     found: dict[Phase, float] = {}
-    for task in StepGraph(spec, body, home, 512, EXACT).tasks:
+    for task in strategy_of(body).tasks(Layout(spec, sized(body, 512), home, EXACT)):
         if task.resources == sides_of(0, 1):
             assert isinstance(task.kind, Phase)
             found[task.kind] = found.get(task.kind, 0.0) + task.num_bytes / 4
@@ -326,7 +331,7 @@ def test_a_prefill_ends_with_the_head() -> None:
     home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
     body = make_plan(LLAMA_1B, "local", (1,)).body
     blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
-    prediction, _ = predict(LLAMA_1B, body, home, 512, EXACT)
+    prediction, _ = predict(Layout(LLAMA_1B, sized(body, 512), home, EXACT))
     assert prediction.latency_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
 
 
@@ -361,10 +366,8 @@ def test_prefill_and_decoding_slow_down_by_the_factor_of_a_scaled_profile(factor
     slower = asked.cluster.devices[0].model_copy(update={"blocks": asked.cluster.devices[0].blocks.scaled(factor)})
     before = plan_for(asked)
     after = plan_for(replace(asked, cluster=asked.cluster.model_copy(update={"devices": (slower,)})))
-    assert before.generation is not None
-    assert after.generation is not None
-    assert after.predicted.latency_seconds == pytest.approx(factor * before.predicted.total_seconds)
-    assert after.generation.decode_seconds == pytest.approx(factor * before.generation.decode_seconds)
+    assert after.predicted.latency_seconds == pytest.approx(factor * before.predicted.latency_seconds)
+    assert after.predicted.decode_seconds == pytest.approx(factor * before.predicted.decode_seconds)
 
 
 def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() -> None:

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
-from coordinator.plan.transformer.cost.memory import memory_use
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.make import ExactPlanner, GalaxyPlanner, GenerationRequest, PlanRequest, make_plan
 from coordinator.plan.transformer.planners.exact import best_shares
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.shares import Budget, Work
+from coordinator.plan.transformer.strategies import memory_use
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile
@@ -110,7 +110,7 @@ def test_exact_is_never_worse_than_galaxy_under_the_simulator(
     exact = ExactPlanner().plan(problem)
     assert seconds_of(exact) <= seconds_of(galaxy)
     for rank, device in enumerate(exact.devices):
-        assert memory_use(spec, exact.body, rank, 284, exact.generation).total <= device.budget_bytes
+        assert memory_use(spec, exact.body, rank).total <= device.budget_bytes
 
 
 def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> None:

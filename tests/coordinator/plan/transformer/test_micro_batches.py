@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.plans import LLAMA_1B, cluster, device_profile
+from support.plans import LLAMA_1B, cluster, device_profile, sized
 
 from coordinator.plan.simulator import compute_of
 from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
-from coordinator.plan.transformer.cost.step_graph import step_tasks
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from coordinator.plan.transformer.strategies.hybrid import HMP
 from hearth.plan.phases import Work
 from hearth.plan.plan import TransformerPlan
 
@@ -41,9 +42,8 @@ def test_the_same_work_is_done() -> None:
     body = plan_strategy(asked, "hmp").body
     bytes_of, layers_of = [], []
     for count in (1, 2):
-        tasks, by_layer = step_tasks(
-            SPEC, body.model_copy(update={"micro_batches": count}), asked.cluster, 256, asked.wire
-        )
+        cut = body.model_copy(update={"micro_batches": count})
+        tasks, by_layer = HMP.step(Layout(SPEC, cut, asked.cluster, asked.wire))
         bytes_of.append(sum(task.num_bytes for task in tasks))
         layers_of.append(len(by_layer))
     assert bytes_of[0] == pytest.approx(bytes_of[1])
@@ -53,7 +53,7 @@ def test_the_same_work_is_done() -> None:
 def test_a_later_one_attends_to_what_came_before() -> None:
     asked = request(250)
     body = plan_strategy(asked, "hmp").body.model_copy(update={"micro_batches": 2})
-    tasks, by_layer = step_tasks(SPEC, body, asked.cluster, 256, asked.wire)
+    tasks, by_layer = HMP.step(Layout(SPEC, body, asked.cluster, asked.wire))
     assert len(by_layer) == SPEC.num_layers
     for layer, indices in enumerate(by_layer):
         for rank in range(2):
@@ -82,7 +82,7 @@ def test_auto_is_never_slower_for_them() -> None:
         plan = AutoPlanner().plan(asked)
         one = plan.body.model_copy(update={"micro_batches": 1})
         subset = asked.cluster.subset(tuple(device.device_id for device in plan.devices))
-        in_one_piece = predict(SPEC, one, subset, 256, asked.wire)[0].latency_seconds
+        in_one_piece = predict(Layout(SPEC, sized(one, 256), subset, asked.wire))[0].latency_seconds
         assert plan.predicted.latency_seconds <= in_one_piece * 1.001
         assert seconds_of(plan) > 0
 

@@ -18,14 +18,15 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.plan.transformer.cost.decode import attention_bytes, decode_seconds, head_bytes, mlp_bytes
-from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
 from coordinator.plan.transformer.explain import options
 from coordinator.plan.transformer.make import GenerationRequest, PipelinePlanner, PlanRequest, plan_strategy
 from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.planners.pipeline import Split, best_split
-from coordinator.plan.transformer.request import price
+from coordinator.plan.transformer.request import on_subset, price
+from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.errors import BadPlan, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
@@ -117,10 +118,10 @@ def all_pipelines(asked: PlanRequest) -> Iterator[TransformerPlan]:
     ids = [device.device_id for device in asked.cluster.devices]
     sizes = [0, 64, 128, 256] if asked.generation else [0]
     for order in permutations(ids):
-        devices = asked.cluster.subset(order)
+        in_order = on_subset(asked, order)
         for layers, rows in product(splits(asked.spec.num_layers, len(ids)), sizes):
-            body = Pipeline.of(asked.spec, layers, PROFILED, rows)
-            plan = price(asked, devices, body, "brute force")
+            body = Pipeline.of(asked.spec, layers, PROFILED, rows, asked.limits)
+            plan = price(in_order, body, "brute force")
             if all(device.memory.total <= device.budget_bytes for device in plan.devices):
                 yield plan
 
@@ -256,17 +257,19 @@ def test_a_token_passes_each_stage_and_each_hop_once() -> None:
     order = 2 * message  # rank 0 tells the others first
     head = head_bytes(LLAMA_1B, 32000) * 1e-10 + 4 * 5e-5
     expected = order + 8 * layer + hop + 3 * 2 * layer + hop + 5 * layer / 2 + hop + head
-    assert decode_seconds(LLAMA_1B, body, devices, EXACT, 100) == pytest.approx(expected)
+    assert strategy_of(body).decode_seconds(Layout(LLAMA_1B, body, devices, EXACT), 100) == pytest.approx(expected)
     alone = home([1.0])
     whole = Pipeline.of(LLAMA_1B, (16,), PROFILED)
-    assert decode_seconds(LLAMA_1B, whole, alone, EXACT, 100) == pytest.approx(16 * layer + head)
+    assert strategy_of(whole).decode_seconds(Layout(LLAMA_1B, whole, alone, EXACT), 100) == pytest.approx(
+        16 * layer + head
+    )
 
 
 def test_chunks_hide_each_other() -> None:
     devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
     spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
     whole, chunked = (
-        predict(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, PROFILED, EXACT)[0].latency_seconds
+        predict(Layout(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, EXACT))[0].latency_seconds
         for rows in (0, 64)
     )
     hop = PROFILED * 1024 * 4 / 1e9
@@ -278,16 +281,16 @@ def test_chunks_hide_each_other() -> None:
 
 def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
     devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128)
-    exact, half = (predict(LLAMA_1B, body, devices, PROFILED, WireFormat(values=v))[0] for v in ("exact", "fp16"))
+    exact, half = (predict(Layout(LLAMA_1B, body, devices, WireFormat(values=v)))[0] for v in ("exact", "fp16"))
     assert half.latency_seconds < 0.8 * exact.latency_seconds
     excepted = body.model_copy(update={"exact_links": ((0, 1),)})
-    same = predict(LLAMA_1B, excepted, devices, PROFILED, WireFormat(values="fp16"))[0]
+    same = predict(Layout(LLAMA_1B, excepted, devices, WireFormat(values="fp16")))[0]
     assert exact.latency_seconds == pytest.approx(same.latency_seconds, rel=0.01)
 
 
 def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
     devices, body = home([1.0, 1.0, 1.0]), Pipeline.of(LLAMA_1B, (6, 5, 5), PROFILED, 128)
-    found = transfers(predicted_timeline(LLAMA_1B, body, devices, PROFILED, EXACT))
+    found = transfers(predicted_timeline(Layout(LLAMA_1B, body, devices, EXACT)))
     assert len(found) == 4 * 2 + 1  # and the last row, back to the head
 
 
@@ -297,9 +300,9 @@ def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
 def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
     promise = GenerationRequest(1024).limits(PROFILED) if spec.causal else None
-    alone = memory_use(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED), 0, PROFILED, promise)
-    body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED)
-    uses = [memory_use(spec, body, rank, PROFILED, promise) for rank in range(3)]
+    alone = memory_use(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED, generation=promise), 0)
+    body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED, generation=promise)
+    uses = [memory_use(spec, body, rank) for rank in range(3)]
     assert sum(use.weights for use in uses) == alone.weights
     assert sum(use.kv_cache for use in uses) == alone.kv_cache
     assert [use.embeddings for use in uses] == [alone.embeddings, 0, 0]
@@ -311,7 +314,7 @@ def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
 def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: ModelSpec) -> None:
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)
-    plan = price(request(budgets, spec), budgets, Pipeline.of(spec, layers, PROFILED), "test")
+    plan = price(request(budgets, spec), Pipeline.of(spec, layers, PROFILED), "test")
     refs = tuple(
         ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
         for index, (kind, layer, grain) in enumerate(all_chunks(spec))

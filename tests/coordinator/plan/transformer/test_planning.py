@@ -7,25 +7,26 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.plans import BERT_LARGE, cluster, device_profile, make_plan
+from support.plans import BERT_LARGE, cluster, device_profile, make_plan, sized
 
 from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, send_of, sides_of, simulate
 from coordinator.plan.transformer.auto import plan_strategy
-from coordinator.plan.transformer.cost.memory import memory_use
+from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
-from coordinator.plan.transformer.cost.step_graph import StepGraph
 from coordinator.plan.transformer.make import PlanRequest
 from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import missing_bytes
+from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
+from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Work
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import Strategy
+from hearth.plan.transformer import Strategy, TransformerBody
 from hearth.trace import chrome_trace, transfers
 
 EXACT = WireFormat()
@@ -94,9 +95,16 @@ def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, in
 # ---- task graphs ----------------------------------------------------------------------------------------------------
 
 
+def step_seconds(
+    body: TransformerBody, devices: ClusterProfile, wire: WireFormat = EXACT, spec: ModelSpec = SMALL
+) -> float:
+    """Predicted for a step of 284 rows."""
+    return predict(Layout(spec, sized(body, 284), devices, wire))[0].latency_seconds
+
+
 def test_local_costs_the_sum_of_its_blocks() -> None:
     body = make_plan(BERT_LARGE, "local", (1,)).body
-    prediction, busy = predict(BERT_LARGE, body, cluster([device_profile(0, 1.0)], 125), 284, EXACT)
+    prediction, busy = predict(Layout(BERT_LARGE, sized(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT))
     expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
     assert prediction.latency_seconds == pytest.approx(expected)
     assert busy == pytest.approx((expected,))
@@ -109,9 +117,9 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
     devices = [device_profile(i, 1.0) for i in range(num_devices)]
     seq_len = 60 * num_devices
     body = make_plan(SMALL, strategy, [1] * num_devices).body  # type: ignore[arg-type]
-    graph = StepGraph(SMALL, body, cluster(devices, 8), seq_len, EXACT)
+    tasks = strategy_of(body).tasks(Layout(SMALL, sized(body, seq_len), cluster(devices, 8), EXACT))
     sent = [0.0] * num_devices
-    for task in graph.tasks:
+    for task in tasks:
         if task.resources[0].kind is ResourceKind.SEND:
             sent[task.resources[0].rank] += task.seconds * 1e6  # 8 Mbit/s is 1e6 bytes/s
     units = {"megatron-tp": 4, "hmp": 4, "sp": 2}[strategy]
@@ -125,7 +133,9 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
 def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: float) -> None:
     devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
     seconds = [
-        predict(SMALL, make_plan(SMALL, "hmp", speeds, overlap=overlap).body, devices, 284, EXACT)[0].latency_seconds
+        predict(Layout(SMALL, sized(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT))[
+            0
+        ].latency_seconds
         for overlap in (True, False)
     ]
     assert seconds[0] <= seconds[1] * 1.0001
@@ -135,7 +145,8 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     seconds = [
-        predict(SMALL, body, devices, 284, WireFormat(values=v))[0].latency_seconds for v in ("exact", "fp16", "int8")
+        predict(Layout(SMALL, sized(body, 284), devices, WireFormat(values=v)))[0].latency_seconds
+        for v in ("exact", "fp16", "int8")
     ]
     assert seconds[0] > seconds[1] > seconds[2]
 
@@ -145,7 +156,7 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
 
 def test_every_weight_is_counted_once_over_the_devices() -> None:
     body = make_plan(BERT_LARGE, "hmp", (3, 1, 2)).body
-    uses = [memory_use(BERT_LARGE, body, rank, 284) for rank in range(3)]
+    uses = [memory_use(BERT_LARGE, sized(body, 284), rank) for rank in range(3)]
     h, f = 1024, 4096
     sharded = 24 * (4 * h * h + 3 * h + 2 * h * f + f) * 4
     replicated = 24 * (2 * h + 4 * h) * 4
@@ -156,7 +167,7 @@ def test_every_weight_is_counted_once_over_the_devices() -> None:
 
 def test_sp_holds_all_weights_everywhere() -> None:
     sp, local = (make_plan(BERT_LARGE, s, w).body for s, w in (("sp", (1, 1)), ("local", (1,))))  # type: ignore[arg-type]
-    assert memory_use(BERT_LARGE, sp, 1, 284).weights == memory_use(BERT_LARGE, local, 0, 284).weights
+    assert memory_use(BERT_LARGE, sized(sp, 284), 1).weights == memory_use(BERT_LARGE, sized(local, 284), 0).weights
 
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -234,7 +245,7 @@ def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
     except ModelDoesNotFit as error:
         assert error.missing_bytes > 0
         return
-    assert missing_bytes(asked, asked.cluster, plan.body) == 0
+    assert missing_bytes(asked, plan.body) == 0
     for device in plan.devices:
         assert device.memory.total <= device.budget_bytes
     for shares, total, grain in (
@@ -290,13 +301,7 @@ def test_auto_splits_what_fits_no_single_device() -> None:
 def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], mbit: float) -> None:
     plan = plan_for(request(speeds, mbit=mbit))
     best = min(
-        predict(
-            BERT_LARGE,
-            make_plan(BERT_LARGE, "local", (1,)).body,
-            cluster([device_profile(0, s)], 1),
-            284,
-            EXACT,
-        )[0].latency_seconds
+        step_seconds(make_plan(BERT_LARGE, "local", (1,)).body, cluster([device_profile(0, s)], 1), spec=BERT_LARGE)
         for s in speeds
     )
     assert plan.predicted.latency_seconds <= best * 1.0001
@@ -332,7 +337,7 @@ def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     assert plan.wire_on(names.index("id0"), names.index("id1")).values == "exact"
     assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    everywhere = predict(BERT_LARGE, lossy, profile.subset(tuple(names)), 284, asked.wire)[0]
+    everywhere = predict(Layout(BERT_LARGE, sized(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
     assert plan.predicted.latency_seconds <= 1.0051 * everywhere.latency_seconds
     assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
 
@@ -360,7 +365,7 @@ def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strat
     plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy, spare_accuracy=True))
     ordered = profile.subset(tuple(device.device_id for device in plan.devices))
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    at_most = 1.0051 * predict(SMALL, lossy, ordered, 284, wire)[0].latency_seconds
+    at_most = 1.0051 * step_seconds(lossy, ordered, wire)
     assert plan.predicted.latency_seconds <= at_most
     exact = set(plan.body.exact_links)
     by_rank = {
@@ -383,9 +388,9 @@ def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> Non
     profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     for strategy in ("hmp", "sp", "megatron-tp"):
         body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]
-        traces = predicted_timeline(SMALL, body, profile, 284, EXACT)
+        traces = predicted_timeline(Layout(SMALL, sized(body, 284), profile, EXACT))
         sent = [event for trace in traces for event in trace.events if event.lane == "send"]
         assert len(transfers(traces)) == len(sent) > 0
         assert chrome_trace(traces)["traceEvents"]
         end = max(event.end_seconds for trace in traces for event in trace.events)
-        assert end == pytest.approx(predict(SMALL, body, profile, 284, EXACT)[0].latency_seconds, rel=1e-3)
+        assert end == pytest.approx(step_seconds(body, profile), rel=1e-3)

@@ -1,0 +1,63 @@
+"""A model divided among the devices of a cluster: everything that its price depends on. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from typing import Generic
+
+from typing_extensions import TypeVar
+
+from hearth.plan import rings
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import WireFormat
+from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost
+from hearth.plan.transformer import TransformerBody
+from hearth.plan.value_formats import BYTES_PER_VALUE, Values
+
+Body_co = TypeVar("Body_co", default=TransformerBody, covariant=True)
+
+
+@dataclass(frozen=True)
+class Layout(Generic[Body_co]):
+    """Ranks are the cluster's devices in order; `wire` is the format of activations."""
+
+    spec: ModelSpec
+    body: Body_co
+    cluster: ClusterProfile
+    wire: WireFormat
+
+    @cached_property
+    def blocks(self) -> list[BlockProfile]:
+        return [device.blocks for device in self.cluster.devices]
+
+    @property
+    def ranks(self) -> range:
+        return range(len(self.cluster.devices))
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], Link]:
+        """By sending and receiving rank."""
+        ids = [device.device_id for device in self.cluster.devices]
+        by_ids = {(link.source, link.target): link for link in self.cluster.links}
+        return {(a, b): by_ids[ids[a], ids[b]] for a, b in permutations(self.ranks, 2)}
+
+    @cached_property
+    def formats(self: Layout) -> dict[tuple[int, int], Values]:
+        """The value format on each link."""
+        return {ends: self.body.values_on(*ends, self.wire.values) for ends in permutations(self.ranks, 2)}
+
+    def wire_seconds(self, rank: int, num_values: float, format_: Values, converted: float = 0.5) -> float:
+        """Compute time that this rank's end of a transfer takes."""
+        return wire_seconds(self.blocks[rank].wire, num_values, format_, converted)
+
+
+def wire_seconds(cost: WireCost, num_values: float, format_: Values, converted: float = 0.5) -> float:
+    """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
+    num_chunks = max(1, min(num_values * 4 // rings.CHUNK_BYTES, rings.MAX_CHUNKS))
+    return (
+        num_values * BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte
+        + num_values * converted * cost.convert_seconds_per_value.get(format_, 0.0)
+        + num_chunks * cost.seconds_per_message
+    )

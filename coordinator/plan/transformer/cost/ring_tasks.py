@@ -1,0 +1,286 @@
+"""Tasks of the collectives of a tensor-parallel step, from the same ring schedules that the workers run. Pure.
+
+H hidden, D ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from coordinator.plan.simulator import Task, compute_of, sides_of
+from coordinator.plan.transformer.cost.layout import Layout
+from hearth.plan import rings
+from hearth.plan.geometry import Span, rows_for
+from hearth.plan.phases import Phase, TaskKind, Work
+from hearth.plan.transformer import TensorParallel
+from hearth.plan.value_formats import BYTES_PER_VALUE, Values
+
+
+class RingTasks:
+    """Builds the tasks of some rows of a step, all of it or one micro-batch. Each method appends its tasks for all ranks.
+
+    `last[r]` are the tasks that rank r's next computation must wait for. `rows[r]` are the rows that rank r owns.
+    """
+
+    def __init__(self, layout: Layout[TensorParallel], part: Span) -> None:
+        self.tasks: list[Task] = []
+        self.spec, self.body, self.blocks, self.ranks = layout.spec, layout.body, layout.blocks, layout.ranks
+        self.num_rows = part.size
+        self.rows = rows_for(self.body.row_weights, part.size)
+        self.last: list[tuple[int, ...]] = [()] * len(self.ranks)
+        self.layer: int | None = None  # of the tasks that are appended; None: outside the layers
+        self._layout = layout
+        self._num_ranks = len(self.ranks)
+        self._compute_of = [compute_of(rank) for rank in self.ranks]
+        self._sides_of = {ends: sides_of(*ends) for ends in layout.links}
+        # A profile taken at another length is scaled by the rows; planning profiles at its own length.
+        self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
+        attended = part.stop**2 - part.start**2
+        self.core_scale = [attended / blocks.seq_len**2 for blocks in self.blocks]
+        self._tile_factor = [[blocks.tile_factor(rows) for rows in self.rows] for blocks in self.blocks]
+
+    # ---- seconds ----------------------------------------------------------------------------------------------------
+
+    @property
+    def nothing(self) -> list[list[float]]:
+        """No seconds for any tile on any rank."""
+        return [[0.0] * self._num_ranks for _ in self.ranks]
+
+    def own_rows(self, rank: int, whole: float) -> float:
+        """A GEMM over the rank's own rows, where one over all rows takes `whole`."""
+        return whole * self.scale[rank] * self.rows[rank] / self.num_rows * self._tile_factor[rank][rank]
+
+    def tiled(self, block: Callable[[int], float]) -> list[list[float]]:
+        """Seconds of rank r's block on tile k, as `[r][k]`."""
+        return [
+            [
+                block(r) * self.scale[r] * tile / self.num_rows * factor
+                for tile, factor in zip(self.rows, self._tile_factor[r], strict=True)
+            ]
+            for r in self.ranks
+        ]
+
+    # ---- phases ---------------------------------------------------------------------------------------------------
+
+    def embedding(self, rows: Sequence[int]) -> None:
+        """Each vocabulary owner sends its rows straight to the rank that needs them (tokens taken as spread evenly).
+
+        Rank r needs `rows[r]`."""
+        owned = [share / self.spec.vocab_size for share in self.body.vocabulary]
+        values = [
+            [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
+        ]
+        arrived = self.exchange(Phase.EMBED, Work.EMBEDDING, self.nothing, values)
+        for rank in self.ranks:
+            self.last[rank] = (*self.last[rank], *(task for after in arrived[rank].values() for task in after))
+        self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
+
+    def head(self) -> None:
+        """The last row's logits, each rank's share of them; that it travels is next to nothing."""
+        share_bytes = [share * self.spec.hidden_size * self.spec.head_bytes for share in self.body.vocabulary]
+        self.compute(Work.HEAD, [self.blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self.ranks])
+
+    def compute(self, kind: Work, seconds: Sequence[float]) -> None:
+        for rank in self.ranks:
+            self.last[rank] = (self.task(kind, rank, seconds[rank], self.last[rank]),)
+
+    def connective(self, kind: Work, rows: Sequence[int]) -> None:
+        self.compute(kind, [self.blocks[r].connective(rows[r]) for r in self.ranks])
+
+    def gather(
+        self, kind: Work | None, phase: Phase, seconds: Sequence[Sequence[float]], row_values: int | None = None
+    ) -> None:
+        """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there.
+
+        Without a GEMM (`kind` None), the rank's tasks of no seconds, of the phase itself, end when the tiles are there.
+        """
+        arrived, moved = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
+        for rank in self.ranks:
+            before = self.last[rank]
+            ends = []
+            for tile in self._in_order_of_arrival(rank):
+                if self.rows[tile]:
+                    after = (*before, *arrived[rank, tile])
+                    ends.append(self.task(kind or phase, rank, seconds[rank][tile], after, tile))
+                if tile == rank:
+                    ends.append(self._wire_task(rank, moved[rank], before))
+            self.last[rank] = tuple(ends) or before
+
+    def scatter(self, kind: Work, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
+        """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
+        start = list(self.last)
+        if not self.body.overlap:
+            for rank in self.ranks:
+                start[rank] = (self.task(kind, rank, sum(seconds[rank]), start[rank]),)
+            seconds = self.nothing
+        computed: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            before = start[rank]
+            for tile in self._in_order_of_sums(rank):
+                computed[rank, tile] = self.task(kind, rank, seconds[rank][tile], before, tile)
+                before = (computed[rank, tile],)
+            self.last[rank] = before
+        self._ring_reduce_scatter(phase, computed, start)
+
+    def gather_and_scatter(
+        self,
+        entering: tuple[Work, Phase, Sequence[Sequence[float]]],
+        leaving: tuple[Work, Phase, Sequence[Sequence[float]]],
+    ) -> None:
+        """A gather and a scatter (kind, phase, seconds) whose GEMMs on a tile follow each other: the first partial sums
+        leave while later tiles are still gathered."""
+        if not self.body.overlap:
+            self.gather(*entering)
+            self.scatter(*leaving)
+            return
+        start = list(self.last)
+        arrived, moved = self._ring_all_gather(entering[1], self.spec.hidden_size)
+        computed: dict[tuple[int, int], int] = {}
+        for rank in self.ranks:
+            before = start[rank]
+            if self.rows[rank]:
+                before = (self.task(entering[0], rank, entering[2][rank][rank], before, rank),)
+            wire = self._wire_task(rank, moved[rank], start[rank])
+            for tile in self._in_order_of_sums(rank):
+                if tile != rank:
+                    after = (*before, *arrived[rank, tile])
+                    before = (self.task(entering[0], rank, entering[2][rank][tile], after, tile),)
+                computed[rank, tile] = self.task(leaving[0], rank, leaving[2][rank][tile], before, tile)
+                before = (computed[rank, tile],)
+            self.last[rank] = (*before, wire)
+        self._ring_reduce_scatter(leaving[1], computed, start)
+
+    def _in_order_of_arrival(self, rank: int) -> list[int]:
+        return [step.compute for step in rings.ring_all_gather(self._num_ranks, rank)]
+
+    def _in_order_of_sums(self, rank: int) -> list[int]:
+        """Tiles without rows are left out."""
+        return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
+
+    def _ring_all_gather(
+        self, phase: Phase, row_values: int
+    ) -> tuple[dict[tuple[int, int], tuple[int, ...]], Sequence[float]]:
+        """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
+        of the transfers takes from its compute."""
+        arrived: dict[tuple[int, int], tuple[int, ...]] = {(r, r): self.last[r] for r in self.ranks}
+        formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # in which a rank has a tile
+        moved = [0.0] * self._num_ranks
+        for t in range(self._num_ranks - 1):
+            for rank in self.ranks:
+                tile = rings.ring_all_gather(self._num_ranks, rank)[t].send
+                assert tile is not None
+                following = (rank + 1) % self._num_ranks
+                if self.rows[tile]:
+                    num_values = self.rows[tile] * row_values
+                    had = formats[rank, tile]
+                    # What has lost its precision once is forwarded as it is.
+                    format_ = formats[following, tile] = (
+                        self._layout.formats[rank, following] if had == "exact" else had
+                    )
+                    index = self._transfer((rank, following), phase, tile, num_values, arrived[rank, tile], format_)
+                    arrived[following, tile] = (index,)
+                    moved[rank] += self._layout.wire_seconds(rank, num_values, format_, 0.5 if had == "exact" else 0.0)
+                    moved[following] += self._layout.wire_seconds(following, num_values, format_)
+        if not self.body.overlap:
+            everything = tuple(index for after in arrived.values() for index in after)
+            arrived = dict.fromkeys(arrived, everything)
+        return arrived, moved
+
+    def _ring_reduce_scatter(
+        self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[tuple[int, ...]]
+    ) -> None:
+        """The transfers alone; `computed[r, k]` is rank r's partial sum of tile k. What they take from the compute may be
+        done from `start` on."""
+        partial: dict[tuple[int, int], tuple[int, ...]] = {}
+        moved = [0.0] * self._num_ranks
+        for t in range(self._num_ranks):
+            for rank in self.ranks:
+                step = rings.ring_reduce_scatter(self._num_ranks, rank)[t]
+                tile = step.compute
+                if not self.rows[tile]:
+                    continue
+                after = (computed[rank, tile], *partial.get((rank, tile), ()))
+                if step.send is not None:
+                    following = (rank + 1) % self._num_ranks
+                    num_values = self.rows[tile] * self.spec.hidden_size
+                    partial[following, tile] = (self._transfer((rank, following), phase, tile, num_values, after),)
+                    moved[rank] += self._layout.wire_seconds(rank, num_values, self._layout.formats[rank, following])
+                    moved[following] += self._layout.wire_seconds(
+                        following, num_values, self._layout.formats[rank, following]
+                    )
+                else:
+                    self.last[rank] = (*self.last[rank], *after)
+        for rank in self.ranks:
+            self.last[rank] = (*self.last[rank], self._wire_task(rank, moved[rank], start[rank]))
+
+    def exchange(
+        self,
+        phase: Phase,
+        kind: Work,
+        seconds: Sequence[Sequence[float]],
+        num_values: Sequence[Sequence[float]],
+    ) -> list[dict[int, tuple[int, ...]]]:
+        """All-to-all: rank r computes what rank k needs (`seconds[r][k]`), and sends it; its own part comes last.
+
+        Returns what arrived at each rank, by its source; each rank's `_last` becomes its own compute.
+        """
+        arrived: list[dict[int, tuple[int, ...]]] = [{} for _ in self.ranks]
+        moved = [0.0] * self._num_ranks
+        start = list(self.last)
+        for rank in self.ranks:
+            before = start[rank]
+            for offset in (*range(1, self._num_ranks), 0):
+                target = (rank + offset) % self._num_ranks
+                if seconds[rank][target] > 0:
+                    # A part of the own rows' projection is for the target's heads; attention is of the target's rows.
+                    tile, peer = (target, None) if kind is Work.ATTENTION else (rank, target)
+                    before = (self.task(kind, rank, seconds[rank][target], before, tile, peer),)
+                values = num_values[rank][target]
+                if offset and values > 0:
+                    index = self._transfer((rank, target), phase, target, values, before)
+                    arrived[target][rank] = (index,)
+                    moved[rank] += self._layout.wire_seconds(rank, values, self._layout.formats[rank, target])
+                    moved[target] += self._layout.wire_seconds(target, values, self._layout.formats[rank, target])
+            self.last[rank] = before
+        for rank in self.ranks:
+            self.last[rank] = (*self.last[rank], self._wire_task(rank, moved[rank], start[rank]))
+            if phase is Phase.EXCHANGE_QKV:
+                self.last[rank] = (*self.last[rank], *(task for after in arrived[rank].values() for task in after))
+            arrived[rank][rank] = self.last[rank]
+        return arrived
+
+    # ---- tasks ----------------------------------------------------------------------------------------------------
+
+    def task(
+        self,
+        kind: TaskKind,
+        rank: int,
+        seconds: float,
+        after: tuple[int, ...],
+        tile: int | None = None,
+        peer: int | None = None,
+    ) -> int:
+        resources = self._compute_of[rank]
+        self.tasks.append(Task(kind, self.layer, tile, peer, resources, seconds, tuple(dict.fromkeys(after))))
+        return len(self.tasks) - 1
+
+    def _transfer(
+        self,
+        ends: tuple[int, int],
+        phase: Phase,
+        tile: int,
+        values: float,
+        after: tuple[int, ...],
+        format_: Values | None = None,
+    ) -> int:
+        """`ends` are the sender and the receiver. Without a format, the link's own."""
+        link = self._layout.links[ends]
+        num_bytes = values * BYTES_PER_VALUE[format_ or self._layout.formats[ends]]
+        seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
+        sides = self._sides_of[ends]
+        self.tasks.append(Task(phase, self.layer, tile, ends[1], sides, seconds, after, latency, int(num_bytes)))
+        return len(self.tasks) - 1
+
+    def _wire_task(self, rank: int, seconds: float, after: tuple[int, ...]) -> int:
+        """The compute seconds that a phase's traffic takes: one task, somewhere in the phase."""
+        return self.task(Work.WIRE, rank, seconds, after)

@@ -1,0 +1,26 @@
+"""The strategies by name: how a Transformer may be divided, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.plan.transformer.strategies.base import Strategy
+from coordinator.plan.transformer.strategies.hybrid import HMP, LOCAL, SP
+from coordinator.plan.transformer.strategies.megatron import MEGATRON
+from coordinator.plan.transformer.strategies.pipeline import PIPELINE
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import MemoryUse
+from hearth.plan.transformer import TransformerBody
+
+# In the order in which planners try them: of equal plans the first is taken.
+STRATEGIES: Mapping[str, Strategy[Any]] = {each.name: each for each in (LOCAL, HMP, SP, MEGATRON, PIPELINE)}
+
+
+def strategy_of(body: TransformerBody) -> Strategy[Any]:
+    return STRATEGIES[body.strategy]
+
+
+def memory_use(spec: ModelSpec, body: TransformerBody, rank: int) -> MemoryUse:
+    """Every byte that a rank will hold."""
+    return strategy_of(body).memory_use(spec, body, rank)

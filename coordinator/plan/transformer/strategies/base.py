@@ -1,0 +1,100 @@
+"""What planners and the simulator know of a strategy: its tasks, its costs and its memory. Pure."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.plan.simulator import Resource, Task
+from coordinator.plan.transformer.cost import memory
+from coordinator.plan.transformer.cost.layout import Layout
+from hearth.plan import transformer
+from hearth.plan.geometry import VOCABULARY_GRAIN, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.parts import MemoryUse
+from hearth.plan.transformer import GenerationLimits, Pipeline, TensorParallel
+
+B = TypeVar("B", TensorParallel, Pipeline)
+
+
+class Timing(NamedTuple):
+    """Seconds of a whole step, and the busy seconds of each resource."""
+
+    total_seconds: float
+    busy: Mapping[Resource, float]
+
+
+@dataclass(frozen=True)
+class Strategy(ABC, Generic[B]):
+    """One way to divide a Transformer. `search` names the planner that looks for its shares (`planners.SEARCHES`)."""
+
+    name: transformer.Strategy
+    summary: str  # one line for people
+    search: Literal["rows", "shares", "stages"]
+    # Also tried without each device in turn: the slow link may belong to a fast device.
+    leaves_one_out: bool = False
+    refines: tuple[Literal["replicate", "micro-batches"], ...] = ()
+
+    @abstractmethod
+    def tasks(self, layout: Layout[B]) -> list[Task]:
+        """The task graph of one step, all layers."""
+
+    @abstractmethod
+    def timing(self, layout: Layout[B]) -> Timing:
+        """One step; equal layers need not be simulated one by one."""
+
+    @abstractmethod
+    def decode_seconds(self, layout: Layout[B], num_tokens: float) -> float:
+        """From one token of one sequence to the next, where its KV cache holds `num_tokens`."""
+
+    @abstractmethod
+    def decoding_values(self, spec: ModelSpec, body: B, limits: GenerationLimits) -> int:
+        """Values that a rank holds for the steps of a generation beside those of its own computation."""
+
+    def memory_use(self, spec: ModelSpec, body: B, rank: int) -> MemoryUse:
+        """What a rank holds for steps of at most `body.max_step_rows` rows (S), at the worst moment of a layer.
+
+        Activations: the gathered input and a partial sum [S,H] each with its receive buffer, the rank's rows and their
+        residual [s,H] counted as [S,H] each (a decoder's are normalised beside the residual: one more); and the larger
+        of attention and the MLP. With `body.generation`: the KV cache of the rank's heads, logits of its share of the
+        vocabulary, `decoding_values`, and on rank 0 the candidates of all ranks.
+        """
+        limits, rows = body.generation, body.max_step_rows
+        vocabulary = spans(body.vocabulary)[rank]
+        holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
+        embeddings = memory.weights_of(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+        if spec.has_separate_head:
+            embeddings += memory.weights_of(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+        if body.allocates_embedding(rank):
+            embeddings += chunk_weights(spec, "embedding") * memory.COMPUTE_BYTES
+        heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
+        columns = max(held.columns.size for held, _ in holdings)
+        values = (7 if spec.causal else 6) * memory.step_rows(rows, limits) * spec.hidden_size
+        values += max(
+            memory.attention_values(spec, heads, rows, limits), memory.mlp_values(spec, columns, rows, limits)
+        )
+        if limits is not None:
+            values += memory.logit_values(vocabulary.size, limits) + self.decoding_values(spec, body, limits)
+            values += memory.VALUES_PER_CANDIDATE * spec.vocab_size if rank == 0 else 0
+        num_layers = body.layers_of(rank, spec.num_layers).size
+        takes_part = body.has_rows(rank) or heads or columns or spec.causal
+        return MemoryUse(
+            weights=sum(count * memory.layer_bytes(spec, held) for held, count in holdings),
+            embeddings=embeddings,
+            activations=values * memory.COMPUTE_BYTES if takes_part else 0,
+            workspace=memory.WORKER_PROCESS_BYTES + memory.largest_chunk_bytes(spec),
+            kv_cache=memory.kv_bytes(spec, body.heads[rank], limits, num_layers) if limits else 0,
+        )
+
+
+def _runs_of_layers(spec: ModelSpec, body: TensorParallel | Pipeline, rank: int) -> list[tuple[int, int]]:
+    """Runs of layers of which a rank holds the same: the first layer and the count."""
+    if not body.modes:
+        own = body.layers_of(rank, spec.num_layers)
+        return [(own.start, own.size)]
+    runs = (list(same) for _, same in groupby(range(spec.num_layers), key=body.mode))
+    return [(run[0], len(run)) for run in runs]

@@ -1,0 +1,97 @@
+"""Galaxy's hybrid model parallelism: tensor parallel inside attention and MLP, sequence parallel between (section III-B).
+
+With one device it is `local`; with all weights on every device it is `sp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.plan.transformer.cost.ring_tasks import RingTasks
+from coordinator.plan.transformer.strategies.tensor_parallel import TensorParallelStrategy
+from hearth.plan.phases import Phase, Work
+from hearth.plan.transformer import LayerMode
+
+
+@dataclass(frozen=True)
+class Hybrid(TensorParallelStrategy):
+    def layer(self, ring: RingTasks, mode: LayerMode) -> None:
+        if mode.attention == "rows":
+            _attention_by_rows(ring)
+        else:
+            (_exchange_qkv if mode.qkv == "replicated" else _gather_qkv)(ring)
+            (_exchange_out if mode.out == "replicated" else reduce_out)(ring)
+        ring.connective(Work.CONNECTIVE_ATTENTION, ring.rows)
+        if mode.mlp == "replicated":
+            ring.compute(Work.MLP_BLOCK, [ring.blocks[r].mlp_rows(ring.rows[r]) for r in ring.ranks])
+        else:
+            up = ring.tiled(lambda r: ring.blocks[r].up(ring.body.columns[r]))
+            down = ring.tiled(lambda r: ring.blocks[r].down(ring.body.columns[r]))
+            ring.gather_and_scatter((Work.UP, Phase.GATHER_MLP, up), (Work.DOWN, Phase.REDUCE_MLP, down))
+        ring.connective(Work.CONNECTIVE_MLP, ring.rows)
+
+
+LOCAL = Hybrid("local", "the whole model on one device", search="rows")
+SP = Hybrid("sp", "sequence parallelism: all weights on every device, rows shared", search="rows")
+HMP = Hybrid(
+    "hmp",
+    "hybrid model parallelism (Galaxy): heads and columns shared inside a layer, rows between",
+    search="shares",
+    leaves_one_out=True,
+    refines=("replicate", "micro-batches"),
+)
+
+
+def _gather_qkv(ring: RingTasks) -> None:
+    ring.gather(Work.QKV, Phase.GATHER_ATTENTION, ring.tiled(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
+
+
+def reduce_out(ring: RingTasks) -> None:
+    """Attention of a tile's rows and their output projection, tile by tile."""
+    out = ring.tiled(lambda r: ring.blocks[r].out(ring.body.heads[r]))
+    for rank in ring.ranks:
+        core = ring.blocks[rank].core(ring.body.heads[rank]) * ring.core_scale[rank]
+        out[rank] = [s + core * rows / ring.num_rows for s, rows in zip(out[rank], ring.rows, strict=True)]
+    ring.scatter(Work.OUT, Phase.REDUCE_ATTENTION, out)
+
+
+def _exchange_qkv(ring: RingTasks) -> None:
+    """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
+    spec, heads = ring.spec, ring.body.heads
+    whole = [ring.own_rows(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
+    ring.exchange(
+        Phase.EXCHANGE_QKV,
+        Work.QKV,
+        [[whole[r] * heads[target] / spec.num_heads for target in ring.ranks] for r in ring.ranks],
+        [[ring.rows[r] * spec.qkv_width(heads[target]) for target in ring.ranks] for r in ring.ranks],
+    )
+
+
+def _exchange_out(ring: RingTasks) -> None:
+    """Our heads' outputs leave for the owners of their rows; own rows are projected part by part as they come."""
+    spec, heads = ring.spec, ring.body.heads
+    core = [ring.blocks[r].core(heads[r]) * ring.core_scale[r] for r in ring.ranks]
+    arrived = ring.exchange(
+        Phase.EXCHANGE_HEADS,
+        Work.ATTENTION,
+        [[core[r] * ring.rows[target] / ring.num_rows for target in ring.ranks] for r in ring.ranks],
+        [[ring.rows[target] * spec.q_width(heads[r]) for target in ring.ranks] for r in ring.ranks],
+    )
+    for rank in ring.ranks:
+        whole = ring.own_rows(rank, ring.blocks[rank].out(spec.num_heads))
+        ends = []
+        for source in (rank, *((rank - offset) % len(ring.ranks) for offset in range(1, len(ring.ranks)))):
+            seconds = whole * heads[source] / spec.num_heads
+            after = arrived[rank].get(source, ring.last[rank])
+            ends.append(ring.task(Work.OUT, rank, seconds, after, rank, source))
+        ring.last[rank] = tuple(ends)
+
+
+def _attention_by_rows(ring: RingTasks) -> None:
+    heads = ring.spec.num_heads
+    ring.compute(Work.QKV, [ring.own_rows(r, ring.blocks[r].qkv(heads)) for r in ring.ranks])
+    for phase in (Phase.GATHER_KEYS, Phase.GATHER_VALUES):
+        ring.gather(None, phase, ring.nothing, row_values=ring.spec.kv_width(heads))
+    core = [ring.blocks[r].core(heads) * ring.core_scale[r] * ring.rows[r] / ring.num_rows for r in ring.ranks]
+    ring.compute(Work.ATTENTION, core)
+    ring.compute(Work.OUT, [ring.own_rows(r, ring.blocks[r].out(heads)) for r in ring.ranks])

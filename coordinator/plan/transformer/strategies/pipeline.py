@@ -1,0 +1,117 @@
+"""A pipeline of layers: each device is the stage of some whole layers. Pure.
+
+S rows of a step, which pass the stages in chunks; H hidden. Stage r runs on the cluster's device r.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.plan.simulator import Task, compute_of, sides_of, simulate
+from coordinator.plan.transformer.cost.decode import (
+    FEW_VALUES,
+    Exchanges,
+    head_bytes,
+    token_head_seconds,
+    token_layer_seconds,
+)
+from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.strategies.base import Strategy, Timing
+from hearth.plan.geometry import Span, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase, Work
+from hearth.plan.profile import BlockProfile
+from hearth.plan.transformer import GenerationLimits, Pipeline
+from hearth.plan.value_formats import BYTES_PER_VALUE
+
+
+def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
+    """The rows of each chunk; all of them in one where `chunk_rows` is 0."""
+    size = chunk_rows or seq_len
+    return tuple(Span(start, min(start + size, seq_len)) for start in range(0, seq_len, size))
+
+
+def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
+    """One layer, all its heads and columns, on these rows of a sequence; a decoder's attend to the rows before them."""
+    share = rows.size / blocks.seq_len
+    heads, columns = spec.num_heads, spec.ffn_size
+    gemms = blocks.qkv(heads) + blocks.out(heads) + blocks.up(columns) + blocks.down(columns)
+    core = blocks.core(heads) * (rows.stop**2 - rows.start**2) / blocks.seq_len**2
+    return gemms * share * blocks.tile_factor(rows.size) + core + 2 * blocks.connective(rows.size)
+
+
+@dataclass(frozen=True)
+class Stages(Strategy[Pipeline]):
+    def tasks(self, layout: Layout[Pipeline]) -> list[Task]:
+        """Every stage runs the chunks in order, and hands each to the next when it is done with it.
+
+        A chunk begins no sooner than what is in flight allows. A decoder's last row goes back to the first stage, which
+        has the output head.
+        """
+        return _StageTasks(layout).tasks
+
+    def timing(self, layout: Layout[Pipeline]) -> Timing:
+        timeline = simulate(self.tasks(layout))
+        return Timing(timeline.makespan, timeline.busy)
+
+    def decode_seconds(self, layout: Layout[Pipeline], num_tokens: float) -> float:
+        """From the moment when the first stage has chosen a token: its order to all, stage after stage, and its row
+        back to the first."""
+        spec, ranks, exchanges = layout.spec, layout.ranks, Exchanges(layout)
+        ready = exchanges.run([0.0 for _ in ranks], FEW_VALUES, [0], ranks, verbatim=True)
+        for rank in ranks:
+            ready[rank] += layout.body.layers[rank] * token_layer_seconds(spec, layout.blocks[rank], num_tokens)
+            following = (rank + 1) % len(ranks)
+            if following != rank:
+                ready = exchanges.run(ready, spec.hidden_size, [rank], [following])
+        return ready[0] + token_head_seconds(spec, layout.blocks[0])
+
+    def decoding_values(self, spec: ModelSpec, body: Pipeline, limits: GenerationLimits) -> int:
+        """The rows of the steps that may be in flight."""
+        return body.max_steps_in_flight * max(body.max_step_rows, limits.max_sequences) * spec.hidden_size
+
+
+PIPELINE = Stages("pipeline", "whole layers on each device, one device after the other", search="stages")
+
+
+class _StageTasks:
+    def __init__(self, layout: Layout[Pipeline]) -> None:
+        self.tasks: list[Task] = []
+        self._layout = layout
+        spec, body, blocks = layout.spec, layout.body, layout.blocks
+        depth, last = body.max_steps_in_flight, len(blocks) - 1
+        ended: list[int] = []  # the last stage's task of each chunk
+        for number, rows in enumerate(chunks_of(body.seq_len, body.chunk_rows)):
+            after = () if number < depth else (ended[number - depth],)
+            task = self._compute(Work.EMBEDDING, None, number, 0, blocks[0].embedding(rows.size), after)
+            for rank, stage in enumerate(spans(body.layers)):
+                seconds = stage.size * layer_seconds(spec, blocks[rank], rows)
+                task = self._compute(Work.LAYERS, stage.start, number, rank, seconds, (task,))
+                if rank < last:
+                    task = self._hop(Phase.STAGE_ROWS, stage.start, number, (rank, rank + 1), rows.size, task)
+            ended.append(task)
+        if spec.causal:
+            if last:
+                task = self._hop(Phase.HEAD_ROWS, 0, None, (last, 0), 1, task)
+            head = blocks[0].decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
+            self._compute(Work.HEAD, None, None, 0, head, (task,))
+
+    def _compute(
+        self, kind: Work, layer: int | None, chunk: int | None, rank: int, seconds: float, after: tuple[int, ...]
+    ) -> int:
+        self.tasks.append(Task(kind, layer, chunk, None, compute_of(rank), seconds, after))
+        return len(self.tasks) - 1
+
+    def _hop(
+        self, phase: Phase, layer: int, chunk: int | None, ends: tuple[int, int], num_rows: int, after: int
+    ) -> int:
+        """The transfer, and the work of both its ends."""
+        layout, (source, target) = self._layout, ends
+        link, format_ = layout.links[ends], layout.formats[ends]
+        values = num_rows * layout.spec.hidden_size
+        num_bytes = values * BYTES_PER_VALUE[format_]
+        costs = [layout.wire_seconds(rank, values, format_) for rank in ends]
+        sent = self._compute(Work.WIRE, layer, chunk, source, costs[0], (after,))
+        seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
+        self.tasks.append(Task(phase, layer, chunk, target, sides_of(*ends), seconds, (sent,), latency, num_bytes))
+        return self._compute(Work.WIRE, layer, chunk, target, costs[1], (sent + 1,))

@@ -1,0 +1,177 @@
+"""What all strategies that share every layer have in common: micro-batches, equal layers, decoding. Pure.
+
+H hidden. Ranks are the cluster's devices in order.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from coordinator.plan.simulator import Task, simulate
+from coordinator.plan.transformer.cost.decode import (
+    FEW_VALUES,
+    STEP_LAYERS,
+    Exchanges,
+    attention_bytes,
+    head_bytes,
+    mlp_bytes,
+)
+from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.ring_tasks import RingTasks
+from coordinator.plan.transformer.strategies.base import Strategy, Timing
+from hearth.plan.geometry import Span
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Work
+from hearth.plan.transformer import GenerationLimits, LayerMode, TensorParallel
+
+# Of equal layers this many are simulated; each further one takes as long as the last of them.
+_SIMULATED_LAYERS = 2
+_LAYERS_TO_SETTLE = 4  # with micro-batches in flight
+
+
+@dataclass(frozen=True)
+class TensorParallelStrategy(Strategy[TensorParallel]):
+    @abstractmethod
+    def layer(self, ring: RingTasks, mode: LayerMode) -> None:
+        """Append the tasks of one layer."""
+
+    # ---- prefill ----------------------------------------------------------------------------------------------------
+
+    def tasks(self, layout: Layout[TensorParallel]) -> list[Task]:
+        return self.step(layout)[0]
+
+    def step(
+        self, layout: Layout[TensorParallel], modes: Sequence[LayerMode] | None = None
+    ) -> tuple[list[Task], list[list[int]]]:
+        """The tasks of a step, all its micro-batches, and the tasks of each layer. `modes` stand for the plan's own when
+        fewer layers will do.
+
+        A later micro-batch attends when the keys and values of those before it are there.
+        """
+        modes = _modes(layout) if modes is None else modes
+        seq_len, count = layout.body.seq_len, layout.body.micro_batches
+        if count == 1:
+            whole, layers = self._part(layout, Span(0, seq_len), modes)
+            return whole, [list(range(*span)) for span in layers]
+        edges = [seq_len * index // count for index in range(count + 1)]
+        tasks: list[Task] = []
+        by_layer: list[list[int]] = [[] for _ in modes]
+        kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: the projections of the micro-batch before
+        for part in map(Span, edges, edges[1:]):
+            of_part, layers = self._part(layout, part, modes)
+            offset, keeps = len(tasks), dict[tuple[int, int], list[int]]()
+            tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in of_part]
+            for layer, (first, end) in enumerate(layers):
+                for index in range(first + offset, end + offset):
+                    by_layer[layer].append(index)
+                    task = tasks[index]
+                    where = (layer, task.resources[0].rank)
+                    if task.kind is Work.QKV:
+                        keeps.setdefault(where, []).append(index)
+                    elif task.kind in (Work.ATTENTION, Work.OUT) and where in kept:
+                        tasks[index] = task._replace(after=(*task.after, *kept[where]))
+            kept = keeps
+        return tasks, by_layer
+
+    def _part(
+        self, layout: Layout[TensorParallel], part: Span, modes: Sequence[LayerMode]
+    ) -> tuple[list[Task], list[tuple[int, int]]]:
+        """The tasks of some rows of the step, and the span of tasks of each layer; the last rows are sampled."""
+        ring = RingTasks(layout, part)
+        ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.repeats_rows else ring.rows)
+        layers = []
+        for index, mode in enumerate(modes):
+            ring.layer, start = index, len(ring.tasks)
+            self.layer(ring, mode)
+            layers.append((start, len(ring.tasks)))
+        ring.layer = None
+        if layout.spec.causal and part.stop == layout.body.seq_len:
+            ring.head()
+        return ring.tasks, layers
+
+    def timing(self, layout: Layout[TensorParallel]) -> Timing:
+        """Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of
+        a run differ only at its ends."""
+        modes = _modes(layout)
+        if layout.body.micro_batches > 1:
+            return self._timing_of_micro_batches(layout, modes)
+        runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
+        shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
+        tasks, by_layer = self.step(layout, shown)
+        timeline = simulate(tasks)
+        total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
+        for _, count in runs:
+            last += min(count, _SIMULATED_LAYERS)
+            repeats = count - min(count, _SIMULATED_LAYERS)
+            if repeats:
+                end, before = (
+                    max((timeline.ends[i] for i in by_layer[layer]), default=0.0) for layer in (last, last - 1)
+                )
+                total += repeats * (end - before)
+                for task in (tasks[index] for index in by_layer[last]):
+                    for resource in task.resources:
+                        extra[resource] += repeats * task.seconds
+        return Timing(total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()})
+
+    def _timing_of_micro_batches(self, layout: Layout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
+        """An early micro-batch runs layers ahead of a late one, so that it takes a few layers until each adds as much as
+        the one before; layers that differ are simulated whole."""
+        shown = 2 * _LAYERS_TO_SETTLE
+        if len(set(modes)) > 1 or len(modes) <= shown:
+            timeline = simulate(self.step(layout, modes)[0])
+            return Timing(timeline.makespan, timeline.busy)
+        short, long = (simulate(self.step(layout, modes[:count])[0]) for count in (shown // 2, shown))
+        repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
+        busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
+        return Timing(long.makespan + repeats * (long.makespan - short.makespan), busy)
+
+    # ---- decoding ---------------------------------------------------------------------------------------------------
+
+    def decode_seconds(self, layout: Layout[TensorParallel], num_tokens: float) -> float:
+        """From the moment when every rank has the token's word row: all layers, the output head, the candidates to rank
+        0, its order to all, and the next word row from its owner (the slowest counts) to all."""
+        spec, body, ranks = layout.spec, layout.body, layout.ranks
+        exchanges = Exchanges(layout)
+        attention = [
+            b.decode_seconds_per_byte * attention_bytes(spec, heads, num_tokens) + b.decode_layer_seconds / 2
+            for b, heads in zip(layout.blocks, body.heads, strict=True)
+        ]
+        mlp = [
+            b.decode_seconds_per_byte * mlp_bytes(spec, columns) + b.decode_layer_seconds / 2
+            for b, columns in zip(layout.blocks, body.columns, strict=True)
+        ]
+        head = [
+            b.decode_seconds_per_byte * head_bytes(spec, vocabulary) + STEP_LAYERS * b.decode_layer_seconds
+            for b, vocabulary in zip(layout.blocks, body.vocabulary, strict=True)
+        ]
+        with_heads = [rank for rank in ranks if body.heads[rank]]
+        with_columns = [rank for rank in ranks if body.columns[rank]]
+        owners = [rank for rank in ranks if body.vocabulary[rank]]
+        H = spec.hidden_size
+
+        ready = [0.0 for _ in ranks]
+        ends = []
+        for _ in range(min(spec.num_layers, _SIMULATED_LAYERS)):
+            ready = exchanges.run(_later(ready, attention), H, with_heads, ranks)
+            ready = exchanges.run(_later(ready, mlp), H, with_columns, ranks)
+            ends.append(max(ready))
+        further = max(spec.num_layers - _SIMULATED_LAYERS, 0) * (ends[-1] - (ends[-2] if len(ends) > 1 else 0.0))
+        ready = [seconds + further for seconds in ready]
+        ready = exchanges.run(_later(ready, head), FEW_VALUES, owners, [0], verbatim=True)
+        ready = exchanges.run(ready, FEW_VALUES, [0], ranks, verbatim=True)
+        return max(max(exchanges.run(ready, H, [owner], ranks)) for owner in owners)
+
+    def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:
+        """Partial sums [B,H] of every rank."""
+        return len(body.heads) * limits.max_sequences * spec.hidden_size
+
+
+def _modes(layout: Layout[TensorParallel]) -> list[LayerMode]:
+    return [layout.body.mode(layer) for layer in range(layout.spec.num_layers)]
+
+
+def _later(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
+    return [start + more for start, more in zip(ready, seconds, strict=True)]
