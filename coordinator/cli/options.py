@@ -1,15 +1,25 @@
-"""Options that several commands share, declared once."""
+"""Options of the commands: those that several commands share, and the kinds of MODEL that each applies to."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, get_args
 
 import typer
 
+from coordinator.models.graph_file import Kind, kind_of
+from coordinator.plan.graph.request import DEFAULT_SECONDS, LATENCY, THROUGHPUT
+from hearth.errors import BadSetting
+from hearth.plan.transformer import STRATEGIES
+from hearth.plan.value_formats import VALUE_NAMES
+
+# Optional[]: typer reads the annotations on Python 3.10.
+# ---- any command ------------------------------------------------------------------------------------------------------
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 KeyPath = Annotated[
-    Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+    Optional[Path],  # noqa: UP045
     typer.Option("--key", help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.", show_default=False),
 ]
 Address = Annotated[
@@ -29,3 +39,157 @@ Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait.", mi
 
 def interface_list(interfaces: str | None) -> list[str] | None:
     return [part.strip() for part in (interfaces or "").split(",") if part.strip()] or None
+
+
+# ---- what to plan: `plan` and `serve` -----------------------------------------------------------------------------------
+
+Strategy = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work. For a graph: see --objective.",
+        metavar="NAME",
+    ),
+]
+Objective = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--objective",
+        help=f"(graph) Minimise the latency of one request (default; strategies {', '.join(LATENCY)}), or maximise the "
+        f"throughput of a full pipeline ({', '.join(THROUGHPUT)}).",
+        metavar="WHAT",
+    ),
+]
+Dims = Annotated[
+    list[str],
+    typer.Option(
+        "--dim", help="(graph) Size of a dynamic dimension, as in batch=1; may be repeated.", metavar="NAME=N"
+    ),
+]
+TimeLimit = Annotated[
+    Optional[float],  # noqa: UP045
+    typer.Option(
+        "--time-limit",
+        help=f"(graph) Seconds that a search for the best plan may take (default {DEFAULT_SECONDS:g}).",
+        min=0.1,
+        max=86400,
+        metavar="SECONDS",
+    ),
+]
+NoCongestion = Annotated[
+    bool, typer.Option("--no-congestion", help="(graph) Ignore contention between transfers of one device.")
+]
+SeqLen = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--seq-len", help="Tokens that one step must hold. Default: the model's limit, at most 512.", min=1),
+]
+Context = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        "--context",
+        help="(decoder) Tokens of a prompt and its answer together. Default: the model's limit, at most 2048.",
+        min=1,
+    ),
+]
+Sequences = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(
+        "--sequences",
+        help="(decoder) Concurrent sequences of --context tokens to reserve KV cache for. Default: 4.",
+        min=1,
+        max=4096,
+    ),
+]
+Wire = Annotated[
+    str, typer.Option("--wire", help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.",
+        metavar="FORMAT",
+    ),
+]
+Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
+Exclude = Annotated[
+    list[str], typer.Option("--exclude", help="A device to leave out; may be repeated.", metavar="NAME")
+]
+Limit = Annotated[
+    list[str],
+    typer.Option(
+        "--limit",
+        help="Most memory of a device to use: kitchen=1.5GiB, or kitchen=50% of what its agent offers; may be repeated.",
+        metavar="NAME=SIZE",
+    ),
+]
+
+# ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
+
+_TRANSFORMER: frozenset[Kind] = frozenset({"transformer"})
+_GRAPH: frozenset[Kind] = frozenset({"onnx", "graph"})
+_PROBLEM: frozenset[Kind] = frozenset({"instance"})
+_TITLES: Mapping[Kind, str] = {
+    "transformer": "the directory of a transformer",
+    "onnx": "an ONNX graph",
+    "graph": "a graph of operators",
+    "instance": "a placement problem, with its own devices",
+}
+# Options of `plan` and `serve` by parameter name, with the kinds of MODEL that they are for; all others are for every kind.
+CAPABILITIES: Mapping[str, frozenset[Kind]] = {
+    "seq_len": _TRANSFORMER,
+    "context": _TRANSFORMER,
+    "sequences": _TRANSFORMER,
+    "weights": _TRANSFORMER,
+    "accuracy_budget": _TRANSFORMER,
+    "compare": _TRANSFORMER,
+    "rounds": _TRANSFORMER,
+    "timeline": _TRANSFORMER,
+    "save_profile": _TRANSFORMER,
+    "load_profile": _TRANSFORMER,
+    "dim": _GRAPH,
+    "cluster": _GRAPH,
+    "objective": _GRAPH | _PROBLEM,
+    "time_limit": _GRAPH | _PROBLEM,
+    "no_congestion": _GRAPH | _PROBLEM,
+    "picture": _GRAPH | _PROBLEM,
+    "save": _TRANSFORMER | _GRAPH,
+    "exclude": _TRANSFORMER | _GRAPH,
+    "limit": _TRANSFORMER | _GRAPH,
+}
+# Options of `serve` that describe what to do with MODEL.
+OF_MODEL = (
+    "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences", "weights",
+    "wire", "lz4", "accuracy_budget", "exclude", "limit",
+)  # fmt: skip
+
+
+def given(context: typer.Context) -> dict[str, str]:
+    """The options on the command line: how each is spelled, by parameter name."""
+    return {
+        each.name: each.opts[0]
+        for each in context.command.params
+        if each.name and getattr(context.get_parameter_source(each.name), "name", "") == "COMMANDLINE"
+    }
+
+
+def check_kind(context: typer.Context, model: Path) -> Kind:
+    """The kind of MODEL. Raises BadSetting for an option that is not for it."""
+    kind = kind_of(model)
+    for name, option in given(context).items():
+        kinds = CAPABILITIES.get(name, get_args(Kind))
+        if kind not in kinds:
+            raise BadSetting(setting=option, reason=f"it is for {_names(kinds)}, and {model} is {_TITLES[kind]}")
+    return kind
+
+
+def refuse(context: typer.Context, names: Collection[str], reason: str) -> None:
+    """Raise BadSetting for the first of these options that was given."""
+    for name, option in given(context).items():
+        if name in names:
+            raise BadSetting(setting=option, reason=reason)
+
+
+def _names(kinds: Collection[Kind]) -> str:
+    found = ("transformers" if "transformer" in kinds else "", "graphs of operators" if "onnx" in kinds else "")
+    return " and ".join(filter(None, found))

@@ -5,116 +5,41 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Optional, get_args
+from typing import Annotated, Optional
 
 import typer
 
+from coordinator.cli import options
 from coordinator.cli.cluster import Reach, live_cluster, load_cluster, save_cluster
 from coordinator.cli.compare import compare as compare_plans
 from coordinator.cli.compare import print_comparison, run_interruptibly
-from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, TimeLimit, graph_goal_of, refuse
+from coordinator.cli.goals import goal_of
 from coordinator.cli.graph_plan import GraphOutput, plan_graph_command
-from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.render.tables import alternatives_table, generation_lines, options_list, plan_tables
-from coordinator.models.graph_file import kind_of
-from coordinator.plan.limits import parse_limit
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predicted_timeline
-from coordinator.plan.transformer.explain import option_as_json, options, why_won
+from coordinator.plan.transformer.explain import option_as_json, why_won
+from coordinator.plan.transformer.explain import options as priced_options
 from coordinator.plan.transformer.make import PlanRequest, make_plan
 from coordinator.serve.config import load_settings
 from coordinator.serve.goal import Model, open_model, plan_request
-from coordinator.serve.state import TransformerGoal
+from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
-from hearth.plan.model_spec import WeightFormat
-from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import STRATEGIES
-from hearth.plan.value_formats import VALUE_NAMES
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace
 
 _NUM_OTHERS = 3  # alternatives that are shown without --explain
 _DEFAULT_ROUNDS = 5
-
-StrategyOption = Annotated[
-    str,
-    typer.Option(
-        help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work. Of a graph: see --objective.",
-        metavar="NAME",
-    ),
-]
-SeqLen = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(help="Tokens that one step must hold. Default: what the model takes, at most 512.", min=1),
-]
-Context = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        help="Of a model that generates: tokens of a prompt and its answer. Default: what it takes, at most 2048.",
-        min=1,
-    ),
-]
-Sequences = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(help="How many of such a context are to have room at once. Default: 4.", min=1, max=4096),
-]
-Wire = Annotated[str, typer.Option(help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")]
-Weights = Annotated[
-    str, typer.Option(help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT")
-]
-Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
-Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
-Limit = Annotated[
-    list[str],
-    typer.Option(
-        help="Most memory of a device to use: kitchen=1.5GiB, or kitchen=50% of what its agent offers; may be repeated.",
-        metavar="NAME=SIZE",
-    ),
-]
-
-
-def goal_of(
-    model: Path,
-    strategy: str,
-    seq_len: int | None,
-    wire: str,
-    lz4: str,
-    exclude: list[str],
-    limit: list[str],
-    context: int | None = None,
-    sequences: int | None = None,
-    weights: str = "float32",
-) -> TransformerGoal:
-    """The user's wishes, checked. Raises BadSetting."""
-    for option, value, allowed in (
-        ("--strategy", strategy, ("auto", *STRATEGIES)),
-        ("--wire", wire, VALUE_NAMES),
-        ("--lz4", lz4, ("auto", "on", "off")),
-        ("--weights", weights, get_args(WeightFormat)),
-    ):
-        if value not in allowed:
-            raise BadSetting(setting=option, reason=f"'{value}' is none of {', '.join(allowed)}")
-    return TransformerGoal.model_validate(
-        {
-            "model_dir": str(model.resolve()),
-            "strategy": strategy,
-            "seq_len": seq_len,
-            "context": context,
-            "sequences": sequences,
-            "weights": weights,
-            "wire": WireFormat.model_validate({"values": wire, "lz4": lz4}),
-            "exclude": tuple(exclude),
-            "limits": tuple(parse_limit(each) for each in limit),
-        }
-    )
+_NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline")
 
 
 @handles_errors
 def plan(
+    command: typer.Context,
     model: Annotated[
         Path,
         typer.Argument(
@@ -122,11 +47,11 @@ def plan(
             "JSON without weights (then with --cluster)."
         ),
     ],
-    strategy: StrategyOption = "auto",
-    objective: ObjectiveOption = None,
-    dim: Dims = [],  # noqa: B006 (typer's way to say "none")
-    time_limit: TimeLimit = None,
-    no_congestion: NoCongestion = False,
+    strategy: options.Strategy = "auto",
+    objective: options.Objective = None,
+    dim: options.Dims = [],  # noqa: B006 (typer's way to say "none")
+    time_limit: options.TimeLimit = None,
+    no_congestion: options.NoCongestion = False,
     cluster: Annotated[
         Path | None,
         typer.Option(
@@ -140,14 +65,14 @@ def plan(
         Path | None,
         typer.Option(help="Of a graph: draw it coloured by device, as .svg or .png.", metavar="FILE"),
     ] = None,
-    seq_len: SeqLen = None,
-    context: Context = None,
-    sequences: Sequences = None,
-    weights: Weights = "float32",
-    wire: Wire = "exact",
-    lz4: Lz4 = "auto",
-    exclude: Exclude = [],  # noqa: B006
-    limit: Limit = [],  # noqa: B006
+    seq_len: options.SeqLen = None,
+    context: options.Context = None,
+    sequences: options.Sequences = None,
+    weights: options.Weights = "float32",
+    wire: options.Wire = "exact",
+    lz4: options.Lz4 = "auto",
+    exclude: options.Exclude = [],  # noqa: B006
+    limit: options.Limit = [],  # noqa: B006
     explain: Annotated[
         bool, typer.Option("--explain", help="Show every plan that was priced, and why it was not taken.")
     ] = False,
@@ -177,46 +102,23 @@ def plan(
         Path | None, typer.Option(help="Plan from a saved profile: needs no device, network or key.", metavar="FILE")
     ] = None,
     wait: Annotated[float, typer.Option(help="Seconds without a new device after which to plan.", min=0.1)] = 1.5,
-    static: Devices = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    static: options.Devices = None,
+    mdns_interfaces: options.Interfaces = None,
+    key: options.KeyPath = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Plan a model on the devices of this home: shares, bytes against budgets, predicted time, alternatives."""
-    if kind_of(model) != "transformer":
-        refuse(
-            {
-                "--seq-len": seq_len, "--context": context, "--sequences": sequences, "--weights": weights != "float32",
-                "--compare": compare, "--rounds": rounds, "--timeline": timeline, "--save-profile": save_profile,
-                "--load-profile": load_profile,
-            },
-            "it is for transformers",
-        )  # fmt: skip
-        wishes = graph_goal_of(model, strategy, objective, dim, time_limit, no_congestion, wire, lz4, exclude, limit)
+    kind = options.check_kind(command, model)
+    wishes = goal_of(kind, model, command.params)
+    if isinstance(wishes, GraphGoal):
         output = GraphOutput(explain, picture, save, as_json)
         plan_graph_command(wishes, Reach(key, static or "", mdns_interfaces, wait), cluster, output)
         return
-    refuse(
-        {
-            "--objective": objective, "--dim": dim, "--time-limit": time_limit, "--no-congestion": no_congestion,
-            "--cluster": cluster, "--picture": picture,
-        },
-        f"it is for graphs of operators, and {model} is none",
-    )  # fmt: skip
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
-        for option, given in (
-            ("--load-profile", load_profile),
-            ("--save-profile", save_profile),
-            ("--save", save),
-            ("--explain", explain),
-            ("--timeline", timeline),
-        ):
-            if given:
-                raise BadSetting(setting=option, reason="it does not go with --compare")
-    goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
-    opened = open_model(goal)
+        options.refuse(command, _NOT_COMPARED, "it does not go with --compare")
+    opened = open_model(goal := wishes)
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
@@ -238,7 +140,7 @@ def plan(
     if as_json:
         printed = made.model_dump(mode="json")
         if explain:
-            priced = options(request, made)
+            priced = priced_options(request, made)
             printed["priced"] = [option_as_json(option, made, profile, request.strategy) for option in priced]
         print_json(printed)
         return
@@ -284,7 +186,7 @@ def _print(made: TransformerPlan, request: PlanRequest, explain: bool) -> None:
     if made.body.exact_links:
         out.print(f"activations: {_formats(made)}")
     if explain:
-        priced = options(request, made)
+        priced = priced_options(request, made)
         out.print(f"\n{why_won(priced, request.cluster, request.strategy)}")
         out.print(options_list(priced, request.cluster, request.strategy))
     elif made.alternatives:

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from coordinator.cli.commands.plan import (
-    Context,
-    Exclude,
-    Limit,
-    Lz4,
-    SeqLen,
-    Sequences,
-    StrategyOption,
-    Weights,
-    Wire,
-    goal_of,
-)
-from coordinator.cli.graph_options import Dims, NoCongestion, ObjectiveOption, TimeLimit, graph_goal_of, refuse
-from coordinator.cli.options import Devices, Interfaces, KeyPath
+from coordinator.cli import options
+from coordinator.cli.goals import goal_of
 from coordinator.cli.output import err, handles_errors
-from coordinator.models.graph_file import kind_of
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
-from hearth.errors import BadKey, BadPlan, BadSetting
+from hearth.errors import BadKey, BadPlan
 from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
 
 
 @handles_errors
 def serve(
+    command: typer.Context,
     model: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Argument(
@@ -44,17 +31,17 @@ def serve(
         ),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,
-    strategy: StrategyOption = "auto",
-    objective: ObjectiveOption = None,
-    dim: Dims = [],  # noqa: B006 (typer's way to say "none")
-    time_limit: TimeLimit = None,
-    no_congestion: NoCongestion = False,
-    seq_len: SeqLen = None,
-    context: Context = None,
-    sequences: Sequences = None,
-    weights: Weights = "float32",
-    wire: Wire = "exact",
-    lz4: Lz4 = "auto",
+    strategy: options.Strategy = "auto",
+    objective: options.Objective = None,
+    dim: options.Dims = [],  # noqa: B006 (typer's way to say "none")
+    time_limit: options.TimeLimit = None,
+    no_congestion: options.NoCongestion = False,
+    seq_len: options.SeqLen = None,
+    context: options.Context = None,
+    sequences: options.Sequences = None,
+    weights: options.Weights = "float32",
+    wire: options.Wire = "exact",
+    lz4: options.Lz4 = "auto",
     accuracy_budget: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -63,8 +50,8 @@ def serve(
             metavar="X",
         ),
     ] = None,
-    exclude: Exclude = [],  # noqa: B006
-    limit: Limit = [],  # noqa: B006
+    exclude: options.Exclude = [],  # noqa: B006
+    limit: options.Limit = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
     port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
     state_dir: Annotated[Optional[Path], typer.Option(help="Where the state is kept.")] = None,  # noqa: UP045
@@ -77,9 +64,9 @@ def serve(
             rich_help_panel="Data plane",
         ),
     ] = None,
-    static: Devices = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
+    static: options.Devices = None,
+    mdns_interfaces: options.Interfaces = None,
+    key: options.KeyPath = None,
 ) -> None:
     """Serve a model on the devices of this home, and keep it served; without MODEL, the one that was served last."""
     settings = load_settings(
@@ -98,42 +85,13 @@ def serve(
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")
     if not settings.encrypt_data_plane:
         err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
-    if accuracy_budget is not None:
-        _check_budget(accuracy_budget, model, wire)
-    if model is None:
-        for option, given in (
-            ("--limit", limit),
-            ("--exclude", exclude),
-            ("--context", context),
-            ("--sequences", sequences),
-            ("--objective", objective),
-            ("--dim", dim),
-            ("--time-limit", time_limit),
-        ):
-            if given:
-                raise BadSetting(setting=option, reason="it needs the MODEL that it is for")
     goal: Goal | None = None
-    if model is not None and kind_of(model) != "transformer":
-        refuse(
-            {
-                "--seq-len": seq_len, "--context": context, "--sequences": sequences, "--weights": weights != "float32",
-                "--accuracy-budget": accuracy_budget,
-            },
-            "it is for transformers",
-        )  # fmt: skip
-        goal = graph_goal_of(model, strategy, objective, dim, time_limit, no_congestion, wire, lz4, exclude, limit)
-        goal = goal.model_copy(update={"keep_plan": plan is not None})
-    elif model is not None:
-        refuse(
-            {"--objective": objective, "--dim": dim, "--time-limit": time_limit, "--no-congestion": no_congestion},
-            f"it is for graphs of operators, and {model} is none",
-        )
-        goal = goal_of(model, strategy, seq_len, wire, lz4, exclude, limit, context, sequences, weights)
-        goal = goal.model_copy(update={"accuracy_budget": accuracy_budget, "keep_plan": plan is not None})
+    if model is not None:
+        goal = goal_of(options.check_kind(command, model), model, command.params)
+    else:
+        options.refuse(command, options.OF_MODEL, "it needs the MODEL that it is for")
     saved: Plan | None = None
     if plan is not None:
-        if goal is None:
-            raise BadSetting(setting="--plan", reason="it needs the MODEL that it was made for")
         try:
             text = plan.read_bytes()
             saved = plan_from_json(text)
@@ -162,16 +120,3 @@ def serve(
 
         service = Service(settings, home, lambda line: err.print(line, soft_wrap=True), progress)
         asyncio.run(service.run(goal, saved))
-
-
-def _check_budget(budget: float, model: Path | None, wire: str) -> None:
-    """Raise BadSetting where an accuracy budget makes no sense."""
-    reason = None
-    if not 0 < budget < math.inf:
-        reason = "a relative error is above 0, such as 0.01"
-    elif model is None:
-        reason = "it needs the MODEL that it is for"
-    elif wire != "exact":
-        reason = "the format is chosen by it; leave --wire out"
-    if reason:
-        raise BadSetting(setting="--accuracy-budget", reason=reason)

@@ -1,0 +1,61 @@
+"""Which options go with which kinds of MODEL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from support.checkpoints import write_model
+from support.graphs import save_graph, two_branches
+from typer.testing import CliRunner
+
+from coordinator.cli.app import app
+from coordinator.cli.options import CAPABILITIES, OF_MODEL
+from hearth.platform.security import new_home_key, save_credential
+
+VALUES = {
+    "strategy": "auto", "objective": "latency", "dim": "batch=1", "time_limit": "5", "seq_len": "8", "context": "9",
+    "sequences": "2", "weights": "int8", "wire": "int8", "lz4": "on", "accuracy_budget": "0.1", "exclude": "attic",
+    "limit": "attic=1GiB", "rounds": "3",
+}  # fmt: skip
+FLAGS = {"no_congestion", "compare"}
+
+
+def parameters(command: str) -> set[str]:
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {each.name for each in found.params}
+
+
+def given(name: str) -> list[str]:
+    option = f"--{name.replace('_', '-')}"
+    return [option] if name in FLAGS else [option, VALUES.get(name, "some-file.json")]
+
+
+def error(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 1, result.output
+    return re.sub(r"\s+", " ", result.output)
+
+
+def test_the_tables_name_parameters_that_exist() -> None:
+    assert set(CAPABILITIES) <= parameters("plan") | parameters("serve")
+    assert set(OF_MODEL) <= parameters("serve")
+
+
+@pytest.mark.parametrize("name", sorted(set(CAPABILITIES) & parameters("plan")))
+def test_an_option_for_another_kind_of_model_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    save_graph(tmp_path / "graph.json", two_branches(flops=1e6, out_bytes=1000, weights=1 << 20))
+    models = {"transformer": write_model(tmp_path / "model"), "graph": tmp_path / "graph.json"}
+    for kind, model in models.items():
+        if kind not in CAPABILITIES[name]:
+            said = error("plan", str(model), *given(name))
+            assert f"The setting --{name.replace('_', '-')} cannot be used: it is for" in said
+
+
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_serving_the_last_model_again_takes_no_option_that_describes_a_model(name: str, tmp_path: Path) -> None:
+    save_credential(tmp_path / "key", new_home_key())
+    said = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *given(name))
+    assert "it needs the MODEL that it is for" in said
