@@ -244,8 +244,9 @@ class RpcClient:
         """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
         try:
             reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
-        except ProtocolMismatch as error:  # as the other end sees it
-            raise ProtocolMismatch(peer=self.endpoint, ours=error.theirs, theirs=error.ours) from None
+        except ProtocolMismatch as error:  # of our own decoder, or of the other end, which is the other way round
+            other = error.theirs if error.ours == PROTOCOL_VERSION else error.ours
+            raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=other) from None
         theirs = getattr(reply.message, "protocol", None)
         if theirs is not None and theirs != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)

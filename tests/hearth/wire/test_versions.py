@@ -1,0 +1,168 @@
+"""Version 1 of the protocol and this one, in both directions. The bytes of version 1 were recorded with its own code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq.asyncio
+from support.messages import EXAMPLES
+from support.waiting import until
+
+from coordinator.devices.fleet import Fleet
+from hearth.errors import PortInUse, ProtocolMismatch
+from hearth.platform.security import Access, asyncio_gatekeeper, new_keypair, secure_client, secure_server
+from hearth.protocol import PROTOCOL_VERSION
+from hearth.wire.messages import AgentWelcome, Done, GetTelemetry, Hello, Message, encode
+from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
+
+VERSION_1: dict[str, str] = json.loads((Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json").read_text())
+# Its answer to the hello of version 2.
+REFUSAL_1 = bytes.fromhex(
+    "83a174a66661696c6564a4636f6465b050726f746f636f6c4d69736d61746368a764657461696c7383a470656572a6636c69656e74a46f75727301"
+    "a674686569727302"
+)
+SERVER, CLIENT = new_keypair(), new_keypair()
+WELCOME = AgentWelcome(
+    version="2", device_id="id", boot_id="b", name="kitchen", device_public_key=SERVER.public, link_port=1
+)
+TELEMETRY = next(message for message in EXAMPLES if message.tag == "telemetry")
+
+
+async def agent(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    """An agent of this version, as far as the hello goes."""
+    if isinstance(message, Hello):
+        if message.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
+        return WELCOME
+    return TELEMETRY if isinstance(message, GetTelemetry) else Done()
+
+
+@asynccontextmanager
+async def secured() -> AsyncIterator[zmq.asyncio.Context]:
+    context = zmq.asyncio.Context()
+    gatekeeper = asyncio_gatekeeper(context)
+    gatekeeper.admit("test", lambda key: key == CLIENT.public)
+    gatekeeper.start()
+    try:
+        yield context
+    finally:
+        gatekeeper.stop()
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def version_1(context: zmq.asyncio.Context, answer: bytes) -> AsyncIterator[int]:
+    """A server of version 1 that gives one answer to everything; its port."""
+    socket = context.socket(zmq.ROUTER)
+    secure_server(socket, SERVER, "test")
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    async def serve() -> None:
+        while True:
+            identity, request_id, *_ = await socket.recv_multipart()
+            await socket.send_multipart([identity, request_id, answer])
+
+    serving = asyncio.create_task(serve())
+    try:
+        yield port
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        socket.close(linger=0)
+
+
+def test_whatever_a_client_of_version_1_asks_it_gets_the_version_error() -> None:
+    """With a hello, and without: ZeroMQ reconnects it to a server that was upgraded meanwhile."""
+
+    async def main() -> None:
+        async with secured() as context:
+            server = RpcServer(context, "127.0.0.1", 0, SERVER, "test", agent)
+            await server.start()
+            socket = context.socket(zmq.DEALER)
+            secure_client(socket, CLIENT, SERVER.public)
+            socket.connect(f"tcp://127.0.0.1:{server.port}")
+            for tag, message in VERSION_1.items():
+                if tag in ("cancel", "failed", "agent_welcome", "coordinator_welcome"):
+                    continue  # not requests
+                await socket.send_multipart([bytes(8), bytes.fromhex(message)])
+                request_id, body = await asyncio.wait_for(socket.recv_multipart(), 30)
+                assert request_id == bytes(8)
+                failed = msgpack.unpackb(body)
+                assert (failed["t"], failed["code"]) == ("failed", "ProtocolMismatch"), tag
+                assert (failed["details"]["ours"], failed["details"]["theirs"]) == (PROTOCOL_VERSION, 1), tag
+            socket.close(linger=0)
+            await server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answer", [REFUSAL_1, *(bytes.fromhex(VERSION_1[tag]) for tag in ("agent_welcome", "done"))])
+def test_a_server_of_version_1_is_named_with_both_versions(answer: bytes) -> None:
+    async def main() -> None:
+        async with secured() as context, version_1(context, answer) as port:
+            client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
+            with pytest.raises(ProtocolMismatch) as error:
+                await client.hello(AgentWelcome, timeout_seconds=30)
+            assert (error.value.ours, error.value.theirs) == (PROTOCOL_VERSION, 1)
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_went_back_to_version_1_gives_the_version_error_without_a_hello() -> None:
+    async def main() -> None:
+        async with secured() as context, version_1(context, bytes.fromhex(VERSION_1["agent_state"])) as port:
+            client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
+            with pytest.raises(ProtocolMismatch):
+                await client.call(Done(), timeout_seconds=30)
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgraded() -> None:
+    async def main() -> None:
+        async with secured() as context:
+            async with version_1(context, REFUSAL_1) as port:
+                address = f"127.0.0.1:{port}"
+                fleet = Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False)
+                await fleet.__aenter__()
+                await until("the refusal", lambda: bool(fleet.infos()))
+                (refused,) = fleet.infos()
+                assert (refused.state, refused.name) == ("refused", address)
+                assert f"{address} speaks protocol version 1, this side speaks 2" in refused.reason
+                assert len(fleet.refusals) == 1
+            servers: list[RpcServer] = []
+
+            def upgraded() -> bool:
+                """libzmq gives the port back a moment after its socket was closed."""
+                with suppress(PortInUse):
+                    servers.append(RpcServer(context, "127.0.0.1", port, SERVER, "test", agent))
+                return bool(servers)
+
+            await until("the port", upgraded)
+            (server,) = servers
+            await server.start()
+            await until("the device", lambda: bool(fleet.devices))
+            assert [(info.name, info.state) for info in fleet.infos()] == [("kitchen", "alive")]
+            assert not fleet.refusals
+            await fleet.__aexit__()
+            await server.close()
+
+    asyncio.run(main())
+
+
+def test_messages_of_this_version_say_so_first() -> None:
+    assert all(encode(message)[1:4] == b"\xa1v" + bytes([PROTOCOL_VERSION]) for message in EXAMPLES if _small(message))
+
+
+def _small(message: Message) -> bool:
+    """Its map has a header of one byte."""
+    return len(type(message).model_fields) < 14
