@@ -16,6 +16,7 @@ from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator
 from agent.worker.transformer.comm.staging import Staging
 from agent.worker.transformer.shard import Shard
+from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.plan import TransformerPlan
@@ -48,7 +49,7 @@ class Engine:
         rows = self._pack(token_ids, cumulative_lengths)
         tiles = spans(rows_for(self._plan.body.row_weights, rows.num_rows))
         collectives = Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap)
-        step = strategies.Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
+        step = Step(self._shard, self._plan, self._rank, rows, collectives, recorder)
         hidden_sH = strategies.run(step)
         own = tiles[self._rank]
         output = hidden_sH if request.output == "hidden" else _sum_per_sequence(hidden_sH, rows.sequences, own.start)

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard, Shard
-from agent.worker.transformer.strategies import Step, embed_rows, enter_attention, enter_mlp, leave_attention, leave_mlp
+from agent.worker.transformer.strategies.step import (
+    Step,
+    embed_rows,
+    enter_attention,
+    enter_mlp,
+    leave_attention,
+    leave_mlp,
+)
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work

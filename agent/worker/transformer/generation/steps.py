@@ -28,6 +28,8 @@ from agent.worker.transformer.generation import decoding, sampling
 from agent.worker.transformer.generation.facts import StepBegun, log_fact
 from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.shard import Shard
+from agent.worker.transformer.strategies.pipeline import run_stage
+from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadMessage, StepFailed
 from hearth.plan.geometry import Span, rows_for, spans
 from hearth.plan.phases import Phase
@@ -166,10 +168,10 @@ class Generation:
         packed = blocks.pack(self._plan.model, ids, sequences, caches, self._staging.device)
         self._communicator.receive_inline(order.kind == "decode")
         collectives = self._collectives(len(ids))
-        step = strategies.Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
+        step = Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
         wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
         if self._in_stages:
-            rows_TH = strategies.run_stage(step)
+            rows_TH = run_stage(step)
             self._hand_back(collectives, rows_TH[wanted] if wanted else None)
             return {}
         if order.kind == "decode":
@@ -198,7 +200,7 @@ class Generation:
         def run(index: int, turns: micro_batches.Turns) -> Tensor:
             span, rows = parts[index]
             collectives = self._collectives(rows.num_rows, first_step + index)
-            step = strategies.Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), turns)
+            step = Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), turns)
             failed = True
             try:
                 with torch.inference_mode():

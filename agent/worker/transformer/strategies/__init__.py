@@ -1,0 +1,34 @@
+"""One forward pass on one rank, by each strategy, over the same blocks and the same collectives.
+
+A module of this folder lists the strategies that it runs in `STRATEGIES`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from agent.worker.transformer import blocks
+from agent.worker.transformer.strategies.step import Step
+
+
+def _strategies() -> Mapping[str, Callable[[Step], Tensor]]:
+    """By name, the strategies of all modules of this folder."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return {name: run for module in modules for name, run in getattr(module, "STRATEGIES", {}).items()}
+
+
+STRATEGIES = _strategies()
+
+
+def run(step: Step) -> Tensor:
+    """The last hidden states of this rank's rows [s,H], after a decoder's last norm."""
+    with torch.inference_mode():
+        x_sH = STRATEGIES[step.plan.body.strategy](step)
+        if step.spec.causal and step.own.size:
+            x_sH = blocks.normalise(x_sH, step.shard.embedding.norm, step.spec.norm_eps)
+        return x_sH

@@ -1,0 +1,173 @@
+"""Galaxy's hybrid model parallelism, with its cases `local` (one device) and `sp` (all weights everywhere).
+
+T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the QKV width of this rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from agent.worker.transformer import blocks
+from agent.worker.transformer.shard import LayerShard
+from agent.worker.transformer.strategies.step import (
+    Step,
+    attend_tile,
+    embed_rows,
+    enter_attention,
+    enter_mlp,
+    keep_kv,
+    leave_attention,
+    leave_mlp,
+    reduce_rows,
+    reduced_out,
+)
+from hearth.plan.geometry import spans
+from hearth.plan.phases import Phase, Work
+
+
+def run_hybrid(step: Step) -> Tensor:
+    """Galaxy's HMP (section III-B): tensor parallel inside attention and MLP, sequence parallel between.
+
+    What a layer's mode says is replicated is computed on own rows instead (ALGORITHMS.md section 5).
+    """
+    x_sH = embed_rows(step, step.own)
+    for index, layer in enumerate(step.shard.layers):
+        mode = step.plan.body.mode(index)
+        entered_sH = enter_attention(step, index, layer, x_sH)
+        if mode.attention == "rows":
+            y_sH = _attention_by_rows(step, index, layer, entered_sH)
+        else:
+            exchanged = mode.qkv == "replicated"
+            qkv = (_exchanged_qkv if exchanged else _gathered_qkv)(step, index, layer, entered_sH)
+            keep_kv(step, index, qkv)
+            y_sH = (_exchanged_out if mode.out == "replicated" else reduced_out)(step, index, layer, qkv)
+        x_sH = leave_attention(step, index, layer, x_sH, y_sH)
+        entered_sH = enter_mlp(step, index, layer, x_sH)
+        y_sH = (_own_mlp if mode.mlp == "replicated" else _sharded_mlp)(step, index, layer, entered_sH)
+        x_sH = leave_mlp(step, index, layer, x_sH, y_sH)
+    return x_sH
+
+
+def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """QKV sharded: all rows are gathered, and projected tile by tile for our heads. [T,q]"""
+    qkv = x_sH.new_empty(step.rows.num_rows, step.spec.qkv_width(step.heads))
+    for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
+        if step.heads:
+            span = step.collectives.tiles[tile]
+            with step.recorder.bar(Work.QKV, index, tile):
+                blocks.project_qkv(step.spec, layer, 0, rows_xH, step.rows, span, qkv[slice(*span)])
+    return qkv
+
+
+def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """QKV replicated: own rows are projected for each rank's heads in turn and sent while the next are. [T,q]"""
+    heads, spec = step.plan.body.heads, step.spec
+    tiles, own = step.collectives.tiles, step.own
+
+    def project(rank: int, out: Tensor) -> Tensor:
+        with step.recorder.bar(Work.QKV, index, step.rank, rank):
+            blocks.project_qkv(spec, layer, rank, x_sH, step.rows, own, out)
+        return out
+
+    def for_target(rank: int) -> Tensor | None:
+        if not own.size or not heads[rank]:
+            return None
+        return project(rank, x_sH.new_empty(own.size, spec.qkv_width(heads[rank])))
+
+    step.collectives.scatter_rows(index, Phase.EXCHANGE_QKV, for_target)
+    qkv = x_sH.new_empty(step.rows.num_rows, spec.qkv_width(step.heads))
+    if step.heads:
+        if own.size:
+            project(step.rank, qkv[slice(*own)])
+        for source in step.collectives.peers:
+            if tiles[source].size:
+                step.collectives.collect_rows(index, Phase.EXCHANGE_QKV, source, qkv[slice(*tiles[source])])
+    return qkv
+
+
+def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
+    """Output projection replicated: our heads' outputs go to the owners of their rows while the next are computed; own
+    rows are projected part by part as the other heads' outputs come. [s,H]"""
+    spec, heads = step.spec, spans(step.plan.body.heads)
+    tiles, own = step.collectives.tiles, step.own
+
+    def attend(rank: int) -> Tensor | None:
+        return attend_tile(step, index, qkv, rank) if heads[step.rank].size and tiles[rank].size else None
+
+    step.collectives.scatter_rows(index, Phase.EXCHANGE_HEADS, attend)
+    y_sH = qkv.new_zeros(own.size, spec.hidden_size)
+
+    def add(rank: int, context_sw: Tensor) -> None:
+        columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
+        with step.recorder.bar(Work.OUT, index, step.rank, rank):
+            y_sH.add_(layer.out_weight.columns(columns).times(context_sw))
+
+    if own.size:
+        context = attend(step.rank)
+        if context is not None:
+            add(step.rank, context)
+        for source in step.collectives.peers:
+            if heads[source].size:
+                received = qkv.new_empty(own.size, heads[source].size * spec.head_dim)
+                step.collectives.collect_rows(index, Phase.EXCHANGE_HEADS, source, received)
+                add(source, received)
+    return y_sH
+
+
+def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The paper's SP: K and V of all rows are gathered, attention and projections run on own rows. [s,H]"""
+    spec = step.spec
+    q_sw, k_sk, v_sk = (x_sH.new_empty(x_sH.shape[0], width(spec.num_heads)) for width in
+                        (spec.q_width, spec.kv_width, spec.kv_width))  # fmt: skip
+    if x_sH.shape[0]:
+        with step.recorder.bar(Work.QKV, index):
+            for block, heads in enumerate(layer.qkv_blocks):
+                qkv = x_sH.new_empty(x_sH.shape[0], spec.qkv_width(heads.size))
+                blocks.project_qkv(spec, layer, block, x_sH, step.rows, step.own, qkv)
+                q, k, v = blocks.split_qkv(spec, heads.size, qkv)
+                q_sw[:, spec.q_width(heads.start) : spec.q_width(heads.stop)] = q
+                k_sk[:, spec.kv_width(heads.start) : spec.kv_width(heads.stop)] = k
+                v_sk[:, spec.kv_width(heads.start) : spec.kv_width(heads.stop)] = v
+    k_Tk = step.collectives.all_gather_rows(index, Phase.GATHER_KEYS, k_sk)
+    v_Tk = step.collectives.all_gather_rows(index, Phase.GATHER_VALUES, v_sk)
+    _keep_own_heads(step, index, k_Tk, v_Tk)
+    if not x_sH.shape[0]:
+        return x_sH
+    with step.recorder.bar(Work.ATTENTION, index):
+        context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, step.rows, step.own, cached=False)
+    with step.recorder.bar(Work.OUT, index):
+        return layer.out_weight.times(context_sw)
+
+
+def _keep_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
+    """Of gathered keys and values of all heads those that this rank decodes with."""
+    spec, heads = step.spec, spans(step.plan.body.heads)[step.rank]
+    if heads.size:
+        own = slice(spec.kv_width(heads.start), spec.kv_width(heads.stop))
+        blocks.keep(spec, step.rows, index, k_Tk[:, own], v_Tk[:, own])
+
+
+def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """Both GEMMs of a tile follow each other: while later tiles are still gathered, the first partial sums leave. [s,H]"""
+    arriving = step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH)
+    expanded: dict[int, Tensor] = {}
+
+    def hidden(tile: int) -> Tensor:
+        while tile not in expanded:
+            arrived, rows_xH = next(arriving)
+            with step.recorder.bar(Work.UP, index, arrived):
+                expanded[arrived] = blocks.mlp_up(step.spec, layer, rows_xH)
+        return expanded.pop(tile)
+
+    return reduce_rows(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.down_weight)
+
+
+def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """MLP replicated: own rows only, and nothing travels."""
+    if not x_sH.shape[0]:
+        return x_sH
+    with step.recorder.bar(Work.MLP_BLOCK, index):
+        return layer.down_weight.times(blocks.mlp_up(step.spec, layer, x_sH))
+
+
+STRATEGIES = {"local": run_hybrid, "sp": run_hybrid, "hmp": run_hybrid}

@@ -1,0 +1,77 @@
+"""A pipeline: whole layers, one stage after the other.
+
+T rows of the step, s rows of this rank, H hidden, w = heads * head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from agent.worker.transformer import blocks
+from agent.worker.transformer.shard import LayerShard
+from agent.worker.transformer.strategies.step import (
+    Step,
+    enter_attention,
+    enter_mlp,
+    keep_kv,
+    leave_attention,
+    leave_mlp,
+)
+from hearth.plan.geometry import Span
+from hearth.plan.phases import Phase, Work
+
+
+def run_pipeline(step: Step) -> Tensor:
+    """One pass through all stages. The rows end with their owner, which need not be the last stage. [s,H]"""
+    x_TH = run_stage(step)
+    last, owner = step.plan.num_ranks - 1, step.plan.body.row_weights.index(max(step.plan.body.row_weights))
+    if owner != last and step.rank == last:
+        step.collectives.send_rows(owner, 0, Phase.HEAD_ROWS, x_TH)
+    elif owner != last and step.rank == owner:
+        x_TH = torch.empty_like(x_TH)
+        step.collectives.collect_rows(0, Phase.HEAD_ROWS, last, x_TH)
+    return x_TH[slice(*step.own)]
+
+
+def run_stage(step: Step) -> Tensor:
+    """All rows of the step through the layers of this rank [T,H]; unless it is the last, they go on to the next one."""
+    x_TH = _enter_stage(step)
+    for index, layer in enumerate(step.shard.layers, step.shard.first_layer):
+        x_TH = _whole_layer(step, index, layer, x_TH)
+    if step.rank + 1 < step.plan.num_ranks:
+        step.collectives.send_rows(step.rank + 1, step.shard.first_layer, Phase.STAGE_ROWS, x_TH)
+    return x_TH
+
+
+def _enter_stage(step: Step) -> Tensor:
+    """The first stage holds all words; the others are sent what the one before has made of them."""
+    spec, embedding, rows = step.spec, step.shard.embedding, step.rows
+    if step.rank == 0:
+        with step.recorder.bar(Work.EMBEDDING):
+            return blocks.finish_embedding(spec, embedding, embedding.word[rows.token_ids].float(), rows.positions)
+    before = step.plan.body.layers_of(step.rank - 1, spec.num_layers)
+    x_TH = torch.empty(rows.num_rows, spec.hidden_size, device=rows.token_ids.device)
+    step.collectives.collect_rows(before.start, Phase.STAGE_ROWS, step.rank - 1, x_TH)
+    return x_TH
+
+
+def _whole_layer(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
+    """All heads and columns for all rows; keys and values into the cache."""
+    spec, everything = step.spec, Span(0, step.rows.num_rows)
+    entered_TH = enter_attention(step, index, layer, x_TH)
+    qkv = x_TH.new_empty(x_TH.shape[0], spec.qkv_width(step.heads))
+    with step.recorder.bar(Work.ATTENTION_BLOCK, index):
+        blocks.project_qkv(spec, layer, 0, entered_TH, step.rows, everything, qkv)
+        keep_kv(step, index, qkv)
+        q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, step.heads, qkv)
+        context_Tw = blocks.attention(spec, index, q_Tw, k_Tk, v_Tk, step.rows, everything)
+        y_TH = layer.out_weight.times(context_Tw)
+    x_TH = leave_attention(step, index, layer, x_TH, y_TH)
+    entered_TH = enter_mlp(step, index, layer, x_TH)
+    with step.recorder.bar(Work.MLP_BLOCK, index):
+        y_TH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_TH))
+    return leave_mlp(step, index, layer, x_TH, y_TH)
+
+
+STRATEGIES = {"pipeline": run_pipeline}

@@ -1,0 +1,147 @@
+"""What all strategies share: the step of one rank, the embedding, norms and residuals, the KV cache.
+
+T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the QKV width and c MLP columns of this rank,
+F all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent.worker.tracing import Recorder
+from agent.worker.transformer import blocks
+from agent.worker.transformer.blocks import PackedRows
+from agent.worker.transformer.comm.collectives import Collectives
+from agent.worker.transformer.matrices import Matrix
+from agent.worker.transformer.micro_batches import Turns
+from agent.worker.transformer.shard import LayerShard, Shard
+from hearth.plan.geometry import Span, spans
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.phases import Phase, Work
+from hearth.plan.plan import TransformerPlan
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that a strategy needs for one pass."""
+
+    shard: Shard
+    plan: TransformerPlan
+    rank: int
+    rows: PackedRows
+    collectives: Collectives
+    recorder: Recorder
+    turns: Turns | None = None  # of a micro-batch: others of the same step are in flight
+
+    @property
+    def own(self) -> Span:
+        return self.collectives.own
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.shard.spec
+
+    @property
+    def heads(self) -> int:
+        """Query heads of this rank, where attention is split by head."""
+        return self.plan.body.heads[self.rank]
+
+
+def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
+    """Vocabulary-parallel embedding of the rows `wanted`: each owner sends the word rows it holds straight to the
+    rank that needs them; position and type embeddings and the norm come after, once. `everywhere`: every rank wants
+    the same rows."""
+    spec, embedding = step.spec, step.shard.embedding
+    owners = spans(step.plan.body.vocabulary)
+    rows = step.rows
+
+    def held_by(owner: int, span: Span) -> Tensor:
+        """Row indexes within `span` whose word row lies with `owner`; both ends compute the same."""
+        ids = rows.token_ids[slice(*span)]
+        return ((ids >= owners[owner].start) & (ids < owners[owner].stop)).nonzero().flatten() + span.start
+
+    def word_rows(indexes: Tensor) -> Tensor:
+        return embedding.word[rows.token_ids[indexes] - embedding.vocabulary.start].float()
+
+    def rows_for_target(target: int) -> Tensor | None:
+        span = wanted if everywhere else step.collectives.tiles[target]
+        indexes = held_by(step.rank, span)
+        return word_rows(indexes) if len(indexes) else None
+
+    with step.recorder.bar(Work.EMBEDDING):
+        step.collectives.scatter_rows(0, Phase.EMBED, rows_for_target)
+        word_sH = torch.empty(wanted.size, spec.hidden_size, device=rows.token_ids.device)
+        own = held_by(step.rank, wanted)
+        word_sH[own - wanted.start] = word_rows(own)
+    for source in range(step.plan.num_ranks):
+        if source != step.rank and len(indexes := held_by(source, wanted)):
+            received = word_sH.new_empty(len(indexes), spec.hidden_size)
+            step.collectives.collect_rows(0, Phase.EMBED, source, received)
+            word_sH[indexes - wanted.start] = received
+    return blocks.finish_embedding(spec, embedding, word_sH, rows.positions[slice(*wanted)])
+
+
+def enter_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    with step.recorder.bar(Work.ENTER_ATTENTION, index):
+        return blocks.enter(step.spec, x_sH, layer.norm1)
+
+
+def leave_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
+    with step.recorder.bar(Work.CONNECTIVE_ATTENTION, index):
+        return blocks.leave(step.spec, x_sH, y_sH, layer.out_bias, layer.norm1)
+
+
+def enter_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    with step.recorder.bar(Work.ENTER_MLP, index):
+        return blocks.enter(step.spec, x_sH, layer.norm2)
+
+
+def leave_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
+    with step.recorder.bar(Work.CONNECTIVE_MLP, index):
+        return blocks.leave(step.spec, x_sH, y_sH, layer.down_bias, layer.norm2)
+
+
+def keep_kv(step: Step, index: int, qkv: Tensor) -> None:
+    """Into the KV cache, where the step's sequences go on later."""
+    if step.heads:
+        _, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
+        blocks.keep(step.spec, step.rows, index, k_Tk, v_Tk)
+    if step.turns is not None:
+        step.turns.kept(index)
+
+
+def attend_tile(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
+    """Attention of our heads for the rows of a tile: the first partial sums leave before the last rows are attended."""
+    rows = step.collectives.tiles[tile]
+    with step.recorder.bar(Work.ATTENTION, index, tile):
+        q_Tw, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
+        return blocks.attention(step.spec, index, q_Tw[slice(*rows)], k_Tk, v_Tk, step.rows, rows)
+
+
+def reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
+    """Output projection sharded: attention of our heads and partial sums, tile by tile, reduced and scattered. [s,H]"""
+
+    def context(tile: int) -> Tensor:
+        return attend_tile(step, index, qkv, tile)
+
+    return reduce_rows(step, index, Phase.REDUCE_ATTENTION, Work.OUT, context, layer.out_weight)
+
+
+def reduce_rows(
+    step: Step, index: int, phase: Phase, work: Work, input_of: Callable[[int], Tensor], weight_Hx: Matrix
+) -> Tensor:
+    """The partial sums of `input_of(tile)` [k,x] times the weight, tile by tile in the ring's order. [s,H]"""
+
+    def partial(tile: int) -> Tensor:
+        if not step.collectives.tiles[tile].size:
+            return torch.empty(0, step.spec.hidden_size, device=step.rows.token_ids.device)
+        input_kx = input_of(tile)
+        with step.recorder.bar(work, index, tile):
+            # With no heads or columns this is the sum over nothing: zeros.
+            return weight_Hx.times(input_kx)
+
+    return step.collectives.reduce_scatter(index, phase, partial)

@@ -1,0 +1,14 @@
+"""Every strategy that a plan may name has an object that prices it and code that runs it."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from agent.worker.transformer import strategies as running
+from coordinator.plan.transformer.strategies import STRATEGIES
+from hearth.plan.transformer import Strategy
+
+
+def test_what_a_plan_may_name_can_be_priced_and_run() -> None:
+    assert set(STRATEGIES) == set(running.STRATEGIES) == set(get_args(Strategy))
+    assert all(name == strategy.name for name, strategy in STRATEGIES.items())
