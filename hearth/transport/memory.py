@@ -18,7 +18,7 @@ class MemoryHub:
     def __init__(self, num_ranks: int, bytes_per_second: float | None = None, latency_seconds: float = 0.0) -> None:
         self.num_ranks = num_ranks
         self._rate = bytes_per_second
-        self._latency = latency_seconds
+        self.latency_seconds = latency_seconds
         self._transports = [MemoryTransport(self, rank) for rank in range(num_ranks)]
         self._free_at = [0.0] * num_ranks  # when each sender's line is free again
         self._cut: set[tuple[int, int]] = set()
@@ -36,6 +36,10 @@ class MemoryHub:
         """From now on nothing gets from `source` to `target`."""
         self._cut.add((source, target))
 
+    def mend(self) -> None:
+        """Undo every cut."""
+        self._cut.clear()
+
     def close(self) -> None:
         for transport in self._transports:
             transport.close()
@@ -49,14 +53,14 @@ class MemoryHub:
             return
         copies = [memoryview(bytes(frame)).toreadonly() for frame in frames]
         received = Received(source, copies)
-        if self._rate is None and not self._latency:
+        if self._rate is None and not self.latency_seconds:
             self._transports[target]._put(received)
             return
         num_bytes = sum(len(frame) for frame in copies)
         with self._changed:
             start = max(time.monotonic(), self._free_at[source])
             self._free_at[source] = start + (num_bytes / self._rate if self._rate else 0.0)
-            due = self._free_at[source] + self._latency
+            due = self._free_at[source] + self.latency_seconds
             heapq.heappush(self._due, (due, next(self._order), target, received))
             self._changed.notify()
 

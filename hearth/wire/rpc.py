@@ -107,6 +107,11 @@ class RpcServer:
             raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
+    @property
+    def num_running(self) -> int:
+        """Requests whose handlers run, or whose answers are still being sent."""
+        return max(sum(self._running.values()), len(self._requests))
+
     async def start(self) -> None:
         self._loop_task = asyncio.create_task(self._receive_loop())
 
@@ -230,6 +235,11 @@ class RpcClient:
         self._last_id = 0
         self._socket.connect(endpoint)
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive_loop())]
+
+    @property
+    def pending(self) -> tuple[bytes, ...]:
+        """The ids of requests that wait for an answer."""
+        return tuple(self._pending)
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -191,7 +191,7 @@ def test_a_lost_server_fails_calls_at_once_and_is_found_again() -> None:
         async with pair() as (server, client, _):
             await client.call(Done(), timeout_seconds=30)
             waiting = asyncio.create_task(client.call(ListDevices(), timeout_seconds=30))
-            await asyncio.sleep(0.1)
+            await until("the request", lambda: server.num_running)
             port = server.port
             await server.close()
             with pytest.raises(ConnectionLost):
@@ -231,7 +231,7 @@ def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
         assert messages[-1] == END
         assert [message.token_ids for message in messages[:-1]] == [(index,) for index in range(200)]  # type: ignore[union-attr]
         assert closed == ["all"]
-        await until("the request's end", lambda: not server._running and not server._requests)
+        await until("the request's end", lambda: not server.num_running)
 
     run(scenario)
 
@@ -270,8 +270,8 @@ def test_a_stream_that_is_left_early_is_closed_at_the_server(way: str) -> None:
             reading.cancel()
         await asyncio.wait({reading})
         await until("the generator's end", lambda: closed == [way])
-        await until("the end of all requests", lambda: not server._running)
-        assert not client._pending
+        await until("the end of all requests", lambda: not server.num_running)
+        assert not client.pending
 
     run(scenario)
 
@@ -281,8 +281,8 @@ def test_a_stream_whose_next_answer_is_late_is_cancelled() -> None:
         late = client.stream(ListDevices(), timeout_seconds=0.2, last=Done)
         with pytest.raises(DeadlineExceeded):
             await anext(late)
-        await until("the end of all requests", lambda: not server._running)
-        assert not client._pending
+        await until("the end of all requests", lambda: not server.num_running)
+        assert not client.pending
 
     run(scenario)
 
@@ -307,7 +307,7 @@ def test_only_the_connection_that_asked_can_cancel() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         async with aclosing(stream(client, "mine", ENDLESS)) as mine:
             await anext(mine)
-            (request_id,) = client._pending
+            (request_id,) = client.pending
             other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
             await other.call(Done(), timeout_seconds=30)
             for cancelled in (request_id, bytes(8)):
@@ -334,7 +334,7 @@ def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
         await raw.send_multipart([b"the last", encode(Done())])
         while (await asyncio.wait_for(raw.recv_multipart(), 30))[0] != b"the last":
             pass
-        await until("the end of all requests", lambda: not server._running and not server._requests)
+        await until("the end of all requests", lambda: not server.num_running)
         raw.close()
 
     run(scenario)

@@ -66,7 +66,7 @@ class Generation:
         self._caches: dict[int, SequenceCache] = {}
         self._flights: deque[_Flight | dict[int, int]] = deque()  # begun and not finished, the oldest first
         self._step = 0
-        self._wait_seconds = plan.wait_seconds(plan.body.seq_len)
+        self.wait_seconds = plan.wait_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
         self._in_stages = plan.body.num_stages > 1
         communicator.look_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
@@ -128,7 +128,7 @@ class Generation:
     def _begin(self, oldest_step: int | None = None) -> None:
         self._step += 1
         self._communicator.begin_step(
-            self._step, self._wait_seconds, Recorder(False), after_failure=False, oldest_step=oldest_step
+            self._step, self.wait_seconds, Recorder(False), after_failure=False, oldest_step=oldest_step
         )
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
@@ -215,7 +215,7 @@ class Generation:
         order: list[micro_batches.Turns] = []
         for _ in parts:
             before = order[-1] if order else None
-            order.append(micro_batches.Turns(spec.num_layers, self._wait_seconds, before))
+            order.append(micro_batches.Turns(spec.num_layers, self.wait_seconds, before))
         runs = [partial(run, index, turns) for index, turns in enumerate(order)]
         return torch.cat(micro_batches.run_all(runs, self._communicator.abort))
 

@@ -186,7 +186,7 @@ def test_chunks_and_groups_are_in_flight_together(models: Any) -> None:
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
         home, generation = Home(cluster), cluster.generations[0]
-        cluster.hub._latency = 0.03  # far more than a chunk takes, so that none is back before the next
+        cluster.hub.latency_seconds = 0.03  # far more than a chunk takes, so that none is back before the next
         (prompt,) = prompts_of(spec, [100])
         request = home.submit(prompt, 6)
         most = 0
@@ -274,7 +274,7 @@ def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> No
     with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         for generation in cluster.generations:
-            generation._wait_seconds = 0.3
+            generation.wait_seconds = 0.3
         home.submit([5, 6, 7], 50)
         for _ in range(4):
             home.step()
