@@ -44,14 +44,13 @@ class Transfer(NamedTuple):
 
 def label(event: TraceEvent) -> str:
     """The text that people see of an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
+    of_graph = event.kind in (Work.SEGMENT, Phase.TENSOR)
     name = event.kind.value if isinstance(event.kind, Work) else event.kind.name.lower().replace("_", " ")
     parts = [name, event.tensor]
     if event.layer is not None and not event.tensor:
-        parts = (
-            [name, str(event.layer)] if event.kind in (Work.SEGMENT, Phase.TENSOR) else [f"layer {event.layer}", name]
-        )
+        parts = [name, str(event.layer)] if of_graph else [f"layer {event.layer}", name]
     if event.tile is not None:
-        parts.append(f"tile {event.tile}")
+        parts.append(f"{'request' if of_graph else 'tile'} {event.tile}")
     if event.lane == "compute" and event.peer is not None:
         parts.append(f"of rank {event.peer}")
     return " ".join(filter(None, parts))

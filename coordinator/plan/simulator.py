@@ -71,6 +71,7 @@ class Task(NamedTuple):
     after: tuple[int, ...] = ()
     latency: float = 0.0
     num_bytes: int = 0  # of a transfer; for the timeline only
+    tensor: str = ""  # that is transferred, in a graph; for the timeline only
 
 
 class Timeline(NamedTuple):

@@ -63,6 +63,7 @@ def test_chunks_of_a_tile_and_steps_of_a_request_are_paired_in_order() -> None:
         ({"kind": Work.OUT, "layer": 2, "tile": 0, "peer": 1}, "layer 2 out tile 0 of rank 1"),
         ({"kind": Work.CONNECTIVE_MLP, "layer": 2}, "layer 2 connective 2"),
         ({"kind": Work.SEGMENT, "layer": 4}, "segment 4"),
+        ({"kind": Work.SEGMENT, "layer": 4, "tile": 2}, "segment 4 request 2"),
         ({"kind": Phase.TENSOR, "layer": 4, "tensor": "logits", "lane": "send", "peer": 1}, "tensor logits"),
         ({"kind": Phase.STAGE_ROWS, "layer": 6, "tile": 1, "lane": "send", "peer": 1}, "layer 6 stage rows tile 1"),
     ],

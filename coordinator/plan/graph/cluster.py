@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.plan.limits import MemoryLimit, budgets
-from hearth.plan.plan import Plan
+from hearth.plan.plan import GraphPlan, Plan
 from hearth.plan.profile import WireCost
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -53,6 +53,27 @@ class GraphCluster:
             for device, reserved in zip(self.devices, reserved_bytes, strict=True)
         )
         return replace(self, devices=devices)
+
+    def members(self, plan: GraphPlan) -> list[int]:
+        """By rank, the index here of the plan's device."""
+        index = {device.device_id: index for index, device in enumerate(self.devices)}
+        return [index[device.device_id] for device in plan.devices]
+
+    def subset(self, device_ids: Sequence[str]) -> GraphCluster:
+        """The same cluster with only these devices, in this order."""
+        index = {device.device_id: index for index, device in enumerate(self.devices)}
+        chosen = [index[each] for each in device_ids]
+
+        def columns(row: Sequence[float]) -> tuple[float, ...]:
+            return tuple(row[each] for each in chosen)
+
+        return replace(
+            self,
+            devices=tuple(self.devices[each] for each in chosen),
+            seconds=tuple(map(columns, self.seconds)),
+            bytes_per_second=tuple(columns(self.bytes_per_second[each]) for each in chosen),
+            latency_seconds=tuple(columns(self.latency_seconds[each]) for each in chosen),
+        )
 
 
 def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:

@@ -24,10 +24,13 @@ from coordinator.plan.simulator import (
     sides_of,
     simulate,
 )
+from coordinator.plan.timeline import traces_of
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
+from hearth.plan.plan import GraphPlan
 from hearth.plan.value_formats import Values
+from hearth.wire.messages import DeviceTrace
 
 # How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
 _HANDED_OVER = 2
@@ -37,6 +40,7 @@ _SMALL_PIECES = 4.0
 # What a request takes of every rank beside its tensors, in messages' worth of CPU: asked by the coordinator, through the
 # daemon to the worker, opened, answered. Measured: 2.6 ms of a core where a message takes 0.07.
 _REQUEST_MESSAGES = 36
+_INPUTS, _OUTPUTS = "inputs", "outputs"  # in a timeline, the tensors that travel from and to the coordinator
 
 
 class Price(NamedTuple):
@@ -97,14 +101,13 @@ def tasks_of(
     segments: Sequence[Segment],
     cluster: GraphCluster,
     members: Sequence[int],
-    congestion: bool = True,
     num_requests: int = 1,
     values: Values = "exact",
 ) -> list[Task]:
     """The tasks of requests that all arrive at once; `members[r]` is the index in the cluster of rank r's device.
 
-    On devices from a file, the graph's inputs lie where they are used. Without `congestion`, transfers occupy no resource.
-    `values` is the format in which tensors travel. A task's `tile` is the number of its request.
+    On devices from a file, the graph's inputs lie where they are used. `values` is the format in which tensors travel.
+    A task's `tile` is the number of its request.
     """
     transfers = transfers_of(spec, segments, values)
     fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
@@ -117,10 +120,11 @@ def tasks_of(
         at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
         for rank, num_bytes in fed.items():
             at.update({(name, rank): len(tasks) for name in inputs})
-            sides = receive_of(rank) if congestion else ()
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
-            tasks.append(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), delay, num_bytes))
+            tasks.append(
+                Task(Phase.TENSOR, None, request, rank, receive_of(rank), seconds, (), delay, num_bytes, _INPUTS)
+            )
         makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
         outputs = {tensor.name for tensor in spec.outputs}
         for index, segment in enumerate(segments):
@@ -133,7 +137,6 @@ def tasks_of(
                 makers.setdefault(segment.rank, []).append(made)
             for transfer in of_segment[index]:
                 source, target = members[transfer.source], members[transfer.target]
-                sides = sides_of(transfer.source, transfer.target) if congestion else ()
                 at[transfer.tensor, transfer.target] = len(tasks)
                 tasks.append(
                     Task(
@@ -141,19 +144,22 @@ def tasks_of(
                         index,
                         request,
                         transfer.target,
-                        sides,
+                        sides_of(transfer.source, transfer.target),
                         transfer.num_bytes / cluster.bytes_per_second[source][target],
                         (made,),
                         cluster.latency_seconds[source][target]
                         + _wire_seconds(cluster, transfer, source, target, values),
                         transfer.num_bytes,
+                        transfer.tensor,
                     )
                 )
         for rank, num_bytes in given.items():
-            sides = send_of(rank) if congestion else ()
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
-            tasks.append(Task(Phase.TENSOR, None, request, None, sides, seconds, tuple(makers[rank]), delay, num_bytes))
+            after = tuple(makers[rank])
+            tasks.append(
+                Task(Phase.TENSOR, None, request, None, send_of(rank), seconds, after, delay, num_bytes, _OUTPUTS)
+            )
     return tasks
 
 
@@ -166,8 +172,7 @@ def price(
     values: Values = "exact",
 ) -> Price:
     """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
-    tasks = tasks_of(spec, segments, cluster, members, congestion, values=values)
-    timeline = simulate(tasks)
+    timeline = _simulated(tasks_of(spec, segments, cluster, members, values=values), congestion)
     busy: dict[tuple[Resource, ...], float] = {(resource,): seconds for resource, seconds in timeline.busy.items()}
     transfers = transfers_of(spec, segments, values)
     if not congestion:  # then a link's ends are not shared, but each channel still is
@@ -193,11 +198,28 @@ def price(
     )
 
 
+def _simulated(tasks: Sequence[Task], congestion: bool = True) -> Timeline:
+    """Without `congestion`, transfers occupy no resource."""
+    return simulate(tasks if congestion else [each._replace(resources=()) if each.tensor else each for each in tasks])
+
+
 def timeline_of(
     spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int], num_requests: int
 ) -> tuple[list[Task], Timeline]:
-    tasks = tasks_of(spec, segments, cluster, members, num_requests=num_requests)
+    tasks = tasks_of(spec, segments, cluster, members, num_requests)
     return tasks, simulate(tasks)
+
+
+def predicted_timeline(
+    spec: GraphSpec, plan: GraphPlan, cluster: GraphCluster, congestion: bool = True
+) -> tuple[DeviceTrace, ...]:
+    """One simulated request; of a plan for throughput, as many as fill the pipeline."""
+    num_requests = in_flight(plan.body.segments) if plan.body.objective == "throughput" else 1
+    tasks = tasks_of(spec, plan.body.segments, cluster, cluster.members(plan), num_requests, plan.wire.values)
+    timeline = _simulated(tasks, congestion)
+    if num_requests == 1:  # as in a measured timeline, there is no need to number them
+        tasks = [task._replace(tile=None) for task in tasks]
+    return traces_of(tasks, timeline, [device.name for device in plan.devices])
 
 
 def num_stages(segments: Sequence[Segment]) -> int:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
-
-from coordinator.plan.simulator import Resource, ResourceKind, Task, Timeline, simulate
+from coordinator.plan.simulator import Resource, ResourceKind, simulate
+from coordinator.plan.timeline import traces_of
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.strategies import strategy_of
 from hearth.plan.parts import Prediction
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import DeviceTrace, TraceEvent
-
-_LANES: Mapping[ResourceKind, Literal["compute", "send", "receive"]] = {
-    ResourceKind.COMPUTE: "compute",
-    ResourceKind.SEND: "send",
-    ResourceKind.RECEIVE: "receive",
-}
+from hearth.wire.messages import DeviceTrace
 
 
 def predict(layout: Layout) -> tuple[Prediction, tuple[float, ...]]:
@@ -54,25 +46,4 @@ def decoding_seconds(plan: TransformerPlan) -> float:
 def predicted_timeline(layout: Layout) -> tuple[DeviceTrace, ...]:
     """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`."""
     tasks = strategy_of(layout.body).tasks(layout)
-    return _as_traces(tasks, simulate(tasks), [device.name for device in layout.cluster.devices])
-
-
-def _as_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
-    events: list[list[TraceEvent]] = [[] for _ in names]
-
-    def add(task: Task, resource: Resource, peer: int | None, start: float, end: float) -> None:
-        events[resource.rank].append(
-            TraceEvent(
-                lane=_LANES[resource.kind], kind=task.kind, layer=task.layer, tile=task.tile, peer=peer,
-                start_seconds=start, end_seconds=end, num_bytes=task.num_bytes,
-            )
-        )  # fmt: skip
-
-    for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
-        if task.resources[0].kind is ResourceKind.COMPUTE:
-            add(task, task.resources[0], task.peer, start, end)
-        else:
-            sender, receiver = task.resources
-            add(task, sender, receiver.rank, start, start)
-            add(task, receiver, sender.rank, end, end)
-    return tuple(DeviceTrace(device=name, rank=rank, events=tuple(events[rank])) for rank, name in enumerate(names))
+    return traces_of(tasks, simulate(tasks), [device.name for device in layout.cluster.devices])

@@ -1,0 +1,42 @@
+"""A simulated step or request in the form of a measured one, for `hearth.trace.chrome_trace`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from coordinator.plan.simulator import ResourceKind, Task, Timeline
+from hearth.wire.messages import DeviceTrace, TraceEvent
+
+_TENSOR_CHARACTERS = 64  # of a tensor's name, from its end: the limit of a trace event
+_COORDINATOR = "coordinator"
+
+
+def traces_of(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
+    """`names` of the devices by rank. The end of a transfer that is not simulated is the coordinator's, the last rank."""
+    home = len(names)
+    events: list[list[TraceEvent]] = [[] for _ in (*names, _COORDINATOR)]
+
+    def add(
+        rank: int, lane: Literal["compute", "send", "receive"], task: Task, peer: int | None, start: float, end: float
+    ) -> None:
+        events[rank].append(
+            TraceEvent(
+                lane=lane, kind=task.kind, layer=task.layer, tile=task.tile, peer=peer,
+                tensor=task.tensor[-_TENSOR_CHARACTERS:], start_seconds=start, end_seconds=end, num_bytes=task.num_bytes,
+            )
+        )  # fmt: skip
+
+    for task, start, end in zip(tasks, timeline.starts, timeline.ends, strict=True):
+        rank_of = {resource.kind: resource.rank for resource in task.resources}
+        if ResourceKind.COMPUTE in rank_of:
+            add(rank_of[ResourceKind.COMPUTE], "compute", task, task.peer, start, end)
+        else:
+            sender, receiver = rank_of.get(ResourceKind.SEND, home), rank_of.get(ResourceKind.RECEIVE, home)
+            add(sender, "send", task, receiver, start, start)
+            add(receiver, "receive", task, sender, end, end)
+    found = (
+        DeviceTrace(device=name, rank=rank, events=tuple(events[rank]))
+        for rank, name in enumerate((*names, _COORDINATOR))
+    )
+    return tuple(trace for trace in found if trace.rank < home or trace.events)
