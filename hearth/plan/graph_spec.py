@@ -6,7 +6,7 @@ are on one device, it travels there once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -109,21 +109,3 @@ class GraphSpec:
             for operator in operators_of(tensor):
                 found[operator].append(tensor)
         return tuple(map(tuple, found))
-
-
-def from_edges(
-    name: str,
-    operators: Sequence[Operator],
-    out_bytes: Sequence[int],
-    edges: Iterable[tuple[int, int]],
-    parameters: Sequence[Parameter] = (),
-) -> GraphSpec:
-    """A graph in which every operator makes one tensor, which all its successors take; sinks make the outputs."""
-    consumers: list[list[int]] = [[] for _ in operators]
-    for source, target in edges:
-        consumers[source].append(target)
-    tensors = tuple(
-        Tensor(operator.name, out_bytes[index], index, tuple(sorted(consumers[index])), is_output=not consumers[index])
-        for index, operator in enumerate(operators)
-    )
-    return GraphSpec(name, tuple(operators), tensors, tuple(parameters))

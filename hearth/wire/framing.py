@@ -93,11 +93,6 @@ def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     return [whole[:_HEAD_BYTES], whole[_HEAD_BYTES:]]
 
 
-def peek_key(token: bytes, frames: Sequence[Buffer]) -> TileKey:
-    """Read what a tile is, without touching its values. Raises BadMessage, FrameTooLarge."""
-    return read_header(token, frames).key
-
-
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
     """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
     header = read_header(token, frames)

@@ -26,7 +26,6 @@ from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
 from hearth.errors import HearthError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.transport.memory import MemoryHub
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ChunkRef,
@@ -39,6 +38,7 @@ from hearth.wire.messages import (
     Sampling,
     TokensGenerated,
 )
+from tools.testbed.memory import MemoryHub
 
 TOKEN = bytes(range(16))
 

@@ -22,10 +22,10 @@ from agent.worker.graph.schedule import routes_of
 from agent.worker.graph.sessions import SegmentSession, load_segment
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
-from hearth.transport.memory import MemoryHub
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import ArrayChunks, Failed, Message, Run, RunDone, SegmentFiles
+from tools.testbed.memory import MemoryHub
 
 Array = np.ndarray[Any, Any]
 

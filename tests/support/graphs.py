@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
-from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
+
+
+def from_edges(
+    name: str,
+    operators: Sequence[Operator],
+    out_bytes: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    parameters: Sequence[Parameter] = (),
+) -> GraphSpec:
+    """A graph in which every operator makes one tensor, which all its successors take; sinks make the outputs."""
+    consumers: list[list[int]] = [[] for _ in operators]
+    for source, target in edges:
+        consumers[source].append(target)
+    tensors = tuple(
+        Tensor(operator.name, out_bytes[index], index, tuple(sorted(consumers[index])), is_output=not consumers[index])
+        for index, operator in enumerate(operators)
+    )
+    return GraphSpec(name, tuple(operators), tensors, tuple(parameters))
 
 
 def chain(seconds: int, out_bytes: Sequence[int], weights: Sequence[int] | None = None) -> GraphSpec:

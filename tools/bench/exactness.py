@@ -32,13 +32,13 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits as Promise
 from hearth.plan.transformer import LayerMode
-from hearth.transport.memory import MemoryHub
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Failed, GenerateTokens, Sampling, TokensGenerated
 from tools.bench.cases import NEW_TOKENS, PROMPT_TOKENS, Case, ExactnessRow, Family
 from tools.bench.drive import StoredModel
 from tools.bench.shapes import save_random_model
 from tools.bench.shares import shared_plan
+from tools.testbed.memory import MemoryHub
 
 _TOKEN = bytes(range(16))
 _CHUNK_ROWS = 96  # of a prefill step where prompts come in chunks: two of the four do, one of them in six

@@ -25,7 +25,6 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
 from coordinator.models.onnx.segments import segment_model
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.coarsening import Coarsened, coarsen
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
@@ -35,6 +34,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.wire import messages
 from tools.bench import interrupts
 from tools.bench.rows import check_files
+from tools.bench.schedule_checker import violations
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the devices, against one core of this machine
 MBIT_PER_SECOND = 1000.0  # between any two

@@ -15,13 +15,13 @@ from rich.status import Status
 from coordinator.cli.output import err, out
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Placement
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
 from tools.bench.rows import check_files
+from tools.bench.schedule_checker import violations
 
 PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # the greatest that the paper reports, on its own models and clusters
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)

@@ -15,22 +15,17 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from coordinator.plan.graph.throughput.baselines import joint_stages, joint_stages_from, nearest_stages, random_stages
+from coordinator.plan.graph.throughput.baselines import joint_stages, joint_stages_from, random_stages
 from coordinator.plan.graph.throughput.exact import best_stages
 from coordinator.plan.graph.throughput.partitions import Partitioning
-from coordinator.plan.graph.throughput.points import (
-    Chain,
-    candidate_chain,
-    candidate_points,
-    fine_chain,
-    published_points,
-)
+from coordinator.plan.graph.throughput.points import Chain, candidate_chain, candidate_points, fine_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem
-from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages, theorem_bound
+from coordinator.plan.graph.throughput.published import NUM_CLASSES, equal_partitions, published_stages
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.files import write_atomically
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.partition_setup import Accounting, draw_links, problem_of
+from tools.bench.partition_theory import nearest_stages, published_points, theorem_bound
 
 MODELS = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")
 NODES = (5, 10, 15, 20, 50)

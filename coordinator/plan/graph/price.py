@@ -203,13 +203,6 @@ def _simulated(tasks: Sequence[Task], congestion: bool = True) -> Timeline:
     return simulate(tasks if congestion else [each._replace(resources=()) if each.tensor else each for each in tasks])
 
 
-def timeline_of(
-    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int], num_requests: int
-) -> tuple[list[Task], Timeline]:
-    tasks = tasks_of(spec, segments, cluster, members, num_requests)
-    return tasks, simulate(tasks)
-
-
 def predicted_timeline(
     spec: GraphSpec, plan: GraphPlan, cluster: GraphCluster, congestion: bool = True
 ) -> tuple[DeviceTrace, ...]:

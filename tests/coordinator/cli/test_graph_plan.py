@@ -17,10 +17,10 @@ from coordinator.cli import graph_plan
 from coordinator.cli.app import app
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
-from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.graph.request import GraphRequest, Planned
 from hearth.plan.plan import plan_from_json
+from tools.bench.schedule_checker import violations
 
 # Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
 INSTANCE = {

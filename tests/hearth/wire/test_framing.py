@@ -20,7 +20,7 @@ from hearth.wire.framing import (
     decode_tile,
     encode_tile,
     pack_array,
-    peek_key,
+    read_header,
     unpack_array,
 )
 
@@ -50,7 +50,7 @@ def frames_of(array: np.ndarray, wire: WireFormat, key: TileKey = KEY) -> list[b
 def test_a_tile_comes_back_with_its_key(key: TileKey, array: np.ndarray, wire: WireFormat) -> None:
     frames = frames_of(array, wire, key)
     found, result = decode_tile(TOKEN, frames)
-    assert found == peek_key(TOKEN, frames) == key
+    assert found == read_header(TOKEN, frames).key == key
     assert result.shape == array.shape
     if wire.values == "exact":
         assert np.array_equal(result, array)
@@ -115,7 +115,7 @@ def test_any_frames_raise_nothing_else(frames: list[bytes]) -> None:
 
 def test_another_plans_token_is_refused() -> None:
     with pytest.raises(BadMessage, match="token"):
-        peek_key(bytes(16), frames_of(np.zeros(3, np.float32), WireFormat()))
+        read_header(bytes(16), frames_of(np.zeros(3, np.float32), WireFormat()))
 
 
 def test_a_lying_header_allocates_nothing() -> None:
@@ -154,10 +154,10 @@ def test_a_wrong_number_of_frames_is_seen_before_a_tile_is_forwarded(wire: WireF
     frames = frames_of(np.ones((2, 3), np.float32), wire)
     damaged = (frames + [b""] * 4)[: 1 + num_buffers]
     if len(damaged) == len(frames):
-        assert peek_key(TOKEN, damaged) == KEY
+        assert read_header(TOKEN, damaged).key == KEY
     else:
         with pytest.raises(BadMessage, match="buffers"):
-            peek_key(TOKEN, damaged)
+            read_header(TOKEN, damaged)
 
 
 def test_what_the_peer_must_refuse_is_not_sent() -> None:

@@ -182,8 +182,3 @@ def problem_of(
         congestion=congestion,
         shared=tuple(shared),
     )
-
-
-def seconds_by_flops(spec: GraphSpec, flops_per_second: Sequence[float]) -> Matrix:
-    """Operator times where no profile is at hand: [n][K]."""
-    return tuple(tuple(operator.flops / rate for rate in flops_per_second) for operator in spec.operators)

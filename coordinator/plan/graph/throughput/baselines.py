@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from coordinator.plan.graph.throughput.partitions import Partitioning, fewest_stages
+from coordinator.plan.graph.throughput.partitions import fewest_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
@@ -41,31 +41,8 @@ def random_stages(problem: PipelineProblem, chance: Random) -> Stages:
 def joint_stages(problem: PipelineProblem) -> Stages:
     """From each device: always the partition that it can hold with the smallest transfer after it, then the device with the
     fastest link from there. The start with the lowest bottleneck wins. Raises ModelDoesNotFit."""
-    needed = fewest_stages(problem, max(problem.memory_bytes))
-    found = [stages for start in range(problem.num_devices) if (stages := _greedy(problem, needed, start))]
+    found = [stages for start in range(problem.num_devices) if (stages := joint_stages_from(problem, start))]
     return min(found, key=problem.bottleneck_seconds) if found else largest_first(problem)
-
-
-def joint_stages_from(problem: PipelineProblem, start: int) -> Stages | None:
-    """The same from one device alone; None where it comes to a dead end."""
-    return _greedy(problem, fewest_stages(problem, max(problem.memory_bytes)), start)
-
-
-def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
-    """These partitions, along the path from each device that always takes the fastest link to an unused one. The start
-    with the lowest bottleneck wins. `devices` can each hold any partition, and are as many or more.
-
-    The paper's words (IV) let joint choose its partitions greedily; its authors' notebook gives it those of Algorithm 1.
-    """
-    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
-    found = []
-    for start in devices:
-        path, unused = [start], set(devices) - {start}
-        while len(path) < len(firsts):
-            path.append(_nearest(problem, path[-1], unused))
-            unused.remove(path[-1])
-        found.append(tuple(map(Stage, firsts, partitioning.last, path)))
-    return min(found, key=problem.bottleneck_seconds)
 
 
 def largest_first(problem: PipelineProblem) -> Stages:
@@ -83,7 +60,9 @@ def largest_first(problem: PipelineProblem) -> Stages:
     raise ModelDoesNotFit(model=problem.name, missing_bytes=problem.missing_bytes(problem.memory_bytes))
 
 
-def _greedy(problem: PipelineProblem, needed: list[float], device: int) -> Stages | None:
+def joint_stages_from(problem: PipelineProblem, device: int) -> Stages | None:
+    """The greedy choice from one device; None where it comes to a dead end."""
+    needed = fewest_stages(problem, max(problem.memory_bytes))
     unused = set(range(problem.num_devices)) - {device}
     stages: list[Stage] = []
     first = 0
@@ -96,11 +75,12 @@ def _greedy(problem: PipelineProblem, needed: list[float], device: int) -> Stage
         first = last + 1
         if first == problem.num_blocks:
             return tuple(stages)
-        device = _nearest(problem, device, unused)
+        device = nearest(problem, device, unused)
         unused.remove(device)
 
 
-def _nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
+def nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
+    """The unused device with the fastest link from this one."""
     rates = problem.rate[device]
     return max(unused, key=lambda each: (rates[each], -each))
 

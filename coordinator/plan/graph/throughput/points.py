@@ -2,7 +2,7 @@
 
 A point is an operator through which every path from the graph's main source to its main sink goes. The paper finds these
 by longest paths and a depth-first search; here they are the post-dominators of the source, which is the same set where
-there is one source and one sink (`published_points`), and reaches further:
+there is one source and one sink, and reaches further:
 
 - with several sinks the main one is the one that needs most of the graph; a head on the side stays with the block that
   feeds it, and its outputs cross no cut;
@@ -97,29 +97,6 @@ def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
     while point != sink:
         point = parent[point]
         points.append(point)
-    return tuple(points)
-
-
-def published_points(spec: GraphSpec) -> tuple[int, ...]:
-    """The paper's own rule, for a graph of one source: u is the next point iff no other operator has its longest path from
-    the source (LP) and every path out of the point before goes through it (AP). Several sinks get a virtual one.
-
-    Raises ValueError for several sources.
-    """
-    sources = [index for index, before in enumerate(spec.predecessors) if not before]
-    if len(sources) != 1:
-        raise ValueError(f"the rule is for one source; {spec.name} has {len(sources)}")
-    virtual = spec.num_operators
-    successors = [after or (virtual,) for after in spec.successors] + [()]
-    longest = [0] * (virtual + 1)
-    for operator, after in enumerate(successors):
-        for each in after:
-            longest[each] = max(longest[each], longest[operator] + 1)
-    alone = {each for each in range(virtual) if longest.count(longest[each]) == 1}
-    points = sources
-    for operator in sorted(range(virtual), key=lambda each: (longest[each], each)):
-        if operator in alone and operator not in points and _all_pass(successors, longest, points[-1], operator):
-            points = [*points, operator]
     return tuple(points)
 
 
@@ -220,16 +197,3 @@ def _between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
         if any(each in before for each in spec.successors[operator]):
             before.add(operator)
     return after & before
-
-
-def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:
-    """The paper's AP: from `start`, depth first, no operator deeper than `goal` is met before `goal`."""
-    todo, seen = [start], {start}
-    while todo:
-        for each in successors[todo.pop()]:
-            if each != goal and longest[each] > longest[goal]:
-                return False
-            if each != goal and each not in seen:
-                seen.add(each)
-                todo.append(each)
-    return True

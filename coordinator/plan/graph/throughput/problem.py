@@ -89,11 +89,6 @@ class PipelineProblem:
         np.fill_diagonal(rates, 0.0)
         return rates
 
-    @cached_property
-    def best_rate(self) -> float:
-        """Bytes per second of the fastest link between two devices; 0 with one device."""
-        return float(self.link_rates.max())
-
     def last_block(self, first: int, budget_bytes: int) -> int:
         """The last block of the longest stage from `first` that fits into so many bytes; `first - 1` where none does."""
         fits = np.searchsorted(self.stage_bytes[first, first:], budget_bytes, side="right")

@@ -57,12 +57,6 @@ def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int,
     raise ModelDoesNotFit(model=problem.name, missing_bytes=min(missing))
 
 
-def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:
-    """Theorem 1: the largest transfer over the fastest link. No placement of these partitions is below it; one of other
-    partitions may be. 0 for one partition."""
-    return max(partitioning.transfers) / problem.best_rate if partitioning.transfers else 0.0
-
-
 def as_stages(partitioning: Partitioning, nodes: Sequence[int]) -> Stages:
     firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
     return tuple(map(Stage, firsts, partitioning.last, nodes))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.graphs import from_edges
 
 from coordinator.models.onnx.cutting import check_segments, cut, group
 from hearth.errors import BadPlan
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
-from hearth.plan.graph_spec import GraphSpec, Operator, Tensor, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
 from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction
 from hearth.plan.plan import GraphPlan
 

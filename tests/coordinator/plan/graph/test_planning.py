@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import chain, cluster_of, two_branches
+from support.graphs import chain, cluster_of, from_edges, two_branches
 
 from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.graph_profiling import operator_seconds
@@ -21,13 +21,13 @@ from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.memory import memory_use
-from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, timeline_of, transfers_of
+from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, tasks_of, transfers_of
 from coordinator.plan.graph.request import LATENCY, THROUGHPUT, GraphRequest, check_strategy, seconds_of
 from coordinator.plan.limits import parse_limit
-from coordinator.plan.simulator import compute_of, send_of, sides_of
+from coordinator.plan.simulator import compute_of, send_of, sides_of, simulate
 from coordinator.serve.solving import solve
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
-from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import WireCost
 from hearth.wire.messages import GraphProfile, Kernel
 
@@ -102,7 +102,7 @@ def test_many_requests_at_once_end_as_often_as_the_bottleneck_says(spec: GraphSp
     priced = price(spec, segments, cluster, used)
     assert priced.latency_seconds >= max(priced.busy_seconds) - 1e-9
     count = 30
-    _, timeline = timeline_of(spec, segments, cluster, used, count)
+    timeline = simulate(tasks_of(spec, segments, cluster, used, num_requests=count))
     assert timeline.makespan >= count * priced.bottleneck_seconds - 1e-6
     assert timeline.makespan <= count * priced.latency_seconds + 1e-6
 
@@ -112,7 +112,7 @@ def test_a_full_pipeline_ends_a_request_in_each_bottleneck() -> None:
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=100.0)
     segments = cut(spec, [0, 0, 1, 1, 2, 2])
     priced = price(spec, segments, cluster, [0, 1, 2])
-    _, timeline = timeline_of(spec, segments, cluster, [0, 1, 2], 50)
+    timeline = simulate(tasks_of(spec, segments, cluster, [0, 1, 2], num_requests=50))
     assert timeline.makespan == pytest.approx(priced.latency_seconds + 49 * priced.bottleneck_seconds)
     assert (num_stages(segments), in_flight(segments)) == (3, 9)
 

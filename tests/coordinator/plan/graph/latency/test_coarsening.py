@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
 
+from support.graphs import from_edges
 from typer.testing import CliRunner
 
-from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.schedule import best_schedule
-from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.__main__ import app
 from tools.bench.moirai_coarsening import (
     SLOWDOWNS,
@@ -28,6 +28,7 @@ from tools.bench.moirai_coarsening import (
     on_devices,
     problem_on_devices,
 )
+from tools.bench.schedule_checker import violations
 
 KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 

@@ -17,7 +17,6 @@ pytest.importorskip("ortools")
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.checker import violations
 from coordinator.plan.graph.latency.contention import around, contended_heft
 from coordinator.plan.graph.latency.cpsat import Effort, in_ticks, solve_model
 from coordinator.plan.graph.latency.decomposition import Reach, exact_cuts, segments_of
@@ -27,6 +26,7 @@ from coordinator.plan.graph.latency.patterns import patterns_of
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
+from tools.bench.schedule_checker import violations
 
 
 @st.composite

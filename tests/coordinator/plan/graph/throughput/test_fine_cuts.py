@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import two_branches
+from support.graphs import from_edges, two_branches
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.throughput.planners import PLANNERS, SearchOptions, pipeline_problem, plan_pipeline, refined
@@ -18,7 +18,7 @@ from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from coordinator.plan.graph.throughput.published import published_stages
 from hearth.errors import ModelDoesNotFit
-from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 
 SEEDS = st.integers(0, 10**9)
 

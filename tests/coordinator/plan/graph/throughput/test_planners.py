@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import chain
+from support.graphs import chain, from_edges
 
-from coordinator.plan.graph.throughput.baselines import nearest_stages
 from coordinator.plan.graph.throughput.exact import best_stages
 from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
 from coordinator.plan.graph.throughput.partitions import classes_of, least_transfers
 from coordinator.plan.graph.throughput.planners import PLANNERS, PipelineProblem, SearchOptions, pipeline_problem
 from coordinator.plan.graph.throughput.problem import Stage, Stages
-from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of, theorem_bound
+from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of
 from hearth.errors import ModelDoesNotFit
-from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, from_edges
+from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
+from tools.bench.partition_theory import nearest_stages, theorem_bound
 
 SEEDS = st.integers(0, 10**9)
 

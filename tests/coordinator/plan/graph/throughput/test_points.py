@@ -8,10 +8,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import chain, two_branches
+from support.graphs import chain, from_edges, two_branches
 
-from coordinator.plan.graph.throughput.points import candidate_chain, candidate_points, fine_chain, published_points
-from hearth.plan.graph_spec import GraphSpec, Operator, Tensor, from_edges
+from coordinator.plan.graph.throughput.points import candidate_chain, candidate_points, fine_chain
+from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
+from tools.bench.partition_theory import published_points
 
 
 def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:
