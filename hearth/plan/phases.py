@@ -32,28 +32,48 @@ class Work(str, Enum):
     OPERATOR = "operator"  # graphs
 
 
-class Phase(IntEnum):
-    """A transfer of a step: the collective, and the block that it serves. The numbers are part of the protocol."""
+class Route(Enum):
+    """How a tile of a phase travels."""
 
-    EMBED = 0
-    GATHER_ATTENTION = 1
-    REDUCE_ATTENTION = 2
-    GATHER_MLP = 3
-    REDUCE_MLP = 4
-    GATHER_KEYS = 5
-    GATHER_VALUES = 6
-    REDUCE_GATHER_ATTENTION = 7  # second half of an AllReduce
-    REDUCE_GATHER_MLP = 8
-    EXCHANGE_QKV = 9  # all-to-all: Q, K and V of some rows, to the owner of their heads
-    EXCHANGE_HEADS = 10  # all-to-all: head outputs, to the owner of their rows
-    ORDER = 11  # rank 0 to all: what a step of a generation does (a message, as bytes)
-    SUM_ATTENTION = 12  # decoding: partial sums, to every peer in one hop
-    SUM_MLP = 13
-    HEAD_ROWS = 14  # rows whose next token is wanted, from their owner to everyone
-    CANDIDATES = 15  # for the next token, to rank 0
-    STAGE_ROWS = 16  # pipeline: hidden rows, to the next stage
-    STEP_DONE = 17  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
-    TENSOR = 18  # graphs: `layer` numbers the tensors that leave their rank
+    GATHER = "gather"  # around the ring, each rank forwards it unread
+    REDUCE = "reduce"  # around the ring, each rank adds its partial sum
+    DIRECT = "direct"  # in one hop, from the rank that has it to the one that needs it
+
+
+class Phase(IntEnum):
+    """A transfer of a step: the collective, and the block that it serves. The numbers are part of the protocol.
+
+    `verbatim`: not activations; no value format may change them.
+    """
+
+    route: Route
+    verbatim: bool
+
+    def __new__(cls, number: int, route: Route = Route.DIRECT, verbatim: bool = False) -> Phase:
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.route, member.verbatim = route, verbatim
+        return member
+
+    EMBED = 0, Route.DIRECT
+    GATHER_ATTENTION = 1, Route.GATHER
+    REDUCE_ATTENTION = 2, Route.REDUCE
+    GATHER_MLP = 3, Route.GATHER
+    REDUCE_MLP = 4, Route.REDUCE
+    GATHER_KEYS = 5, Route.GATHER
+    GATHER_VALUES = 6, Route.GATHER
+    REDUCE_GATHER_ATTENTION = 7, Route.GATHER  # second half of an AllReduce
+    REDUCE_GATHER_MLP = 8, Route.GATHER
+    EXCHANGE_QKV = 9, Route.DIRECT  # all-to-all: Q, K and V of some rows, to the owner of their heads
+    EXCHANGE_HEADS = 10, Route.DIRECT  # all-to-all: head outputs, to the owner of their rows
+    ORDER = 11, Route.DIRECT, True  # rank 0 to all: what a step of a generation does (a message, as bytes)
+    SUM_ATTENTION = 12, Route.DIRECT  # decoding: partial sums, to every peer in one hop
+    SUM_MLP = 13, Route.DIRECT
+    HEAD_ROWS = 14, Route.DIRECT  # rows whose next token is wanted, from their owner to everyone
+    CANDIDATES = 15, Route.DIRECT, True  # for the next token, to rank 0
+    STAGE_ROWS = 16, Route.DIRECT  # pipeline: hidden rows, to the next stage
+    STEP_DONE = 17, Route.DIRECT, True  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
+    TENSOR = 18, Route.DIRECT  # graphs: `layer` numbers the tensors that leave their rank
 
 
 TaskKind: TypeAlias = Work | Phase

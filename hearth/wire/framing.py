@@ -40,10 +40,6 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message; `TENSOR` may be any
 
 
-# No format may change these: they are no activations.
-_VERBATIM = frozenset({Phase.ORDER, Phase.CANDIDATES, Phase.STEP_DONE})
-
-
 class TileKey(NamedTuple):
     """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it.
 
@@ -65,7 +61,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
     Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
     """
     array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
-    encoded = link.encode(key.phase.name, array, verbatim=key.phase in _VERBATIM)
+    encoded = link.encode(key.phase.name, array, verbatim=key.phase.verbatim)
     header = _HEADER.pack(
         _VERSION,
         dtype_code,

@@ -22,7 +22,7 @@ from agent.worker.tracing import Moved, Recorder
 from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
 from hearth.plan import rings
-from hearth.plan.phases import Phase
+from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import EXACT, Values
 from hearth.transport.base import Buffer, Received, Transport
@@ -41,32 +41,6 @@ _RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop,
 _INLINE_SLICE_SECONDS = 0.1  # how soon a wait of the compute thread notices that the step was aborted
 _HAND_OVER_SECONDS = 0.005
 _CASTS = TorchCasts()
-
-GATHERS = frozenset(
-    {
-        Phase.GATHER_ATTENTION,
-        Phase.GATHER_MLP,
-        Phase.GATHER_KEYS,
-        Phase.GATHER_VALUES,
-        Phase.REDUCE_GATHER_ATTENTION,
-        Phase.REDUCE_GATHER_MLP,
-    }
-)
-# Straight from the rank that has it to the one that needs it, in one hop.
-DIRECT = frozenset(
-    {
-        Phase.EMBED,
-        Phase.EXCHANGE_QKV,
-        Phase.EXCHANGE_HEADS,
-        Phase.ORDER,
-        Phase.SUM_ATTENTION,
-        Phase.SUM_MLP,
-        Phase.HEAD_ROWS,
-        Phase.CANDIDATES,
-        Phase.STAGE_ROWS,
-        Phase.STEP_DONE,
-    }
-)
 
 
 def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
@@ -344,11 +318,11 @@ class Communicator:
         if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
-        expected = key.source if key.phase in DIRECT else self._previous
+        expected = key.source if key.phase.route is Route.DIRECT else self._previous
         if received.source != expected or key.source >= self.num_ranks or key.tile >= self.num_ranks:
             self._drop(f"{key} came from rank {received.source}")
             return
-        if key.phase in GATHERS:
+        if key.phase.route is Route.GATHER:
             self._forward(header, received)
         tile = decode_body(header, received.frames, _CASTS)
         self._record("receive", key, received.source, received.frames)
