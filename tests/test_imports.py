@@ -35,6 +35,7 @@ PURE_MODULES = (
     "coordinator.models.onnx.contrib",
     "coordinator.models.onnx.cutting",
     "coordinator.models.onnx.flops",
+    "coordinator.models.ordering",
     "coordinator.serve.drift",
     "hearth.errors",
     "hearth.platform.units",

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from coordinator.models.ordering import topological_order
 from hearth.errors import BadPlan
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
@@ -53,7 +54,7 @@ def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]
         for consumer in tensor.consumers:
             if tensor.source is not None and where[consumer] != where[tensor.source]:
                 needs[where[consumer]].setdefault(where[tensor.source], tensor.name)
-    order = _order(needs)
+    order = topological_order(needs)
     if len(order) < len(groups):
         raise BadPlan(reason=_cycle(needs, set(range(len(groups))).difference(order), ranks))
     inputs, outputs = _boundaries(spec, where, len(groups))
@@ -163,24 +164,6 @@ def _group_of(spec: GraphSpec, groups: Sequence[Sequence[int]]) -> list[int]:
     if missing := [operator for operator, index in enumerate(where) if index < 0]:
         raise BadPlan(reason=f"operator {_name(spec, missing[0])} stands in no segment")
     return where
-
-
-def _order(needs: Sequence[Iterable[int]]) -> list[int]:
-    """Topological, the lowest index first where there is a choice; what lies on or behind a cycle is left out."""
-    waits_for = [len(set(before)) for before in needs]
-    needed_by: defaultdict[int, list[int]] = defaultdict(list)
-    for index, before in enumerate(needs):
-        for other in before:
-            needed_by[other].append(index)
-    ready = [index for index, count in enumerate(waits_for) if not count]
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for index in needed_by[order[-1]]:
-            waits_for[index] -= 1
-            if not waits_for[index]:
-                heapq.heappush(ready, index)
-    return order
 
 
 def _cycle(needs: Sequence[dict[int, str]], left: set[int], ranks: Sequence[int]) -> str:

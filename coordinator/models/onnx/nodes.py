@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+from coordinator.models.ordering import topological_order
 
 
 def bodies(node: NodeProto) -> list[GraphProto]:
@@ -137,18 +137,5 @@ def _is_large(tensor: TensorProto, num_inline_bytes: int) -> bool:
 def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """As they can run; the file's order where it is one. Nodes on a cycle are left out."""
     source = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needed_by: defaultdict[int, list[int]] = defaultdict(list)
-    waits_for = [0] * len(nodes)
-    for index, node in enumerate(nodes):
-        for before in {source[name] for name in uses(node) if name in source}:
-            needed_by[before].append(index)
-            waits_for[index] += 1
-    ready = [index for index, count in enumerate(waits_for) if not count]
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for index in needed_by[order[-1]]:
-            waits_for[index] -= 1
-            if not waits_for[index]:
-                heapq.heappush(ready, index)
-    return [nodes[index] for index in order]
+    needs = [[source[name] for name in uses(node) if name in source] for node in nodes]
+    return [nodes[index] for index in topological_order(needs)]

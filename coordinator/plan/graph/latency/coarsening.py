@@ -68,10 +68,10 @@ class Coarsened:
         return tuple(found)
 
 
-def coarsen(spec: GraphSpec, rules: Sequence[Rule] = RULES) -> Coarsened:
+def coarsen(spec: GraphSpec) -> Coarsened:
     """Fuse what completes a rule along direct or multi-input connections, never past a tensor that others take too."""
-    complete = set(rules)
-    partial = {rule[:length] for rule in rules for length in range(1, len(rule))}
+    complete = set(RULES)
+    partial = {rule[:length] for rule in RULES for length in range(1, len(rule))}
     taken: set[int] = set()
     chains: list[list[int]] = []
     for first in range(spec.num_operators):

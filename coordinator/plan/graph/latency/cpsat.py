@@ -18,14 +18,12 @@ from coordinator.plan.graph.latency.bounds import earliest_ends, least_rests
 from coordinator.plan.graph.latency.problem import Flow, Matrix, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, by_start, schedule
 
-Charges = tuple[tuple[int, ...], ...]  # [n][K], ticks
-
 _MOST_DIGITS = 6
 _INEXACT_TICKS = 1 << 26  # that the fastest device alone would take; one is a part in 67 million
 
 
 class Answer(NamedTuple):
-    """`schedule` is None where none was found; `bound` in ticks: none costs less."""
+    """`schedule` is None where none was found; `bound` in ticks: none ends sooner."""
 
     schedule: Schedule | None
     bound: int
@@ -84,20 +82,19 @@ def solve_model(
     pins: Mapping[int, int] | None = None,
     hint: Schedule | None = None,
     below: int | None = None,
-    charges: Charges | None = None,
     context: Context | None = None,
 ) -> Answer:
     """Minimise the makespan of a problem in ticks, with some operators pinned to devices.
 
-    `charges[i][k]` ticks are added for operator i on device k. `below`: only schedules that cost less count; where there
-    are none, it is the bound. With a context the schedule's order is the answer; its times know nothing of the context.
+    `below`: only schedules that end sooner count; where there are none, it is the bound. With a context the schedule's
+    order is the answer; its times know nothing of the context.
     """
     pins = pins or {}
     if below is None:
-        below = _horizon(problem) + 1 + (sum(map(max, charges)) if charges is not None else 0)
+        below = _horizon(problem) + 1
     if below <= 0:
         return Answer(None, below)
-    model = _Model(problem, pins, below - 1, charges, context)
+    model = _Model(problem, pins, below - 1, context)
     if hint is not None:
         model.hint(hint)
     solver = cp_model.CpSolver()
@@ -138,7 +135,6 @@ class _Model:
         problem: PlacementProblem,
         pins: Mapping[int, int],
         most: int,
-        charges: Charges | None = None,
         context: Context | None = None,
     ) -> None:
         self.model = cp_model.CpModel()
@@ -169,12 +165,7 @@ class _Model:
                 self.model.add(makespan >= self._ends[i] + self._at(i, context.tails[i]))
             elif not problem.successors[i]:
                 self.model.add(makespan >= self._ends[i])
-        if charges is None:
-            self.model.minimize(makespan)
-        else:
-            cost = makespan + sum(self._at(i, charges[i]) for i in range(problem.num_operators))
-            self.model.add(cost <= most)
-            self.model.minimize(cost)
+        self.model.minimize(makespan)
 
     def _at(self, operator: int, ticks: Sequence[float]) -> cp_model.LinearExprT:
         """What holds on the device where it runs."""

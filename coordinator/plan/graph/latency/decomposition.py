@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from coordinator.plan.graph.bits import members
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
@@ -49,15 +50,6 @@ class Reach:
         return self._all & ~(self.before[operator] | self.after[operator] | 1 << operator)
 
 
-def members(bits: int) -> list[int]:
-    found = []
-    while bits:
-        low = bits & -bits
-        found.append(low.bit_length() - 1)
-        bits ^= low
-    return found
-
-
 def exact_cuts(problem: PlacementProblem, reach: Reach) -> Cuts:
     """All operators that everything else comes before or after, and that no transfer passes by."""
     found = [i for i in range(problem.num_operators) if not reach.beside(i)]
@@ -81,7 +73,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
         segment = todo.pop() & ~dropped
         if segment.bit_count() <= most_operators:
             continue
-        inside = members(segment)
+        inside = list(members(segment))
         total = sum(work[i] for i in inside) or 1.0
         most_beside = _MOST_BESIDE * len(inside)
         best = (_MOST_COST, -1)

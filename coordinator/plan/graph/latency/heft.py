@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
@@ -25,7 +26,7 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     for operator in by_rank(problem, ranks):
         start, device = min(
             (
-                (partial.earliest_start(operator, device, insertion=True), device)
+                (partial.earliest_after(operator, device, partial.inputs_at(operator, device)), device)
                 for device in partial.candidates(operator, [pins[operator]] if operator in pins else None)
             ),
             key=lambda each: each[0] + problem.seconds[operator][each[1]],
@@ -58,15 +59,4 @@ def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> 
 
 def by_rank(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
     """Falling ranks; operators of no time could stand before what they depend on, so that is looked at too."""
-    order: list[int] = []
-    waiting_for = [len(predecessors) for predecessors in problem.predecessors]
-    ready = {i for i, count in enumerate(waiting_for) if count == 0}
-    while ready:
-        operator = max(ready, key=lambda i: (ranks[i], -i))
-        ready.discard(operator)
-        order.append(operator)
-        for successor in problem.successors[operator]:
-            waiting_for[successor] -= 1
-            if waiting_for[successor] == 0:
-                ready.add(successor)
-    return order
+    return topological_order(problem.predecessors, lambda operator: -ranks[operator])

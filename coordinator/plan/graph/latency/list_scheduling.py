@@ -59,12 +59,9 @@ class PartialSchedule:
         self._inputs_at[operator, device] = latest
         return latest
 
-    def earliest_start(self, operator: int, device: int, insertion: bool = False) -> float:
-        """Behind everything on the device; with `insertion`, in the first gap that is long enough."""
-        ready = self.inputs_at(operator, device)
-        if not insertion:
-            return max(ready, self.free_at(device))
-        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
+    def earliest_start(self, operator: int, device: int) -> float:
+        """After everything that was placed on the device."""
+        return max(self.inputs_at(operator, device), self.free_at(device))
 
     def earliest_after(self, operator: int, device: int, ready: float) -> float:
         """In the first gap that is long enough, where its inputs are there at `ready`."""

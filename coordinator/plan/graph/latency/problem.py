@@ -136,7 +136,6 @@ def problem_of(
     bytes_per_second: Sequence[Sequence[float]],
     latency_seconds: Sequence[Sequence[float]],
     congestion: bool = True,
-    devices: Sequence[str] = (),
 ) -> PlacementProblem:
     """A graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
 
@@ -169,7 +168,7 @@ def problem_of(
     return PlacementProblem(
         name=spec.name,
         operators=tuple(operator.name for operator in spec.operators),
-        devices=tuple(devices) or tuple(f"device{k}" for k in ranks),
+        devices=tuple(f"device{k}" for k in ranks),
         seconds=tuple(tuple(map(float, row)) for row in seconds),
         memory_bytes=tuple(own),
         budget_bytes=tuple(memory_bytes),

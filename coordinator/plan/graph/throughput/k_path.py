@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.plan.graph.bits import members
+
 if TYPE_CHECKING:
     from random import Random
 
@@ -56,7 +58,7 @@ def k_path(
         path = tuple(ends)
         return path if all(graph[a] >> b & 1 for a, b in zip(path, path[1:], strict=False)) else None
     first = allowed if start is None else graph[start] & allowed
-    last = allowed if end is None else allowed & sum(1 << each for each in vertices(allowed) if graph[each] >> end & 1)
+    last = allowed if end is None else allowed & sum(1 << each for each in members(allowed) if graph[each] >> end & 1)
     for part in _components(graph, allowed):
         layers = _walks(graph, part, free, first & part, last & part)
         if layers is None:
@@ -66,14 +68,6 @@ def k_path(
         if found is not None:
             return (*([] if start is None else [start]), *found, *([] if end is None else [end]))
     return None
-
-
-def vertices(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
 
 
 def neighbours(graph: Graph, mask: int) -> int:
@@ -94,7 +88,7 @@ def colour_coded_path(
     None as well where the tables would be too large (`num_trials`).
     """
     k = len(layers)
-    used = sorted({vertex for mask in layers for vertex in vertices(mask)})
+    used = sorted({vertex for mask in layers for vertex in members(mask)})
     num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
     trials = num_trials(k, failure_probability)
     if len(used) < k or trials << num_colours > _MAX_TABLE:
@@ -106,7 +100,7 @@ def colour_coded_path(
     for index, column in enumerate(colours.reshape(trials, len(used)).T):
         of_colour[column, np.arange(trials), index // 64] |= np.uint64(1 << index % 64)
     reaches = _lookup(graph, used, place, words)
-    masks = [_words(sum(1 << place[vertex] for vertex in vertices(mask)), words) for mask in layers]
+    masks = [_words(sum(1 << place[vertex] for vertex in members(mask)), words) for mask in layers]
     # tables[i][set of i + 1 colours] [trials, words]: where paths of i + 1 vertices in these colours may end.
     tables: list[_Tables] = [{(colour,): of_colour[colour] & masks[0] for colour in range(num_colours)}]
     for mask in masks[1:]:
@@ -138,8 +132,8 @@ def num_trials(k: int, failure_probability: float) -> int:
 def _components(graph: Graph, allowed: int) -> Iterator[int]:
     """Vertices that edges join, in either direction; largest first."""
     joined = [graph[each] & allowed if allowed >> each & 1 else 0 for each in range(len(graph))]
-    for vertex in vertices(allowed):
-        for other in vertices(joined[vertex]):
+    for vertex in members(allowed):
+        for other in members(joined[vertex]):
             joined[other] |= 1 << vertex
     parts, left = [], allowed
     while left:
@@ -163,7 +157,7 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
     layers[-1] &= last
     for index in range(k - 2, -1, -1):
         after = layers[index + 1]
-        layers[index] = sum(1 << each for each in vertices(layers[index]) if graph[each] & after)
+        layers[index] = sum(1 << each for each in members(layers[index]) if graph[each] & after)
     if not layers[0]:
         return None
     union = 0
@@ -198,7 +192,7 @@ def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] 
 def _by_ways_on(graph: Graph, mask: int, layers: Sequence[int], position: int, used: int) -> list[int]:
     """The best last."""
     after = layers[position + 1] & ~used if position + 1 < len(layers) else 0
-    ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in vertices(mask))
+    ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in members(mask))
     if after:
         ranked = [pair for pair in ranked if pair[0]]
     return [each for _, each in reversed(ranked)]
@@ -214,7 +208,7 @@ def _words(mask: int, words: int) -> _Words:
 def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int) -> NDArray[np.uint64]:
     """[bytes, 256, words]: where edges lead from the vertices of each value of each byte of a mask."""
     onward = [
-        _words(sum(1 << place[other] for other in vertices(graph[vertex]) if other in place), words) for vertex in used
+        _words(sum(1 << place[other] for other in members(graph[vertex]) if other in place), words) for vertex in used
     ]
     found = np.zeros((8 * words, 256, words), dtype=np.uint64)
     for index, reach in enumerate(onward):
@@ -243,7 +237,7 @@ def _walk_back(
 
     def held(table: _Words) -> list[int]:
         mask = int.from_bytes(table[trial].astype("<u8").tobytes(), "little")
-        return [used[index] for index in vertices(mask)]
+        return [used[index] for index in members(mask)]
 
     path = [held(tables[-1][key])[0]]
     for table in reversed(tables[:-1]):

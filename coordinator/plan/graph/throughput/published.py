@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, k_path, vertices
+from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.throughput.k_path import k_path
 from coordinator.plan.graph.throughput.links import Links
-from coordinator.plan.graph.throughput.partitions import Partitioning, Scale, classes_of, least_transfers
+from coordinator.plan.graph.throughput.partitions import Partitioning, classes_of, least_transfers
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
@@ -24,19 +25,13 @@ if TYPE_CHECKING:
 NUM_CLASSES = 20
 
 
-def published_stages(
-    problem: PipelineProblem,
-    chance: Random,
-    num_classes: int = NUM_CLASSES,
-    scale: Scale = "width",
-    failure_probability: float = FAILURE_PROBABILITY,
-) -> Stages:
+def published_stages(problem: PipelineProblem, chance: Random, num_classes: int = NUM_CLASSES) -> Stages:
     """Algorithms 1 to 3. Fewer classes where that many find no placement. Raises ModelDoesNotFit."""
     partitioning, devices = equal_partitions(problem)
     links = Links(problem, devices)
     for classes in range(num_classes, 0, -1):
-        of_cut = classes_of(problem, partitioning.transfers, classes, scale)
-        nodes = match_paths(links, of_cut, chance, failure_probability)
+        of_cut = classes_of(problem, partitioning.transfers, classes)
+        nodes = match_paths(links, of_cut, chance)
         if nodes is not None:
             return as_stages(partitioning, nodes)
     # Every probability of a miss came true: any order of the devices is a placement.
@@ -65,17 +60,15 @@ def as_stages(partitioning: Partitioning, nodes: Sequence[int]) -> Stages:
 # ---- Algorithms 2 and 3 ------------------------------------------------------------------------------------------------
 
 
-def match_paths(
-    links: Links, classes: Sequence[int], chance: Random, failure_probability: float
-) -> tuple[int, ...] | None:
+def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[int, ...] | None:
     """Algorithm 3 for the classes of the transfers, in order: the device of each partition, or None."""
     nodes: list[int | None] = [None] * (len(classes) + 1)
     unused = links.devices
     if not classes:
-        return (next(vertices(unused)),)
+        return (next(members(unused)),)
     for first, last in runs_of(classes):
         start, end = nodes[first], nodes[last + 1]
-        path = _best_path(links, unused, last - first + 2, start, end, chance, failure_probability)
+        path = _best_path(links, unused, last - first + 2, start, end, chance)
         if path is None:
             return None
         nodes[first : last + 2] = path
@@ -102,14 +95,13 @@ def _best_path(
     start: int | None,
     end: int | None,
     chance: Random,
-    failure_probability: float,
 ) -> tuple[int, ...] | None:
     """Algorithm 2: binary search for the highest threshold whose links hold a path of k vertices."""
     low, high = 0, len(links.thresholds)
     best = None
     while low < high:
         middle = (low + high) // 2
-        path = k_path(links.from_threshold(middle), unused, k, start, end, chance, failure_probability)
+        path = k_path(links.from_threshold(middle), unused, k, start, end, chance)
         if path is None:
             low = middle + 1
         else:

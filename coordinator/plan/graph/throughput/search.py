@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.throughput.k_path import Graph, neighbours, vertices
+from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.throughput.k_path import Graph, neighbours
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 
@@ -99,7 +100,7 @@ class Decision:
                 startable |= mask & sum(devices for end, devices in nearest if end <= limit)
             if position:
                 graph = self._graphs[position]
-                ways = sum(1 << each for each in vertices(self._all) if graph[each] & startable) if startable else 0
+                ways = sum(1 << each for each in members(self._all) if graph[each] & startable) if startable else 0
                 back[position] = ways
                 if ways:
                     nearest = [(end, devices & ~ways) for end, devices in nearest if devices & ~ways]
@@ -138,10 +139,10 @@ class Decision:
             if not possible:
                 continue
             if end == self._n:
-                yield end, next(vertices(possible))
+                yield end, next(members(possible))
                 continue
             graph = self._graphs[end]
-            ranked = [((graph[each] & ~used).bit_count(), each) for each in vertices(possible)]
+            ranked = [((graph[each] & ~used).bit_count(), each) for each in members(possible)]
             for _, each in sorted(pair for pair in ranked if pair[0]):
                 yield end, each
 
@@ -195,14 +196,14 @@ class Decision:
 
     def _share_of(self, used: int) -> float:
         """About how much of the whole the used devices could have taken."""
-        return sum(self._share[each] for each in vertices(used))
+        return sum(self._share[each] for each in members(used))
 
     def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
         path: list[tuple[int, int]] = []
         position, seen = self._n, 0
         while position:
             # A device that the way has not yet is better: fewer ways with repetitions come out.
-            device = next(vertices(devices & ~seen or devices))
+            device = next(members(devices & ~seen or devices))
             path.append((position, device))
             seen |= 1 << device
             used &= ~(1 << device & tracked)
@@ -221,7 +222,7 @@ class Decision:
                 if position == 0:
                     return 0, 0
                 graph = self._graphs[position]
-                before = sum(1 << each for each in vertices(states[used]) if graph[each] >> device & 1)
+                before = sum(1 << each for each in members(states[used]) if graph[each] >> device & 1)
                 if before & ~seen:
                     return position, before
                 if before:
@@ -233,14 +234,14 @@ class Decision:
         keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
         for level in self._levels:
             out = self._links.from_threshold(level)
-            for device, key in zip(vertices(self._all), _alike(out, self._all), strict=True):
+            for device, key in zip(members(self._all), _alike(out, self._all), strict=True):
                 keys[device].append(key)
         for position, parts in self._limits.items():
             for limit, mask in parts if len(parts) > 1 or parts[0][1] != self._all else ():
-                for device in vertices(mask):
+                for device in members(mask):
                     keys[device].append((position, limit))
         groups: dict[tuple[object, ...], int] = {}
-        for device in vertices(self._all):
+        for device in members(self._all):
             key = tuple(keys[device])
             groups[key] = groups.get(key, 0) | 1 << device
         return list(groups.values())
@@ -333,14 +334,14 @@ def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
 def _alike(out: Graph, devices: int) -> list[object]:
     """A key per device: equal for two that swap without changing the graph, be they linked with each other or not."""
     into = [0] * len(out)
-    for sender in vertices(devices):
-        for receiver in vertices(out[sender]):
+    for sender in members(devices):
+        for receiver in members(out[sender]):
             into[receiver] |= 1 << sender
-    closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in vertices(devices)}
+    closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in members(devices)}
     count: dict[tuple[int, int], int] = {}
     for key in closed.values():
         count[key] = count.get(key, 0) + 1
     return [
         (True, *closed[each]) if count[closed[each]] > 1 else (False, out[each], into[each])
-        for each in vertices(devices)
+        for each in members(devices)
     ]

@@ -192,11 +192,10 @@ def test_partitions_have_the_least_sum_of_transfers(seed: int, max_stages: int) 
     assert sum(found.transfers) == min(within)
 
 
-def test_classes_are_equal_steps_or_equal_shares_of_the_cuts() -> None:
+def test_classes_are_equal_steps_between_the_smallest_and_the_largest_cut() -> None:
     problem = pipeline_problem(chain(1, [10, 20, 30, 100, 5]), [[1.0]] * 5, [1], [[1.0]])
-    assert classes_of(problem, [10, 20, 30, 100], 3, "width") == (1, 1, 1, 3)
-    assert classes_of(problem, [10, 20, 30, 100], 4, "quantile") == (1, 2, 3, 4)
-    assert classes_of(problem, [10], 1, "width") == (1,)
+    assert classes_of(problem, [10, 20, 30, 100], 3) == (1, 1, 1, 3)
+    assert classes_of(problem, [10], 1) == (1,)
 
 
 def test_runs_go_from_the_highest_class_and_the_longest() -> None:
