@@ -9,15 +9,12 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from coordinator.cli.cluster import Reach, live_cluster
 from coordinator.cli.comparison import Comparer, Comparison, describe, timed_work
-from coordinator.cli.output import err, out, print_json
-from coordinator.plan.transformer.explain import best_of_each_strategy, options
-from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.cli.output import err, out, print_json, report
+from coordinator.cli.planning.live import Reach, reached
+from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.goal import Model, plan_request
-from coordinator.serve.state import TransformerGoal
-from hearth.plan.plan import TransformerPlan
+from coordinator.serve.goal import Model
 from hearth.platform.units import format_seconds
 
 _T = TypeVar("_T")
@@ -47,22 +44,18 @@ def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def compare(
-    goal: TransformerGoal, model: Model, reach: Reach, settings: CoordinatorSettings, rounds: int
+    planning: TransformerPlanning, reach: Reach, settings: CoordinatorSettings, rounds: int
 ) -> list[Comparison]:
     """Plan, and run the chosen plan and the best one of each other strategy."""
-    comparer = Comparer(lambda line: err.print(line, soft_wrap=True))
+    comparer = Comparer(report)
     name = f"{settings.name} (hearth plan --compare)"[:128]
-    async with live_cluster(goal, model, reach, settings, name, comparer.device_changed) as live:
-        request = plan_request(goal, model, live.profile)
-        plans = await asyncio.to_thread(_plans, request)
+    async with reached(planning.goal, reach, settings, name, comparer.device_changed) as live:
+        planned = await planning.plan(await planning.measure(live))
+        plans = await asyncio.to_thread(planned.best_of_each_strategy)
         return await comparer.compare(
-            live.fleet, live.profiler.links, model, plans, rounds, settings.state_dir / "manifests",
+            live.fleet, live.profiler.links, planning.model, plans, rounds, settings.state_dir / "manifests",
             settings.encrypt_data_plane,
         )  # fmt: skip
-
-
-def _plans(request: PlanRequest) -> list[TransformerPlan]:
-    return best_of_each_strategy(options(request, make_plan(request)))
 
 
 def print_comparison(results: Sequence[Comparison], model: Model, rounds: int, as_json: bool) -> None:

@@ -20,6 +20,11 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def report(line: str) -> None:
+    """A line about progress, for people."""
+    err.print(line, soft_wrap=True)
+
+
 def print_json(value: object) -> None:
     """One JSON object on stdout, for programs."""
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")

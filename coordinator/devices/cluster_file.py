@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coordinator.models.file_kinds import TITLES, file_kind
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
@@ -57,8 +58,12 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     [devices.operator_seconds]    # optional: those known better than by their FLOPs, by operator name
     conv1 = 0.004
     """
+    content = _values(path)
+    found = file_kind(content)
+    if found not in ("cluster", None):
+        raise _bad(path, f"is {TITLES[found]}, not {TITLES['cluster']}")
     try:
-        read = _FileCluster.model_validate(_values(path))
+        read = _FileCluster.model_validate(content)
     except ValidationError as error:
         raise _bad(path, first_error(error)) from None
     names = [device.name for device in read.devices]

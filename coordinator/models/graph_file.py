@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from coordinator.models.file_kinds import TITLES, file_kind
 from coordinator.models.onnx.json_reader import read_json
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph_spec import GraphSpec
@@ -44,7 +45,10 @@ def kind_of(path: Path) -> Kind:
         raise BadModelFile(path=str(path), reason=error.strerror or str(error)) from None
     except ValueError as error:
         raise BadModelFile(path=str(path), reason=f"it is no JSON ({error})") from None
-    return "instance" if isinstance(content, dict) and "K" in content and "devices" in content else "graph"
+    found = file_kind(content)
+    if found not in ("graph", "problem", None):
+        raise BadModelFile(path=str(path), reason=f"it is {TITLES[found]}")
+    return "instance" if found == "problem" else "graph"
 
 
 def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from coordinator.cli import graph_plan
+from coordinator.cli.planning import graph, problem
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.request import GraphRequest, Planned
@@ -25,5 +25,5 @@ def graphs_planned_here() -> Iterator[None]:
     ) -> Planned:
         return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
 
-    with mock.patch.multiple(graph_plan, solve=solve, solve_instance=solve_instance):
+    with mock.patch.object(graph, "solve", solve), mock.patch.object(problem, "solve_instance", solve_instance):
         yield

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 
 from coordinator.plan.graph.price import Price, transfers_of
-from coordinator.plan.graph.request import Candidate, Planned, seconds_of
+from coordinator.plan.graph.request import Candidate, GraphRequest, Planned, seconds_of
 from coordinator.plan.simulator import ResourceKind
+from coordinator.serve.state import GraphGoal
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
@@ -166,6 +168,40 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
             f"  {index}: {len(segment.operators)} operators on {device}, {format_seconds(segment.seconds)}: {span}"
         )
     return lines
+
+
+def answer_as_json(
+    planned: Planned, asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
+) -> dict[str, Any]:
+    """For programs."""
+    answer = planned.chosen.answer
+    assert answer is not None
+    return {
+        "objective": asked.objective,
+        "strategy": answer.strategy,
+        "asked_for": asked.strategy,
+        "congestion": asked.congestion,
+        "unit": unit,
+        "objective_value": answer.objective_value,
+        "bound": answer.bound,
+        "proven_optimal": answer.proven_optimal,
+        "planning_seconds": answer.planning_seconds,
+        "devices": list(devices),
+        "assignment": list(answer.assignment),
+        "starts": list(answer.starts),
+        "candidates": [
+            {
+                "strategy": each.label,
+                "objective_value": each.answer.objective_value if each.answer else None,
+                "bound": each.answer.bound if each.answer else None,
+                "predicted_seconds": each.seconds(asked.objective) if each.plan else None,
+                "planning_seconds": each.answer.planning_seconds if each.answer else None,
+                "num_devices": each.num_devices,
+                "reason": each.reason or None,
+            }
+            for each in planned.candidates
+        ],
+    }
 
 
 def title_of(plan: GraphPlan) -> str:

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
+from coordinator.cli.output import out
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.explain import Option, bottleneck, decoding_rate, unit_of, why_lost
+from coordinator.plan.transformer.explain import Option, bottleneck, decoding_rate, options, unit_of, why_lost, why_won
+from coordinator.plan.transformer.make import PlanRequest
 from hearth.plan.geometry import rows_for
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
@@ -15,6 +17,7 @@ from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import DeviceInfo
 
 _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
+_NUM_OTHERS = 3  # alternatives that are shown without --explain
 _SHARED = ("heads", "columns", "rows", "vocabulary", "busy")  # of each device
 
 
@@ -110,6 +113,36 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
         peak = (format_bytes(peaks.get(device.device_id, 0)),) if peaks else ()
         memory.add_row(device.name, *kinds, *both, *peak)
     return shares, memory
+
+
+def print_plan(made: TransformerPlan, request: PlanRequest, explain: bool) -> None:
+    """All of `hearth plan`."""
+    out.print(*plan_tables(made), sep="\n")
+    predicted = made.predicted
+    out.print(
+        f"predicted: {format_seconds(predicted.latency_seconds)} a step "
+        f"(busiest device {format_seconds(predicted.compute_seconds)}, "
+        f"busiest link {format_seconds(predicted.transfer_seconds)})"
+    )
+    for line in generation_lines(made):
+        out.print(line)
+    if made.body.exact_links:
+        out.print(f"activations: {_formats(made)}")
+    if explain:
+        priced = options(request, made)
+        out.print(f"\n{why_won(priced, request.cluster, request.strategy)}")
+        out.print(options_list(priced, request.cluster, request.strategy))
+    elif made.alternatives:
+        out.print(alternatives_table(made, _NUM_OTHERS))
+
+
+def _formats(made: TransformerPlan) -> str:
+    """The value formats on the links, where they differ."""
+    names = [device.name for device in made.devices]
+    if len(made.body.exact_links) == len(names) * (len(names) - 1):
+        return f"exact on all links: {made.wire.values} would save no time"
+    links = ", ".join(f"{names[source]} to {names[target]}" for source, target in made.body.exact_links)
+    return f"{made.wire.values}, but exact where that costs no time: {links}"
 
 
 def generation_lines(plan: TransformerPlan) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 
 from coordinator.plan.limits import MemoryLimit, budgets
 from hearth.plan.plan import GraphPlan, Plan
-from hearth.plan.profile import WireCost
+from hearth.plan.profile import Link, WireCost
 
 Matrix = tuple[tuple[float, ...], ...]
 
@@ -59,6 +61,19 @@ class GraphCluster:
         index = {device.device_id: index for index, device in enumerate(self.devices)}
         return [index[device.device_id] for device in plan.devices]
 
+    def links(self) -> tuple[Link, ...]:
+        """Every ordered pair of devices."""
+        ids = [device.device_id for device in self.devices]
+        return tuple(
+            Link(
+                source=ids[a],
+                target=ids[b],
+                bytes_per_second=self.bytes_per_second[a][b],
+                round_trip_seconds=2 * self.latency_seconds[a][b],
+            )
+            for a, b in permutations(range(len(ids)), 2)
+        )
+
     def subset(self, device_ids: Sequence[str]) -> GraphCluster:
         """The same cluster with only these devices, in this order."""
         index = {device.device_id: index for index, device in enumerate(self.devices)}
@@ -74,6 +89,20 @@ class GraphCluster:
             bytes_per_second=tuple(columns(self.bytes_per_second[each]) for each in chosen),
             latency_seconds=tuple(columns(self.latency_seconds[each]) for each in chosen),
         )
+
+
+def linked_cluster(
+    devices: Sequence[ClusterDevice], seconds: Matrix, links: Mapping[tuple[str, str], Link], measured: bool
+) -> GraphCluster:
+    """A cluster whose links are given by (source, target); `seconds` [n][K]."""
+    ids = [device.device_id for device in devices]
+    return GraphCluster(
+        devices=tuple(devices),
+        seconds=seconds,
+        bytes_per_second=tuple(tuple(math.inf if a == b else links[a, b].bytes_per_second for b in ids) for a in ids),
+        latency_seconds=tuple(tuple(0.0 if a == b else links[a, b].round_trip_seconds / 2 for b in ids) for a in ids),
+        measured=measured,
+    )
 
 
 def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:

@@ -227,7 +227,7 @@ def _of_another_model(text: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda text: text[:-20], "is no profile (Invalid JSON"),
+        (lambda text: text[:-20], "is no JSON ("),
         (lambda text: "{}", "is no profile (devices: Field required)"),
         (_unlinked, "lacks the link from id0 to id1"),
         (_twice, "names a device twice"),

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.graphs import save_graph, save_two_branch_model, two_branches
+from support.checkpoints import write_model
+from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
+from support.planning import graphs_planned_here
 from typer.testing import CliRunner
 
-from coordinator.cli import graph_plan
 from coordinator.cli.app import app
 from coordinator.devices.cluster_file import read_instance
-from coordinator.plan.graph.auto import plan_graph, plan_instance
+from coordinator.devices.profile_file import read_graph_profile, saved_graph_profile
+from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.latency.schedule import schedule
-from coordinator.plan.graph.request import GraphRequest, Planned
 from hearth.plan.plan import plan_from_json
+from hearth.plan.profile import WireCost
 from tools.bench.schedule_checker import violations
 
 # Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
@@ -36,17 +38,9 @@ INSTANCE = {
 
 
 @pytest.fixture(autouse=True)
-def _plan_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's process takes a second to start, and is tested with the plans."""
-
-    async def solve(request: GraphRequest, progress: Any) -> Planned:
-        return plan_graph(request, time.monotonic, progress)
-
-    async def solve_instance(path: str, strategy: str, congestion: bool, seconds: float, progress: Any) -> Planned:
-        return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
-
-    monkeypatch.setattr(graph_plan, "solve", solve)
-    monkeypatch.setattr(graph_plan, "solve_instance", solve_instance)
+def _plan_here() -> Iterator[None]:
+    with graphs_planned_here():
+        yield
 
 
 @pytest.fixture
@@ -174,6 +168,99 @@ def test_files_that_are_damaged_are_told(files: Path) -> None:
     assert "model.onnx cannot be used" in told(files, "model.onnx", "--dim", "batch=1", "--cluster", "cluster.json")
     (files / "graph.json").write_text('{"name": "g", "nodes": [], "edges": []}')
     assert "graph.json cannot be used" in told(files, "graph.json", "--cluster", "cluster.json")
+
+
+CLUSTER = ("--cluster", "cluster.json", "--strategy", "heft")
+
+
+def test_a_saved_profile_plans_the_same_without_any_device(files: Path) -> None:
+    profile = str(files / "profile.json")
+    first = as_json(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--save-profile", profile)
+    again = as_json(files, "model.onnx", "--dim", "batch=1", "--load-profile", "profile.json", "--strategy", "heft")
+    for found in (first, again):
+        for each in (found, *found["candidates"]):
+            each.pop("planning_seconds")
+    assert again == first
+    saved = json.loads((files / "profile.json").read_text())
+    assert (saved["version"], saved["kind"]) == (1, "graph")
+    assert "Infinity" not in (files / "profile.json").read_text()  # which is no JSON
+    assert "with another --dim" in told(files, "model.onnx", "--dim", "batch=2", "--load-profile", "profile.json")
+    assert "another graph than" in told(files, "graph.json", "--load-profile", "profile.json")
+    assert "those of --cluster" in told(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--load-profile", profile)
+
+
+def test_the_profile_of_measured_devices_is_saved_whole(tmp_path: Path) -> None:
+    graph = open_graph(save_graph(tmp_path / "graph.json", two_branches()), {})
+    wire = WireCost(seconds_per_message=1e-5, convert_seconds_per_value={"fp16": 1e-9})
+    cluster = cluster_of(
+        graph.spec, (3.0, 7.0, 11.0), 1e7 / 3, latency_seconds=1e-4 / 3, process_bytes=5, load_bytes=6, loading_bytes=7,
+        run_bytes=8, wire=wire,
+    )  # fmt: skip
+    (tmp_path / "profile.json").write_text(saved_graph_profile(graph, cluster).model_dump_json())
+    assert read_graph_profile(tmp_path / "profile.json", graph) == cluster
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_the_predicted_timeline_is_saved_as_a_chrome_trace(files: Path, objective: str) -> None:
+    timeline = files / "timeline.json"
+    result = run(
+        files, "graph.json", "--cluster", "cluster.json", "--objective", objective, "--timeline", str(timeline),
+        "--time-limit", "2",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"kitchen", "hall"}
+    bars = [event for event in events if event["ph"] == "X"]
+    assert {bar["tid"] for bar in bars} >= {"compute", "from kitchen"}
+    assert any("request 1" in bar["name"] for bar in bars) == (objective == "throughput")
+
+
+def test_exclusions_and_limits_hold_for_devices_of_a_file(files: Path) -> None:
+    found = as_json(files, "graph.json", *CLUSTER, "--exclude", "kitchen")
+    assert found["devices"] == ["hall"]
+    found = as_json(files, "graph.json", *CLUSTER[:2], "--strategy", "local", "--limit", "kitchen=1MiB")
+    assert [device["name"] for device in found["plan"]["devices"]] == ["hall"]
+    assert "no device here is called cellar" in told(files, "graph.json", *CLUSTER, "--exclude", "cellar")
+    everyone = ("--exclude", "kitchen", "--exclude", "hall")
+    assert "no device is left" in told(files, "graph.json", *CLUSTER, *everyone)
+
+
+def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
+    as_json(files, "graph.json", *CLUSTER, "--save", str(files / "plan.json"), "--save-profile", str(files / "p.json"))
+    transformer = {"devices": [], "links": []}
+    (files / "transformer.json").write_text(json.dumps(transformer))
+    model = str(write_model(files / "model"))
+    for arguments, reason in (
+        (
+            ("graph.json", "--cluster", "p.json"),
+            "p.json is a profile of devices for a graph of operators, not a cluster",
+        ),
+        (("graph.json", "--cluster", "plan.json"), "plan.json is a saved plan, not a cluster file"),
+        (("graph.json", "--load-profile", "cluster.json"), "is a cluster file, not a profile of devices for a graph"),
+        (("graph.json", "--load-profile", "transformer.json"), "is a profile of devices for a transformer, not"),
+        (("graph.json", "--load-profile", "instance.json"), "is a placement problem, not a profile"),
+        ((model, "--load-profile", "p.json"), "for a graph of operators, not a profile of devices for a transformer"),
+        (("plan.json",), "plan.json cannot be used: it is a saved plan"),
+        (("p.json", "--cluster", "cluster.json"), "it is a profile of devices for a graph"),
+    ):
+        assert reason in told(files, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"version": 2}, "is no profile (version:"),
+        ({"links": []}, "lacks the link from kitchen to hall"),
+        ({"seconds": [[1.0, 2.0]]}, "must have 6 rows of 2 seconds"),
+        ({"seconds": [[-1.0, 2.0]]}, "is no profile (seconds.0.0:"),
+        ({"devices": None}, "is no profile (devices:"),
+    ],
+)
+def test_a_damaged_profile_is_told(files: Path, fields: dict[str, Any], reason: str) -> None:
+    as_json(files, "graph.json", *CLUSTER, "--save-profile", str(files / "profile.json"))
+    saved = json.loads((files / "profile.json").read_text())
+    (files / "profile.json").write_text(json.dumps({**saved, **fields}))
+    assert reason in told(files, "graph.json", "--load-profile", "profile.json")
 
 
 def test_a_model_larger_than_all_devices_says_by_how_many_bytes(files: Path) -> None:

@@ -1,0 +1,86 @@
+"""The devices of this home, as far as `hearth plan` needs them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.cli.options import interface_list
+from coordinator.cli.output import report
+from coordinator.devices.fleet import LEASE_SECONDS, Fleet
+from coordinator.devices.profiling import Profiler
+from coordinator.devices.registry import Device
+from coordinator.plan.limits import Named, require_known
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.goal import allowed
+from coordinator.serve.state import Goal
+from hearth.errors import BadSetting, NoDevices, NotAuthorised
+from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.wire.messages import AcquireLease, LeaseGranted
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a command reaches the devices."""
+
+    key: Path | None
+    devices: str  # host[:port],... where multicast is blocked
+    interfaces: str | None
+    wait_seconds: float  # without a new device, after which all are thought to be there
+
+
+@dataclass(frozen=True)
+class Live:
+    """Devices that answered, less the excluded ones."""
+
+    fleet: Fleet
+    profiler: Profiler
+    devices: list[Device]
+
+
+@asynccontextmanager
+async def reached(
+    goal: Goal,
+    reach: Reach,
+    settings: CoordinatorSettings,
+    lease_name: str | None = None,
+    on_change: Callable[[Device], None] | None = None,
+) -> AsyncIterator[Live]:
+    """The devices that `goal` allows; with `lease_name`, held until the context ends.
+
+    Raises NoDevices, AgentBusy when another coordinator holds one that is wanted, BadSetting for an unknown name.
+    """
+    credential = resolve_credential(reach.key)
+    if not isinstance(credential, HomeKey):
+        raise NotAuthorised(role=credential.kind, action="profile devices")
+    limit = max(reach.wait_seconds * 4, 5.0)
+    async with Fleet(
+        agent_access(credential),
+        lease_name,
+        interfaces=interface_list(reach.interfaces),
+        static_devices=reach.devices,
+        on_change=on_change,
+    ) as fleet:
+        await fleet.settle(reach.wait_seconds, 0, limit)
+        if not fleet.devices:
+            await fleet.settle(reach.wait_seconds, 1, limit)
+        for device in allowed(goal, fleet.devices.values()):
+            if device.health == "busy":  # asked once more, it says who holds it, unless it has become free
+                request = AcquireLease(holder=fleet.holder, holder_name=lease_name or "", seconds=LEASE_SECONDS)
+                await fleet.ask(device.device_id, request, LeaseGranted)
+        if not fleet.usable():
+            raise NoDevices(seconds=limit)
+        check_names(goal, fleet.devices.values())
+        chosen = allowed(goal, fleet.usable())
+        if not chosen:
+            raise BadSetting(setting="--exclude", reason="no device is left")
+        profiler = Profiler(fleet, settings.state_dir / "profiles", report)
+        yield Live(fleet, profiler, chosen)
+
+
+def check_names(goal: Goal, devices: Collection[Named]) -> None:
+    """Raise BadSetting for a limit or an exclusion of a device that is not there: it was probably mistyped."""
+    require_known("--limit", [limit.device for limit in goal.limits], devices)
+    require_known("--exclude", goal.exclude, devices)

@@ -1,0 +1,73 @@
+"""Plans for transformers, as `hearth plan` makes and shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.cli.planning.flow import Source
+from coordinator.cli.planning.live import Live
+from coordinator.cli.render.tables import print_plan
+from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
+from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.predict import predicted_timeline
+from coordinator.plan.transformer.explain import best_of_each_strategy, option_as_json, options
+from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.serve.goal import open_model, plan_request
+from coordinator.serve.state import TransformerGoal
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.profile import ClusterProfile
+from hearth.wire.messages import DeviceTrace
+
+
+@dataclass(frozen=True)
+class PlannedTransformer:
+    """A `Planned`."""
+
+    plan: TransformerPlan
+    request: PlanRequest
+
+    def timeline(self) -> Sequence[DeviceTrace]:
+        plan = self.plan
+        used = self.request.cluster.subset(tuple(device.device_id for device in plan.devices))
+        return predicted_timeline(Layout(plan.model, plan.body, used, plan.wire))
+
+    def drawing(self) -> None:
+        """All layers are alike."""
+
+    def as_json(self, explain: bool) -> dict[str, Any]:
+        found = self.plan.model_dump(mode="json")
+        if explain:
+            cluster, asked_for = self.request.cluster, self.request.strategy
+            priced = options(self.request, self.plan)
+            found["priced"] = [option_as_json(option, self.plan, cluster, asked_for) for option in priced]
+        return found
+
+    def show(self, explain: bool) -> None:
+        print_plan(self.plan, self.request, explain)
+
+    def best_of_each_strategy(self) -> list[TransformerPlan]:
+        """This plan first."""
+        return best_of_each_strategy(options(self.request, self.plan))
+
+
+class TransformerPlanning:
+    """A `Planning`. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+
+    def __init__(self, goal: TransformerGoal) -> None:
+        self.goal = goal
+        self.model = open_model(goal)
+
+    def read(self, source: Source) -> ClusterProfile | None:
+        return read_transformer_profile(source.profile, self.model.spec) if source.profile is not None else None
+
+    async def measure(self, live: Live) -> ClusterProfile:
+        return await live.profiler.cluster(live.devices, self.model.spec, self.model.seq_len)
+
+    def saved(self, cluster: ClusterProfile) -> SavedTransformerProfile:
+        return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)
+
+    async def plan(self, cluster: ClusterProfile) -> PlannedTransformer:
+        request = plan_request(self.goal, self.model, cluster)
+        return PlannedTransformer(make_plan(request), request)

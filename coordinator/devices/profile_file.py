@@ -1,0 +1,115 @@
+"""Profiles of devices as JSON files: what `hearth plan --save-profile` writes and `--load-profile` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from coordinator.models.file_kinds import TITLES, FileKind, file_kind
+from coordinator.models.graph_file import Graph
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
+from hearth.errors import BadSetting
+from hearth.plan.model_spec import ModelSpec
+from hearth.plan.profile import ClusterProfile, Link, Seconds
+from hearth.validation import first_error
+
+_OPTION = "--load-profile"
+
+
+class SavedTransformerProfile(ClusterProfile):
+    """Also readable as a ClusterProfile. Latencies of blocks hold for layers of one shape only: those of `model`."""
+
+    version: Literal[1] = 1
+    kind: Literal["transformer"] = "transformer"
+    model: ModelSpec | None = None
+
+
+class SavedGraphProfile(BaseModel):
+    """A GraphCluster, with links as pairs. `seconds` [n][K] of `operators` on `devices`; `sha256` of the ONNX file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[1] = 1
+    kind: Literal["graph"] = "graph"
+    name: str
+    sha256: str
+    measured: bool
+    devices: tuple[ClusterDevice, ...]
+    links: tuple[Link, ...]
+    operators: tuple[str, ...]
+    seconds: tuple[tuple[Seconds, ...], ...]
+
+
+_F = TypeVar("_F", SavedTransformerProfile, SavedGraphProfile)
+_KINDS: dict[type, FileKind] = {SavedTransformerProfile: "transformer profile", SavedGraphProfile: "graph profile"}
+
+
+def saved_graph_profile(graph: Graph, cluster: GraphCluster) -> SavedGraphProfile:
+    """The file of a cluster that was profiled for this graph."""
+    return SavedGraphProfile(
+        name=graph.spec.name,
+        sha256=graph.fingerprint,
+        measured=cluster.measured,
+        devices=cluster.devices,
+        links=cluster.links(),
+        operators=tuple(operator.name for operator in graph.spec.operators),
+        seconds=cluster.seconds,
+    )
+
+
+def read_transformer_profile(path: Path, spec: ModelSpec) -> ClusterProfile:
+    """Raises BadSetting."""
+    profile = _read(path, SavedTransformerProfile)
+    if profile.model is not None and _shape(profile.model) != _shape(spec):
+        raise _bad(path, f"was measured for {profile.model.name}, whose layers have another shape than {spec.name}'s")
+    if spec.causal and not all(device.blocks.decode_seconds_per_byte for device in profile.devices):
+        raise _bad(path, "does not say how fast its devices decode; measure them again")
+    return profile
+
+
+def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
+    """Raises BadSetting."""
+    profile = _read(path, SavedGraphProfile)
+    names = tuple(operator.name for operator in graph.spec.operators)
+    if profile.sha256 != graph.fingerprint or profile.operators != names:
+        raise _bad(path, f"was measured for another graph than {graph.path}, or with another --dim")
+    if [len(row) for row in profile.seconds] != [len(profile.devices)] * len(names):
+        raise _bad(path, f"must have {len(names)} rows of {len(profile.devices)} seconds, for operators on devices")
+    links = {(link.source, link.target): link for link in profile.links}
+    return linked_cluster(profile.devices, profile.seconds, links, profile.measured)
+
+
+def _read(path: Path, kind: type[_F]) -> _F:
+    """A profile with a link for each pair of its devices. Raises BadSetting."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _bad(path, f"cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise _bad(path, f"is no JSON ({error})") from None
+    found, wanted = file_kind(content), _KINDS[kind]
+    if found not in (wanted, None):
+        raise _bad(path, f"is {TITLES[found]}, not {TITLES[wanted]}")
+    try:
+        profile = kind.model_validate(content)
+    except ValidationError as error:
+        raise _bad(path, f"is no profile ({first_error(error)})") from None
+    ids = [device.device_id for device in profile.devices]
+    if len(set(ids)) < len(ids):
+        raise _bad(path, "names a device twice")
+    links = {(link.source, link.target) for link in profile.links}
+    if missing := [(a, b) for a in ids for b in ids if a != b and (a, b) not in links]:
+        raise _bad(path, f"lacks the link from {missing[0][0]} to {missing[0][1]}")
+    return profile
+
+
+def _shape(spec: ModelSpec) -> tuple[object, ...]:
+    layer = (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
+    return (*layer, spec.causal, spec.gated, spec.weights)
+
+
+def _bad(path: Path, reason: str) -> BadSetting:
+    return BadSetting(setting=_OPTION, reason=f"{path} {reason}")

@@ -1,0 +1,33 @@
+"""Recognises the JSON files of Hearth, so that an error can say that a file of another kind was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+FileKind = Literal["plan", "problem", "graph", "graph profile", "transformer profile", "cluster"]
+
+# The fields that a file of each kind has at least; the first match counts.
+_FIELDS: Mapping[FileKind, frozenset[str]] = {
+    "plan": frozenset({"planner", "predicted", "devices"}),
+    "problem": frozenset({"K", "devices"}),
+    "graph": frozenset({"nodes", "edges"}),
+    "graph profile": frozenset({"operators", "links", "devices"}),
+    "transformer profile": frozenset({"links", "devices"}),
+    "cluster": frozenset({"devices"}),
+}
+TITLES: Mapping[FileKind, str] = {
+    "plan": "a saved plan",
+    "problem": "a placement problem",
+    "graph": "a graph of operators",
+    "graph profile": "a profile of devices for a graph of operators",
+    "transformer profile": "a profile of devices for a transformer",
+    "cluster": "a cluster file",
+}
+
+
+def file_kind(content: Any) -> FileKind | None:
+    """The kind of a file with this decoded JSON, None where it is none of ours."""
+    if not isinstance(content, dict):
+        return None
+    return next((kind for kind, fields in _FIELDS.items() if fields <= content.keys()), None)
