@@ -18,14 +18,16 @@ from torch import Tensor
 
 from agent.worker.transformer.matrices import Floats, Int4, Int8, Matrix, Packed, Pieces, empty_matrix, memory_of
 from hearth.errors import ChunkCorrupt
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, spans
+from hearth.plan.chunks import OF_LAYER, slices
+from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Holding
 from hearth.wire.messages import ChunkRef
 
 _Stored = Callable[[str], Tensor]
-_ALL = slice(None)
+# By tensor of a chunk: where this rank keeps it, and the row (of row-parallel weights the column) that is its first here.
+_Places = dict[str, tuple[Matrix | Tensor | None, int]]
 
 
 @dataclass
@@ -220,81 +222,64 @@ def load_shard(
 
 
 def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
-    spec, embedding = shard.spec, shard.embedding
-    if chunk.kind in ("vocabulary", "head"):
-        rows = grain_span(chunk.grain, spec.vocab_size, VOCABULARY_GRAIN)
-        start = rows.start - embedding.vocabulary.start
-        part = slice(start, start + rows.size)
-        if chunk.kind == "vocabulary":
-            embedding.word[part].copy_(stored("word.weight"))
-        elif embedding.head is not None:
-            embedding.head.fill(part, _ALL, stored("head.weight"))
-        return
-    if chunk.kind == "embedding":
-        _copy(embedding.position, stored, "position.weight")
-        _copy(embedding.token_type, stored, "type.weight")
-        _copy_norm(embedding.norm, stored, "final" if spec.causal else "norm")
-        return
+    places = _qkv_places(shard, chunk) if chunk.kind == "qkv" else _places(shard, chunk)
+    for part in slices(shard.spec, chunk.kind, chunk.grain):
+        into, first = places[part.tensor]
+        values, rows, columns = stored(part.tensor), _here(part.rows, first), _here(part.columns, first)
+        if isinstance(into, Tensor):
+            into[rows].copy_(values)
+        elif into is not None:
+            into.fill(rows, columns, values)
+
+
+def _here(part: Span | None, first: int) -> slice:
+    return slice(None) if part is None else slice(part.start - first, part.stop - first)
+
+
+def _places(shard: Shard, chunk: ChunkRef) -> _Places:
+    embedding, vocabulary = shard.embedding, shard.embedding.vocabulary.start
+    if chunk.kind not in OF_LAYER:
+        return {
+            "word.weight": (embedding.word, vocabulary),
+            "head.weight": (embedding.head, vocabulary),
+            "position.weight": (embedding.position, 0),
+            "type.weight": (embedding.token_type, 0),
+            **_norm_places("final" if shard.spec.causal else "norm", embedding.norm),
+        }
     layer = shard.layers[chunk.layer - shard.first_layer]
-    if chunk.kind == "qkv":
-        _copy_qkv(spec, layer, chunk.grain, stored)
-    elif chunk.kind == "out":
-        heads = _grain_heads(spec, chunk.grain)
-        start = (heads.start - layer.held.out.start) * spec.head_dim
-        layer.out_weight.fill(_ALL, slice(start, start + heads.size * spec.head_dim), stored("o.weight"))
-    elif chunk.kind == "mlp":
-        _copy_mlp(spec, layer, chunk.grain, stored)
-    else:
-        _copy(layer.out_bias, stored, "o.bias")
-        _copy(layer.down_bias, stored, "down.bias")
-        _copy_norm(layer.norm1, stored, "norm1")
-        _copy_norm(layer.norm2, stored, "norm2")
-        for norm, name in ((layer.q_norm, "q_norm"), (layer.k_norm, "k_norm")):
-            if norm is not None:
-                _copy_norm(norm, stored, name)
+    columns = layer.held.columns.start
+    return {
+        "o.weight": (layer.out_weight, layer.held.out.start * shard.spec.head_dim),
+        "o.bias": (layer.out_bias, 0),
+        "gate.weight": (layer.gate_weight, columns),
+        "gate.bias": (layer.gate_bias, columns),
+        "up.weight": (layer.up_weight, columns),
+        "up.bias": (layer.up_bias, columns),
+        "down.weight": (layer.down_weight, columns),
+        "down.bias": (layer.down_bias, 0),
+        **_norm_places("norm1", layer.norm1),
+        **_norm_places("norm2", layer.norm2),
+        **_norm_places("q_norm", layer.q_norm),
+        **_norm_places("k_norm", layer.k_norm),
+    }
 
 
-def _copy_qkv(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -> None:
-    heads = _grain_heads(spec, grain)
+def _norm_places(name: str, norm: Norm | None) -> _Places:
+    return {} if norm is None else {f"{name}.weight": (norm.weight, 0), f"{name}.bias": (norm.bias, 0)}
+
+
+def _qkv_places(shard: Shard, chunk: ChunkRef) -> _Places:
+    """In the block that has the KV group of the chunk: Q, K and V of all its heads, one after the other."""
+    spec, layer = shard.spec, shard.layers[chunk.layer - shard.first_layer]
     for index, block in enumerate(layer.qkv_blocks):
-        if block.start <= heads.start < block.stop:
-            skipped = heads.start - block.start
-            start = layer.qkv_rows(spec, index).start
+        if block.start <= chunk.grain * spec.group_size < block.stop:
+            start, places = layer.qkv_rows(spec, index).start, _Places()
             for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
-                part = slice(start + width(skipped), start + width(skipped + heads.size))
-                layer.qkv_weight.fill(part, _ALL, stored(f"{name}.weight"))
-                if layer.qkv_bias is not None:
-                    layer.qkv_bias[part].copy_(stored(f"{name}.bias"))
+                first = width(block.start) - start
+                places.update({f"{name}.weight": (layer.qkv_weight, first), f"{name}.bias": (layer.qkv_bias, first)})
                 start += width(block.size)
-            return
-    raise RuntimeError(f"heads {heads} are not of this rank")
-
-
-def _copy_mlp(spec: ModelSpec, layer: LayerShard, grain: int, stored: _Stored) -> None:
-    columns = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
-    start = columns.start - layer.held.columns.start
-    part = slice(start, start + columns.size)
-    if layer.gate_weight is not None:
-        layer.gate_weight.fill(part, _ALL, stored("gate.weight"))
-    layer.up_weight.fill(part, _ALL, stored("up.weight"))
-    for bias, name in ((layer.gate_bias, "gate.bias"), (layer.up_bias, "up.bias")):
-        _copy(None if bias is None else bias[part], stored, name)
-    layer.down_weight.fill(_ALL, part, stored("down.weight"))
-
-
-def _grain_heads(spec: ModelSpec, grain: int) -> Span:
-    """The heads of one KV group."""
-    return Span(grain * spec.group_size, (grain + 1) * spec.group_size)
-
-
-def _copy(into: Tensor | None, stored: _Stored, name: str) -> None:
-    if into is not None:
-        into.copy_(stored(name))
-
-
-def _copy_norm(norm: Norm, stored: _Stored, name: str) -> None:
-    norm.weight.copy_(stored(f"{name}.weight"))
-    _copy(norm.bias, stored, f"{name}.bias")
+            return places
+    raise RuntimeError(f"the KV group {chunk.grain} is not of this rank")
 
 
 def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:

@@ -1,67 +1,14 @@
-"""What each chunk of a model holds, on grains that depend on no plan, and which chunks a rank needs. Pure.
-
-A chunk is one KV group's QKV or output projection, 64 MLP columns, one layer's replicated vectors, 1024 vocabulary rows of
-the word embedding or of the head, or the rest of the embedding. A new plan moves chunks and renames none.
-"""
+"""All chunks of a model, their sizes, and which of them a rank needs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_span, grains_of, num_grains, spans
+from hearth.plan.chunks import ChunkKind, slices
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, num_grains, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.wire.messages import ChunkKind, ChunkRef
-
-OF_LAYER: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
-
-
-class Slice(NamedTuple):
-    """Part of one tensor: which of ours, and the rows or columns of it (None: all)."""
-
-    tensor: str
-    rows: Span | None = None
-    columns: Span | None = None
-
-
-def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
-    """The rows of Q (and columns of the output projection) of one KV group."""
-    width = spec.q_width(spec.group_size)
-    return Span(grain * width, (grain + 1) * width)
-
-
-def slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
-    """What a chunk holds, under our tensor names (DESIGN.md "Shards": row-parallel weights along their input)."""
-    if kind == "qkv":
-        q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)
-        rows = {"q": q, "k": kv, "v": kv}
-        return [Slice(f"{name}.{what}", rows=rows[name]) for name in rows for what in _suffixes(spec.qkv_bias)]
-    if kind == "out":
-        return [Slice("o.weight", columns=attention_grain_span(spec, grain))]
-    if kind == "mlp":
-        part = grain_span(grain, spec.ffn_size, COLUMN_GRAIN)
-        by_column = ("gate", "up") if spec.gated else ("up",)
-        up = [Slice(f"{name}.{what}", rows=part) for name in by_column for what in _suffixes(spec.mlp_bias)]
-        return [*up, Slice("down.weight", columns=part)]
-    if kind == "connective":
-        biases = [name for name, there in (("o.bias", spec.out_bias), ("down.bias", spec.mlp_bias)) if there]
-        of_heads = ["q_norm.weight", "k_norm.weight"] if spec.qk_norm else []
-        return [Slice(name) for name in (*biases, *_norm(spec, "norm1"), *_norm(spec, "norm2"), *of_heads)]
-    if kind in ("vocabulary", "head"):
-        name = "word.weight" if kind == "vocabulary" else "head.weight"
-        return [Slice(name, rows=grain_span(grain, spec.vocab_size, VOCABULARY_GRAIN))]
-    positions = ["position.weight"] if spec.rotary is None else []
-    types = ["type.weight"] if spec.type_vocab_size else []
-    return [Slice(name) for name in (*positions, *types, *_norm(spec, "final" if spec.causal else "norm"))]
-
-
-def _norm(spec: ModelSpec, name: str) -> list[str]:
-    return [f"{name}.{what}" for what in _suffixes(spec.norm == "layer")]
-
-
-def _suffixes(bias: bool) -> tuple[str, ...]:
-    return ("weight", "bias") if bias else ("weight",)
+from hearth.wire.messages import ChunkRef
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Cuts a checkpoint into chunks: each is a safetensors blob, named by its SHA-256. `chunk_layout` says what it holds."""
+"""Cuts a checkpoint into chunks: each is a safetensors blob, named by its SHA-256. `hearth.plan.chunks` says what it holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
-from coordinator.models.checkpoint.chunk_layout import OF_LAYER, all_chunks, slices, tensor_shapes
+from coordinator.models.checkpoint.chunk_layout import all_chunks, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
 from hearth.errors import BadCheckpoint
 from hearth.files import write_atomically
+from hearth.plan.chunks import OF_LAYER, ChunkKind, slices
 from hearth.plan.model_spec import ModelSpec
-from hearth.wire.messages import ChunkKind, ChunkRef
+from hearth.wire.messages import ChunkRef
 
 if TYPE_CHECKING:
     import numpy as np

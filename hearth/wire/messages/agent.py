@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
+from hearth.plan.chunks import ChunkKind
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, WireCost
 from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_PAYLOAD_FRAME_BYTES, PROTOCOL_VERSION
@@ -199,11 +200,9 @@ class Profiled(Message):
 
 # ---- chunks -------------------------------------------------------------------------------------------------------
 
-ChunkKind: TypeAlias = Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
-
 
 class ChunkRef(WireModel):
-    """One hash-named piece of a checkpoint, and the grain it holds (see `coordinator.models.checkpoint.chunk_layout`)."""
+    """One hash-named piece of a checkpoint, and the grain it holds (see `hearth.plan.chunks`)."""
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]

@@ -10,10 +10,10 @@ import math
 from functools import lru_cache
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from hearth.plan.chunks import ChunkKind
 from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.transformer import GenerationLimits, Holding
-from hearth.wire.messages import ChunkKind
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
