@@ -9,12 +9,23 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from coordinator.cli.comparison import Comparer, Comparison, describe, timed_work
+from coordinator.cli.comparison import (
+    Comparer,
+    Comparison,
+    GraphTrial,
+    Site,
+    TransformerTrial,
+    describe,
+    strategy_of,
+    timed_work,
+)
 from coordinator.cli.output import err, out, print_json, report
+from coordinator.cli.planning.flow import Source
+from coordinator.cli.planning.graph import GraphPlanning
 from coordinator.cli.planning.live import Reach, reached
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.goal import Model
+from hearth.plan.plan import is_graph_plan
 from hearth.platform.units import format_seconds
 
 _T = TypeVar("_T")
@@ -44,32 +55,36 @@ def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def compare(
-    planning: TransformerPlanning, reach: Reach, settings: CoordinatorSettings, rounds: int
+    planning: TransformerPlanning | GraphPlanning, reach: Reach, settings: CoordinatorSettings, rounds: int
 ) -> list[Comparison]:
-    """Plan, and run the chosen plan and the best one of each other strategy."""
+    """Plan, and run the chosen plan and the best one of each other strategy. Raises HearthError."""
+    planning.read(Source(reach))  # a graph without weights cannot run
     comparer = Comparer(report)
     name = f"{settings.name} (hearth plan --compare)"[:128]
     async with reached(planning.goal, reach, settings, name, comparer.device_changed) as live:
-        planned = await planning.plan(await planning.measure(live))
-        plans = await asyncio.to_thread(planned.best_of_each_strategy)
-        return await comparer.compare(
-            live.fleet, live.profiler.links, planning.model, plans, rounds, settings.state_dir / "manifests",
-            settings.encrypt_data_plane,
-        )  # fmt: skip
+        site = Site(live.fleet, live.profiler.links, settings.state_dir / "manifests", settings.encrypt_data_plane)
+        if isinstance(planning, GraphPlanning):
+            graph_plans = await (await planning.plan(await planning.measure(live))).best_of_each_strategy()
+            return await comparer.compare(GraphTrial(planning.graph), graph_plans, site, rounds)
+        plans = await (await planning.plan(await planning.measure(live))).best_of_each_strategy()
+        return await comparer.compare(TransformerTrial(planning.model), plans, site, rounds)
 
 
-def print_comparison(results: Sequence[Comparison], model: Model, rounds: int, as_json: bool) -> None:
+def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) -> None:
+    """`results` of the chosen plan first."""
+    plan = results[0].plan
     if as_json:
+        asked = {"objective": plan.body.objective} if is_graph_plan(plan) else {"seq_len": plan.body.seq_len}
         plans = [result.as_json() for result in results]
-        print_json({"model": model.spec.name, "seq_len": model.seq_len, "rounds": rounds, "plans": plans})
+        print_json({"model": plan.model.name, **asked, "rounds": rounds, "plans": plans})
         return
-    out.print(f"{model.spec.name}: {timed_work(results[0].plan)}, {rounds} times each", style="italic", soft_wrap=True)
+    out.print(f"{plan.model.name}: {timed_work(plan)}, {rounds} times each", style="italic", soft_wrap=True)
     table = Table(show_edge=False)
     table.add_column("plan")
     for heading in ("predicted", "median", "min", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        label = f"[bold]{result.plan.body.strategy}[/]\n" + ", ".join(device.name for device in result.plan.devices)
+        label = f"[bold]{strategy_of(result.plan)}[/]\n" + ", ".join(device.name for device in result.plan.devices)
         predicted = format_seconds(result.predicted_seconds)
         if result.median_seconds is None or result.min_seconds is None or result.error_percent is None:
             table.add_row(f"{label}\n[red]failed:[/] {result.failure}", predicted, "-", "-", "-")

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from coordinator.cli.load import random_inputs
 from coordinator.deploy.distribution import Progress
+from coordinator.deploy.graph import GraphDeployment
+from coordinator.deploy.graph_chunks import Pieces
 from coordinator.deploy.transformer import Deployment
+from coordinator.deploy.workers import Workers
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
+from coordinator.models.graph_file import Graph
+from coordinator.plan.graph.request import seconds_of as graph_seconds_of
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.explain import label_of
 from coordinator.serve.generation import context_tokens
 from coordinator.serve.goal import Model
 from coordinator.serve.sentences import pack
 from hearth.errors import DeviceLost, HearthError, StepFailed, WorkerDied
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import GraphPlan, TransformerPlan, is_graph_plan, is_transformer_plan
 from hearth.plan.profile import Link
+from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import GenerationEnded, Sampling
 
+P = TypeVar("P", TransformerPlan, GraphPlan, contravariant=True)
 _SEED = 20240525
 _ANSWER_SECONDS = 600.0  # between two tokens
 
@@ -32,17 +40,17 @@ _ANSWER_SECONDS = 600.0  # between two tokens
 class Comparison:
     """One plan: the seconds of each timed step as its workers measured them, or why there are none.
 
-    For a decoder, each is of a whole request instead: a prompt and all tokens of its answer (see `timed_work`).
+    For a decoder and for a graph, each is of a request instead (see `timed_work`).
     """
 
-    plan: TransformerPlan
+    plan: TransformerPlan | GraphPlan
     step_seconds: tuple[float, ...]
     failure: str = ""
 
     @property
     def predicted_seconds(self) -> float:
         """The prediction for what `step_seconds` measures."""
-        return seconds_of(self.plan)
+        return graph_seconds_of(self.plan) if is_graph_plan(self.plan) else seconds_of(self.plan)
 
     @property
     def median_seconds(self) -> float | None:
@@ -60,7 +68,7 @@ class Comparison:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "strategy": self.plan.body.strategy,
+            "strategy": strategy_of(self.plan),
             "devices": [device.name for device in self.plan.devices],
             "predicted_seconds": self.predicted_seconds,
             "median_seconds": self.median_seconds,
@@ -71,70 +79,135 @@ class Comparison:
         }
 
 
-class Comparer:
-    """Deploys on a fleet that holds the leases. `device_changed` is the fleet's `on_change`."""
+@dataclass(frozen=True)
+class Site:
+    """Where plans are run: a fleet that holds the leases, the measured links, and how chunks and activations travel."""
 
-    def __init__(self, report: Callable[[str], None], progress: Progress = lambda name, done, total: None) -> None:
+    fleet: Fleet
+    links: Mapping[tuple[str, str], Link]
+    cache_dir: Path  # of manifests
+    encrypt: bool
+    progress: Progress = lambda name, done, total: None
+
+
+class Trial(Protocol[P]):
+    """One opened model, and how plans of its kind are deployed and measured."""
+
+    def deployment(self, plan: P, site: Site) -> Any:
+        """With nothing on the devices yet."""
+
+    async def bring_up(self, deployment: Any, site: Site) -> None:
+        """Push and load."""
+
+    async def measure(self, deployment: Any, rounds: int) -> tuple[float, ...]:
+        """Seconds of each round, after one that warms up."""
+
+
+class TransformerTrial:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def deployment(self, plan: TransformerPlan, site: Site) -> Deployment:
+        return Deployment(site.fleet, plan)
+
+    async def bring_up(self, deployment: Deployment, site: Site) -> None:
+        chunks = await deployment.push(self._model.directory, site.cache_dir, site.progress)
+        await deployment.load(chunks, site.links, site.encrypt)
+
+    async def measure(self, deployment: Deployment, rounds: int) -> tuple[float, ...]:
+        """Steps; of a decoder, whole requests."""
+        seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
+        return tuple(seconds[1:])
+
+
+class GraphTrial:
+    def __init__(self, graph: Graph) -> None:
+        self._pieces = Pieces(graph)
+        self._inputs = random_inputs(graph.spec.inputs)
+
+    def deployment(self, plan: GraphPlan, site: Site) -> GraphDeployment:
+        return GraphDeployment(site.fleet, plan)
+
+    async def bring_up(self, deployment: GraphDeployment, site: Site) -> None:
+        await deployment.load(await deployment.push(self._pieces, site.progress), site.links, site.encrypt)
+
+    async def measure(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
+        """For latency requests one after the other; for throughput a full pipeline's seconds for each request."""
+        if deployment.plan.body.objective == "throughput":
+            return await self._full_pipeline(deployment, rounds)
+        seconds = [(await deployment.infer(self._inputs)).latency_seconds for _ in range(rounds + 1)]
+        return tuple(seconds[1:])
+
+    async def _full_pipeline(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
+        """Each round is as many answers as run at once. The first round fills the pipeline, one more lets it drain."""
+        clock, size = asyncio.get_running_loop().time, deployment.max_in_flight
+        requests, ended = iter(range((rounds + 2) * size)), list[float]()
+
+        async def ask() -> None:
+            for _ in requests:
+                await deployment.infer(self._inputs)
+                ended.append(clock())
+
+        await all_or_first_error(ask() for _ in range(size))
+        marks = ended[size - 1 :: size]
+        return tuple((after - before) / size for before, after in zip(marks[:-2], marks[1:-1], strict=True))
+
+
+class Comparer:
+    """`device_changed` is the fleet's `on_change`. `report` takes a line for people."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._progress = progress
-        self._deployment: Deployment | None = None
+        self._deployment: Workers | None = None
 
     def device_changed(self, device: Device) -> None:
         """Fail what runs on a device that is gone, rather than wait for it."""
         deployment = self._deployment
-        if deployment is None or device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
+        if deployment is None or device.device_id not in {planned.device_id for planned in deployment.devices}:
             return
         if device.health in ("dead", "busy") or device.state is None:
             deployment.fail(DeviceLost(device=device.name, reason=device.reason or "its agent was restarted"))
         elif (worker := device.failed_worker(deployment.deployment, deployment.epoch)) is not None:
             deployment.fail(WorkerDied(device=device.name, reason=worker.failure))
 
-    async def compare(
-        self,
-        fleet: Fleet,
-        links: Mapping[tuple[str, str], Link],
-        model: Model,
-        plans: Sequence[TransformerPlan],
-        rounds: int,
-        cache_dir: Path,
-        encrypt: bool,
-    ) -> list[Comparison]:
-        """Measure each plan; one that fails is told, and the others still run. Cancelled, it takes its workers down."""
+    async def compare(self, trial: Trial[P], plans: Sequence[P], site: Site, rounds: int) -> list[Comparison]:
+        """Measure each plan; one that fails is reported, and the others still run. Cancelled, it stops its workers."""
         results = []
         for index, plan in enumerate(plans, start=1):
-            plan = plan.with_epoch(fleet.last_epoch + index)
+            numbered: Any = plan.with_epoch(site.fleet.last_epoch + index)
             self._report(f"running {label_of(plan)} ({index} of {len(plans)})")
             try:
-                seconds = await self._measure(fleet, links, model, plan, rounds, cache_dir, encrypt)
-                results.append(Comparison(plan, seconds))
+                seconds = await self._measure(trial, numbered, site, rounds)
+                results.append(Comparison(numbered, seconds))
             except HearthError as error:
                 self._report(f"{label_of(plan)} failed: {error}")
-                results.append(Comparison(plan, (), error.explanation()))
+                results.append(Comparison(numbered, (), error.explanation()))
         return results
 
-    async def _measure(
-        self,
-        fleet: Fleet,
-        links: Mapping[tuple[str, str], Link],
-        model: Model,
-        plan: TransformerPlan,
-        rounds: int,
-        cache_dir: Path,
-        encrypt: bool,
-    ) -> tuple[float, ...]:
-        deployment = self._deployment = Deployment(fleet, plan)
+    async def _measure(self, trial: Trial[P], plan: P, site: Site, rounds: int) -> tuple[float, ...]:
+        deployment = self._deployment = trial.deployment(plan, site)
         try:
-            chunks = await deployment.push(model.directory, cache_dir, self._progress)
-            await deployment.load(chunks, links, encrypt)
-            seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
-            return tuple(seconds[1:])  # the first one warms up
+            await trial.bring_up(deployment, site)
+            return await trial.measure(deployment, rounds)
         finally:
             self._deployment = None
             await deployment.close()
 
 
-def timed_work(plan: TransformerPlan) -> str:
+def strategy_of(plan: TransformerPlan | GraphPlan) -> str:
+    return plan.body.strategy if is_transformer_plan(plan) else plan.planner
+
+
+def label_of(plan: TransformerPlan | GraphPlan) -> str:
+    """`hmp on attic, kitchen`."""
+    title = plan.body.title if is_transformer_plan(plan) else plan.planner
+    return f"{title} on {', '.join(device.name for device in plan.devices)}"
+
+
+def timed_work(plan: TransformerPlan | GraphPlan) -> str:
     """What is timed, for people."""
+    if is_graph_plan(plan):
+        return "one request alone" if plan.body.objective == "latency" else "each request of a full pipeline"
     length, new_tokens = _timed_tokens(plan)
     if not new_tokens:
         return f"a step of {length} rows"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
+from hearth.plan.graph_spec import Tensor
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
 
@@ -62,7 +63,7 @@ class Load:
         return f"{at_once}: {self.per_second:.3g} a second; {quantiles}; {len(self.latencies)} answers{failed}"
 
 
-def random_inputs(inputs: Sequence[ArrayInfo]) -> dict[str, np.ndarray[Any, Any]]:
+def random_inputs(inputs: Sequence[ArrayInfo | Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     """Floats of a normal distribution; whole numbers 0 and 1, which are an index or a mask nearly everywhere."""
     import numpy as np
 

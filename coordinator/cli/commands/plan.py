@@ -20,11 +20,11 @@ from coordinator.cli.planning.problem import plan_problem
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.models.graph_file import kind_of
 from coordinator.serve.config import load_settings
-from coordinator.serve.state import TransformerGoal
+from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 
 _DEFAULT_ROUNDS = 5
-_NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline")
+_NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline", "cluster", "picture")
 
 
 @handles_errors
@@ -102,18 +102,19 @@ def plan(
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
-    if compare and isinstance(goal, TransformerGoal):
+    if compare:
         options.refuse(command, _NOT_COMPARED, "it does not go with --compare")
-        planning = TransformerPlanning(goal)
+    output = Output(explain, as_json, save, timeline, picture, save_profile)
+    if kind_of(model) == "instance" and isinstance(goal, GraphGoal):
+        asyncio.run(plan_problem(goal, output))
+        return
+    planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
+    if compare:
         rounds = rounds or _DEFAULT_ROUNDS
-        results = run_interruptibly(compare_plans(planning, reach, load_settings({}), rounds))
-        print_comparison(results, planning.model, rounds, as_json)
+        print_comparison(run_interruptibly(compare_plans(planning, reach, load_settings({}), rounds)), rounds, as_json)
         return
     source = Source(reach, load_profile, cluster)
-    output = Output(explain, as_json, save, timeline, picture, save_profile)
-    if isinstance(goal, TransformerGoal):
-        asyncio.run(plan_model(TransformerPlanning(goal), source, output))
-    elif kind_of(model) == "instance":
-        asyncio.run(plan_problem(goal, output))
+    if isinstance(planning, GraphPlanning):
+        asyncio.run(plan_model(planning, source, output))
     else:
-        asyncio.run(plan_model(GraphPlanning(goal), source, output))
+        asyncio.run(plan_model(planning, source, output))

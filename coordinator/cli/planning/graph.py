@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,25 @@ class PlannedGraph:
             out.print(candidates_table(self.answer, objective, "s"))
         elif len(self.answer.candidates) > 1:
             out.print(candidates_table(self.answer, objective, "s", NUM_OTHERS))
+
+    async def best_of_each_strategy(self) -> list[GraphPlan]:
+        """This plan first. Strategies that found the same plan share one, whose `planner` names them all."""
+        found = self.answer
+        if self.request.strategy != "auto":
+            found = await solve(replace(self.request, strategy="auto"), report_strategy)
+        plans = {self.plan.planner: self.plan}
+        for candidate in found.candidates:  # the fastest first
+            if candidate.plan is not None:
+                plans.setdefault(candidate.plan.planner, candidate.plan)
+        merged: list[GraphPlan] = []
+        for plan in plans.values():
+            for index, other in enumerate(merged):
+                if (other.body, other.devices) == (plan.body, plan.devices):
+                    merged[index] = other.model_copy(update={"planner": f"{other.planner}, {plan.planner}"})
+                    break
+            else:
+                merged.append(plan)
+        return merged
 
 
 class GraphPlanning:

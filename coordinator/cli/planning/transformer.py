@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,9 @@ class PlannedTransformer:
     def show(self, explain: bool) -> None:
         print_plan(self.plan, self.request, explain)
 
-    def best_of_each_strategy(self) -> list[TransformerPlan]:
+    async def best_of_each_strategy(self) -> list[TransformerPlan]:
         """This plan first."""
-        return best_of_each_strategy(options(self.request, self.plan))
+        return best_of_each_strategy(await asyncio.to_thread(options, self.request, self.plan))
 
 
 class TransformerPlanning:

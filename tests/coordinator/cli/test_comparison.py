@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,24 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_model
+from support.graphs import cluster_of, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
+from support.planning import graphs_planned_here
 from support.plans import BERT_LARGE, cluster, device_profile
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app
 from coordinator.cli.compare import print_comparison
-from coordinator.cli.comparison import Comparer, Comparison, describe
+from coordinator.cli.comparison import Comparer, Comparison, GraphTrial, Site, TransformerTrial, describe
+from coordinator.cli.planning.graph import PlannedGraph
+from coordinator.deploy.graph import Inference
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.graph_file import open_graph
+from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph.request import AUTO, LATENCY, GraphRequest
 from coordinator.plan.transformer.explain import (
     best_of_each_strategy,
     bottleneck,
@@ -279,12 +287,11 @@ def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: py
     )
     result = Comparison(decoder, (2.0, 2.5, 3.0))
     assert result.predicted_seconds == prefill_seconds * 142 / 284 + 8 * decode_seconds == 2.25
-    model = Model(Path("model"), SMALL, 284, None)
-    print_comparison([result], model, 3, as_json=False)
+    print_comparison([result], 3, as_json=False)
     shown = capsys.readouterr().out
     assert shown.startswith("small: a request of 142 prompt tokens and 8 generated tokens, 3 times each")
     assert re.search(r"hmp.+2\.25 s.+2\.50 s.+2\.00 s.+-10 %", shown), shown
-    print_comparison([Comparison(plan, (0.5,))], model, 1, as_json=False)
+    print_comparison([Comparison(plan, (0.5,))], 1, as_json=False)
     assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 times each")
 
 
@@ -347,17 +354,11 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
     plans = best_of_each_strategy(options(PlanRequest(spec, home, 16), make_plan(PlanRequest(spec, home, 16))))
     links = {(link.source, link.target): link for link in home.links}
 
+    site = Site(fleet, links, folder / "cache", encrypt=True)  # type: ignore[arg-type]
+
     async def main() -> list[Comparison]:
         work = asyncio.ensure_future(
-            Comparer(lines.append).compare(
-                fleet,
-                links,
-                Model(model_dir, spec, 16, None),
-                plans,
-                3,
-                folder / "cache",
-                True,  # type: ignore[arg-type]
-            )
+            Comparer(lines.append).compare(TransformerTrial(Model(model_dir, spec, 16, None)), plans, site, 3)
         )
         while stop_after is not None and len(fleet.steps) < stop_after:
             await asyncio.sleep(0)
@@ -389,6 +390,85 @@ def test_a_comparison_that_is_stopped_leaves_no_worker(steps: int, tmp_path: Pat
         run_fake(fleet, tmp_path, [], stop_after=steps)
     assert fleet.epochs
     assert not fleet.loaded
+
+
+class FakePipeline:
+    """Counts the requests to a graph's deployment."""
+
+    max_in_flight = 4
+
+    def __init__(self, objective: str) -> None:
+        spec = two_branches()
+        request = GraphRequest(spec, cluster_of(spec, (1.0, 1.0), 1e9), strategy="local")
+        plan = plan_graph(request, time.monotonic).chosen.plan
+        assert plan is not None
+        self.plan = plan.model_copy(update={"body": plan.body.model_copy(update={"objective": objective})})
+        self.asked = self.running = self.most = 0
+
+    async def infer(self, inputs: Any) -> Inference:
+        self.asked += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.001)
+        self.running -= 1
+        return Inference({}, float(self.asked), (0.0,), ())
+
+
+@pytest.mark.parametrize(("objective", "at_once", "asked"), [("latency", 1, 4), ("throughput", 4, 5 * 4)])
+def test_a_graph_is_measured_alone_or_with_its_pipeline_full(
+    objective: str, at_once: int, asked: int, tmp_path: Path
+) -> None:
+    graph = open_graph(save_two_branch_model(tmp_path / "model.onnx"), {})
+    fake = FakePipeline(objective)
+    seconds = asyncio.run(GraphTrial(graph).measure(fake, 3))  # type: ignore[arg-type]
+    assert (fake.most, fake.asked) == (at_once, asked)
+    assert len(seconds) == 3
+    assert all(each > 0 for each in seconds)
+    if objective == "latency":
+        assert seconds == (2.0, 3.0, 4.0)  # the first warms up
+
+
+@pytest.mark.parametrize("strategy", ["auto", "heft"])
+def test_strategies_of_a_graph_that_found_one_plan_share_a_run(strategy: str) -> None:
+    spec = two_branches(flops=1e6, out_bytes=10)
+    asked = GraphRequest(spec, cluster_of(spec, (1e8, 1e8), 1e9), strategy=strategy, time_limit_seconds=2.0)
+    planned = PlannedGraph(plan_graph(asked, time.monotonic), asked)
+    with graphs_planned_here():
+        plans = asyncio.run(planned.best_of_each_strategy())
+    assert plans[0].body == planned.plan.body
+    assert plans[0].planner.split(", ")[0] == planned.plan.planner
+    assert sorted(name for plan in plans for name in plan.planner.split(", ")) == sorted(LATENCY)
+    assert len({(plan.body, plan.devices) for plan in plans}) == len(plans) < len(LATENCY)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
+    model = save_two_branch_model(tmp_path / "model.onnx", channels=16, size=32)
+    with TestHome(tmp_path, model) as home:
+        for name in NAMES[:2]:
+            home.start_agent(name)
+        ports = ",".join(f"{LOOPBACK}:{home.port(name)}" for name in NAMES[:2])
+        command = [
+            str(Path(sys.executable).parent / "hearth"), "plan", str(model), "--compare", "--rounds", "2", "--json",
+            "--objective", objective, "--time-limit", "2", "--key", str(home.key), "--mdns-interfaces", LOOPBACK,
+            "--devices", ports, "--wait", "0.5",
+        ]  # fmt: skip
+        environ = {**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(tmp_path / "state")}
+        done = subprocess.run(
+            command, env=environ, text=True, capture_output=True, timeout=PATIENCE_SECONDS, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["objective"], found["rounds"]) == (objective, 2)
+    asked = LATENCY if objective == "latency" else AUTO["throughput"]
+    assert {name for plan in found["plans"] for name in plan["strategy"].split(", ")} == set(asked), done.stderr
+    for plan in found["plans"]:
+        assert plan["failure"] is None
+        assert len(plan["step_seconds"]) == 2
+        assert 0 < plan["min_seconds"] <= plan["median_seconds"]
+        assert plan["predicted_seconds"] > 0
 
 
 @pytest.mark.processes
