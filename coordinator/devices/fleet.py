@@ -21,7 +21,6 @@ from hearth.errors import (
     ConnectionLost,
     DeadlineExceeded,
     DeviceLost,
-    DuplicateDevice,
     HearthError,
     LeaseLost,
     Unreachable,
@@ -194,10 +193,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def ask(self, device_id: str, message: Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """Ask one agent for a message of one type."""
-        reply = await self.call(device_id, message, timeout_seconds=timeout_seconds)
-        if not isinstance(reply.message, expected):
-            raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
-        return reply.message
+        with self._reaching(device_id) as client:
+            return await _ask(client, message, expected, timeout_seconds)
 
     async def refresh_telemetry(self) -> None:
         """Read every usable device's telemetry."""
@@ -241,11 +238,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 registry.check_unique(self.devices.get(welcome.device_id), welcome, connection.host, connection.port)
                 await self._joined(connection, welcome)
                 await self._beat(connection, welcome.device_id)
-            except DuplicateDevice as error:
-                self._refuse(connection, error)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
-            except HearthError as error:  # for instance another protocol version, or another home's key
+            except HearthError as error:  # for instance another version or home key, or an id that another agent has
                 self._refuse(connection, error)
             except Exception:  # a fault of ours with one agent must not lose it for good
                 log.exception("keeping %s:%d failed", connection.host, connection.port)
@@ -263,7 +258,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         if previous is not None:
             device = replace(device, penalty_until=previous.penalty_until)
         self._by_device[welcome.device_id] = connection
-        telemetry = await self.ask_connection(connection, GetTelemetry(), Telemetry)
+        telemetry = await _ask(connection.client, GetTelemetry(), Telemetry)
         self.devices[welcome.device_id] = replace(device, telemetry=telemetry)
         if self._lease_name is not None:
             await self._acquire(connection, welcome.device_id)
@@ -271,16 +266,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._last_joined = time.monotonic()
         self._on_change(self.devices[welcome.device_id])
 
-    async def ask_connection(self, connection: _Connection, message: Message, expected: type[_T]) -> _T:
-        reply = await connection.client.call(message, timeout_seconds=_HELLO_SECONDS)
-        if not isinstance(reply.message, expected):
-            raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
-        return reply.message
-
     async def _acquire(self, connection: _Connection, device_id: str) -> bool:
         request = AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
         try:
-            granted = await self.ask_connection(connection, request, LeaseGranted)
+            granted = await _ask(connection.client, request, LeaseGranted)
         except AgentBusy as error:
             self.devices[device_id] = registry.refused(self.devices[device_id], "busy", error.explanation())
             self._on_change(self.devices[device_id])
@@ -296,18 +285,16 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
-                    await self.ask_connection(connection, GetTelemetry(), Telemetry)
+                    await _ask(connection.client, GetTelemetry(), Telemetry)
                     self._update(device_id, last_seen=time.monotonic())
                 elif device.health == "busy":
                     if await self._acquire(connection, device_id):
                         self._update(device_id, health="alive", reason="")
                 else:
-                    reply = await connection.client.call(Heartbeat(holder=self.holder), timeout_seconds=patience)
-                    if not isinstance(reply.message, AgentState):
-                        raise BadMessage(reason=f"a heartbeat was answered with {type(reply.message).__name__}")
-                    if reply.message.boot_id != device.welcome.boot_id:
+                    state = await _ask(connection.client, Heartbeat(holder=self.holder), AgentState, patience)
+                    if state.boot_id != device.welcome.boot_id:
                         return  # it restarted between two beats: say hello again
-                    self._beaten(device_id, reply.message)
+                    self._beaten(device_id, state)
             except LeaseLost:
                 if await self._acquire(connection, device_id):
                     log.info("took the lease on %s again", device.name)
@@ -339,6 +326,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 pass  # it is gone, or was never ours; the lease ends by itself
 
         await asyncio.gather(*(release(connection) for connection in self._by_device.values()))
+
+
+async def _ask(client: RpcClient, message: Message, expected: type[_T], timeout_seconds: float = _HELLO_SECONDS) -> _T:
+    reply = await client.call(message, timeout_seconds=timeout_seconds)
+    if not isinstance(reply.message, expected):
+        raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
+    return reply.message
 
 
 def _states(state: AgentState) -> list[tuple[str, str]]:

@@ -25,7 +25,8 @@ from google.protobuf.message import DecodeError
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
-from agent.worker.graph.sessions import DTYPES, brief, give_back_memory, make_session, providers_for
+from agent.worker.graph.sessions import DTYPES, brief, data_bytes, give_back_memory, make_session, providers_for, refer
+from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import wire_cost
 from hearth.errors import BadPlan, StoreFull
@@ -34,8 +35,6 @@ from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfi
 
 Array = np.ndarray[Any, Any]
 
-# A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
-# on what was saved up while idle.
 _SAMPLE_SECONDS = 0.05
 _SAMPLES = 5
 _REPEATS = 3  # of a measurement that a busy moment spoilt
@@ -84,8 +83,8 @@ def profile(folder: Path, device: str, num_threads: int, compute_device: Compute
     peak_bytes = _status()["VmHWM"]
     loaded = _Memory.now()
     feeds = _feeds(plain)
-    meter = _Meter()
-    run_seconds = meter.seconds(partial(_run, plain, feeds))
+    meter = Meter(_SAMPLE_SECONDS)
+    run_seconds = _seconds(meter, partial(_run, plain, feeds))
     ran = _Memory.now()
     provider = plain.get_providers()[0]
     del plain
@@ -218,9 +217,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
             num_bytes = 0
             for block in _random_blocks(tuple(tensor.dims), dtype, pattern):
                 num_bytes += file.write(block.tobytes())
-            del tensor.external_data[:]
-            for key, value in (("location", "weights"), ("offset", str(offset)), ("length", str(num_bytes))):
-                tensor.external_data.add(key=key, value=value)
+            refer(tensor, "weights", offset, num_bytes)
             offset += num_bytes
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
@@ -230,9 +227,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
 def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
     """Raises StoreFull."""
     needed = sum(
-        int(np.prod(tensor.dims, dtype=np.int64)) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
+        data_bytes(tensor) for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL
     )
     free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
     if needed > free:
@@ -277,39 +272,16 @@ def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
 # ---- measuring --------------------------------------------------------------------------------------------------------
 
 
-class _Meter:
-    """Measures times, and learns meanwhile how much of a core this process gets."""
-
-    def __init__(self) -> None:
-        self._cpu_seconds = self._wall_seconds = 0.0
-
-    @property
-    def cpu_per_second(self) -> float:
-        """CPU seconds that the device does in one: its threads, or less under a quota or beside other load."""
-        return max(self._cpu_seconds / self._wall_seconds, 0.01) if self._wall_seconds else 1.0
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """The median of several samples after one run to warm up; measured again when they differ, and the least counts."""
-        run()
-        least = float("inf")
-        for _ in range(1 + _REPEATS):
-            samples = [self._sample(run) for _ in range(_SAMPLES)]
-            least = min(least, statistics.median(samples))
-            if max(samples) <= _SPREAD * min(samples):
-                break
-        return least
-
-    def _sample(self, run: Callable[[], object]) -> float:
-        start, cpu, runs = time.perf_counter(), time.process_time(), 0
-        while True:
-            run()
-            runs += 1
-            elapsed = time.perf_counter() - start
-            if elapsed >= _SAMPLE_SECONDS:
-                break
-        self._cpu_seconds += time.process_time() - cpu
-        self._wall_seconds += elapsed
-        return elapsed / runs
+def _seconds(meter: Meter, run: Callable[[], object]) -> float:
+    """The median of several samples after one run to warm up; measured again when they differ, and the least counts."""
+    run()
+    least = float("inf")
+    for _ in range(1 + _REPEATS):
+        samples = [meter.sample(run) for _ in range(_SAMPLES)]
+        least = min(least, statistics.median(samples))
+        if max(samples) <= _SPREAD * min(samples):
+            break
+    return least
 
 
 def _status() -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
+import math
 import os
 import secrets
 import sys
@@ -199,18 +200,28 @@ def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: 
     """Have a placeholder point to its weight's file; its bytes. Weights of several chunks are joined on the disk first."""
     paths = [_chunk_path(store, chunk) for chunk in weight.chunks]
     num_bytes = sum(path.stat().st_size for path in paths)
-    item = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    if num_bytes != int(np.prod(tensor.dims, dtype=np.int64)) * item:
+    if num_bytes != data_bytes(tensor):
         raise ChunkCorrupt(chunk=f"{weight.chunks[0][:12]} ({weight.name})", where=str(store))
     if len(paths) == 1:
         path = paths[0]
     else:
         path = scratch(f"weight{_PART_SUFFIX}", paths[0].parent)
         _join(paths, path, store, num_bytes)
-    del tensor.external_data[:]
-    for key, value in (("location", str(path.relative_to(store))), ("offset", "0"), ("length", str(num_bytes))):
-        tensor.external_data.add(key=key, value=value)
+    refer(tensor, str(path.relative_to(store)), 0, num_bytes)
     return num_bytes
+
+
+def refer(tensor: onnx.TensorProto, location: str, offset: int, num_bytes: int) -> None:
+    """Have a placeholder point to its data: in a file, relative to the model's."""
+    del tensor.external_data[:]
+    for key, value in (("location", location), ("offset", str(offset)), ("length", str(num_bytes))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def data_bytes(tensor: onnx.TensorProto) -> int:
+    """Bytes that the type and the shape of a tensor take."""
+    num_values: int = math.prod(tensor.dims)
+    return num_values * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
 def _join(paths: Sequence[Path], into: Path, store: Path, num_bytes: int) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
+from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.transformer import blocks
 from agent.worker.transformer.comm.casts import TorchCasts
@@ -33,8 +34,6 @@ from hearth.plan.transformer import Holding
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
 _PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
-# A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
-# on what was saved up while idle.
 _SAMPLE_SECONDS = 0.03
 _SAMPLES = 3
 _REPEATS = 3  # of points that a busy moment spoilt
@@ -53,7 +52,8 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
-    measure = _Meter(device)
+    synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    measure = _Meter(_SAMPLE_SECONDS, synchronise)
     # First and alone: a device may hold little more than these copies.
     with torch.inference_mode():
         per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
@@ -200,18 +200,7 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
     return run
 
 
-class _Meter:
-    """Times blocks, and learns meanwhile how much of a core this process gets."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cpu_seconds = self._wall_seconds = 0.0
-
-    @property
-    def cpu_per_second(self) -> float:
-        """CPU seconds that the device does in one: its threads, or less under a quota or beside other load."""
-        return max(self._cpu_seconds / self._wall_seconds, 0.01) if self._wall_seconds else 1.0
-
+class _Meter(Meter):
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
         """Measure each size; those that a busy moment spoilt are measured again, and the least time counts."""
         measured = {size: self.seconds(block(size)) for size in sizes}
@@ -224,26 +213,9 @@ class _Meter:
         return fit_curve(measured)
 
     def seconds(self, block: Callable[[], object]) -> float:
+        """The median of several samples after one run to warm up."""
         block()
-        samples = []
-        for _ in range(_SAMPLES):
-            self._synchronise()
-            start, cpu, runs = time.perf_counter(), time.process_time(), 0
-            while True:
-                block()
-                runs += 1
-                self._synchronise()
-                elapsed = time.perf_counter() - start
-                if elapsed >= _SAMPLE_SECONDS:
-                    break
-            self._cpu_seconds += time.process_time() - cpu
-            self._wall_seconds += elapsed
-            samples.append(elapsed / runs)
-        return statistics.median(samples)
-
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return statistics.median(self.sample(block) for _ in range(_SAMPLES))
 
 
 # ---- random weights -------------------------------------------------------------------------------------------------

@@ -110,16 +110,21 @@ def _qwen_windows(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mappi
     return {"sliding_window": window, "full_attention_layers": full} if full < layers else {}
 
 
+# What most architectures call these in their configs.
+_USUAL_CONFIG = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "hidden_size": "hidden_size",
+    "ffn_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
 BERT = Family(
     config={
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "hidden_size": "hidden_size",
-        "ffn_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
+        **_USUAL_CONFIG,
         "type_vocab_size": "type_vocab_size",
         "norm_eps": "layer_norm_eps",
         "activation": "hidden_act",
@@ -219,12 +224,8 @@ GPT2 = Family(
 
 OPT = Family(
     config={
-        "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads",
-        "hidden_size": "hidden_size",
+        **_USUAL_CONFIG,
         "ffn_size": "ffn_dim",
-        "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
         "activation": "activation_function",
         "qkv_bias": "enable_bias",
         "out_bias": "enable_bias",
@@ -260,14 +261,9 @@ OPT = Family(
 )
 
 _LLAMA_CONFIG = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
+    **_USUAL_CONFIG,
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "hidden_size": "hidden_size",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "activation": "hidden_act",
     "tied_head": "tie_word_embeddings",
