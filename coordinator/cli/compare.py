@@ -1,4 +1,4 @@
-"""`hearth plan MODEL --compare`: what was predicted beside what the devices really do."""
+"""`hearth plan MODEL --compare`: predictions next to measurements on the devices."""
 
 from __future__ import annotations
 

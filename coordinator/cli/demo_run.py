@@ -56,8 +56,9 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured; `answers` pair each sentence with its nearest command."""
+    """What the demo measured; `answers` pair each sentence with its nearest command, `num_texts` were embedded."""
 
+    num_texts: int
     devices: DeviceList
     plan: TransformerPlan
     answers: list[dict[str, Any]]
@@ -100,6 +101,7 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
     if not is_transformer_plan(plan):
         raise InternalError(where="the demo", reason="the coordinator served without a plan")
     return DemoResult(
+        num_texts=len(texts),
         devices=devices,
         plan=plan,
         answers=_nearest(vectors),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SEED = 20240525
-_PAUSE_SECONDS = 0.1  # after an error, so that a home that plans anew is not flooded
+_PAUSE_SECONDS = 0.1  # after an error, so that a home that is planning again is not flooded
 _WARM_UP = 0.1  # of the time; not counted
 
 
@@ -36,7 +36,7 @@ class Load:
         return len(self.latencies) / self.seconds if self.seconds > 0 else 0.0
 
     def percentile(self, percent: float) -> float | None:
-        """The least latency that so many percent of the answers did not exceed (nearest rank)."""
+        """The latency that `percent` of the answers did not exceed (nearest rank)."""
         if not self.latencies:
             return None
         rank = -(-len(self.latencies) * percent // 100)
@@ -84,7 +84,7 @@ async def measure(
     seconds: float,
     timeout_seconds: float,
 ) -> Load:
-    """Ask without pause, so many at once. Answers count that came between the warm-up and the end."""
+    """Keep `concurrency` requests running. Counts the answers between the warm-up and the end."""
     loop = asyncio.get_running_loop()
     began = loop.time() + _WARM_UP * seconds
     ends = began + seconds

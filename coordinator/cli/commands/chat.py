@@ -26,14 +26,14 @@ from hearth.client.sync import connect
 from hearth.errors import HearthError
 from hearth.wire.messages import ChatMessage
 
-_HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
 @handles_errors
 def chat(
     system: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="What the model is told before the conversation.", show_default=False),
+        typer.Option(help="System message: instructions before the conversation.", show_default=False),
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,

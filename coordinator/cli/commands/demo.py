@@ -26,7 +26,7 @@ def demo(
     """Start three agents and a coordinator here, and let them answer smart-home sentences together (by hmp)."""
     from coordinator.cli.demo_run import run_demo
 
-    read_spec(model)  # a missing or broken model is told before anything is started
+    read_spec(model)  # raises for a missing or broken model before anything is started
     began = time.monotonic()
 
     def report(line: str) -> None:
@@ -50,7 +50,7 @@ def demo(
         out.print()
         out.print(f"largest difference to transformers: {result.max_abs_difference:.1e}")
         out.print(
-            f"latency of {len(result.answers) + 8} sentences: {format_seconds(result.latency_seconds)} on "
+            f"latency of {result.num_texts} sentences: {format_seconds(result.latency_seconds)} on "
             f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one "
             "(all of them share this one machine's cores)",
             soft_wrap=True,

@@ -18,33 +18,49 @@ _SAMPLING = "Sampling"
 # Optional[]: typer reads the annotations on Python 3.10.
 MaxTokens = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Tokens at most. Default: as the model says, else 512.", show_default=False),
+    typer.Option(help="Most tokens to generate. Default: the model's own, else 512.", show_default=False),
 ]
 Temperature = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option(help="0: the likeliest token; 1: as the model has it.", show_default=False, rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="0 takes the most likely token; 1 samples as the model predicts.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 TopK = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Only so many of the likeliest (0: all).", show_default=False, rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Sample from the k most likely tokens (0 disables).", show_default=False, rich_help_panel=_SAMPLING
+    ),
 ]
 TopP = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option(help="Only the likeliest up to this sum.", show_default=False, rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Sample from the most likely tokens up to this total probability.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 MinP = Annotated[
     Optional[float],  # noqa: UP045
-    typer.Option(help="None below this share of the likeliest.", show_default=False, rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Drop tokens less likely than this fraction of the top token.",
+        show_default=False,
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 RepetitionPenalty = Annotated[
     Optional[float],  # noqa: UP045
     typer.Option(
-        help="Above 1: tokens that were there are less likely.", show_default=False, rich_help_panel=_SAMPLING
+        help="Values above 1 penalise tokens already in the context.", show_default=False, rich_help_panel=_SAMPLING
     ),
 ]
 Seed = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="The same seed, the same answer.", show_default=False, rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Repeats an answer: the same seed gives the same tokens.", show_default=False, rich_help_panel=_SAMPLING
+    ),
 ]
 AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
 

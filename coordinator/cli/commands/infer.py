@@ -80,7 +80,7 @@ def bench_model(
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Throughput and latency of the served graph: one request at a time, then many; beside what was predicted."""
+    """Measure the served graph: one request at a time, then many at once; compare with the prediction."""
     given = _read_npz(inputs) if inputs is not None else None
 
     async def run() -> tuple[Load, Load, GraphPlan | None]:

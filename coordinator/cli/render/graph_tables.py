@@ -71,7 +71,7 @@ def proof_line(planned: Planned, unit: str) -> str:
 
 
 def one_device_line(planned: Planned) -> str:
-    """Where sharing the work does not pay, that is said in so many words."""
+    """Say so where one device is as good as several; empty otherwise."""
     chosen, plan = planned.chosen, planned.chosen.plan
     shared = [each for each in planned.candidates if each.plan is not None and each.plan.num_ranks > 1]
     free = [each for each in planned.candidates if each.answer is not None and each.answer.strategy != "local"]
@@ -91,7 +91,7 @@ def one_device_line(planned: Planned) -> str:
 
 
 def candidates_table(planned: Planned, objective: Objective, unit: str, most: int | None = None) -> Table:
-    """All that was looked at, the chosen one first; at most so many others."""
+    """All candidates, the chosen one first; at most `most` others."""
     others = [each for each in planned.candidates if each.label != planned.chosen.label]
     shown = others if most is None else others[:most]
     left = len(others) - len(shown)

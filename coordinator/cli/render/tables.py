@@ -181,7 +181,7 @@ def alternatives_table(plan: TransformerPlan, most: int) -> Table:
 
 
 def options_list(priced: Sequence[Option], cluster: ClusterProfile, asked_for: str) -> Table:
-    """Every plan that was priced, the chosen one first: its time, and beside it what it is made of and why it lost."""
+    """Every priced plan, the chosen one first: its time, what bounds it, and why it was not chosen."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True, min_width=9)
     table.add_column(overflow="fold")
