@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.models.file_kinds import TITLES, file_kind
+from coordinator.models.file_kinds import mistaken
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
@@ -59,9 +59,8 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     conv1 = 0.004
     """
     content = _values(path)
-    found = file_kind(content)
-    if found not in ("cluster", None):
-        raise _bad(path, f"is {TITLES[found]}, not {TITLES['cluster']}")
+    if reason := mistaken(content, "cluster"):
+        raise _bad(path, reason)
     try:
         read = _FileCluster.model_validate(content)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from coordinator.models.file_kinds import TITLES, FileKind, file_kind
+from coordinator.models.file_kinds import FileKind, mistaken
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
 from hearth.errors import BadSetting
@@ -90,9 +90,8 @@ def _read(path: Path, kind: type[_F]) -> _F:
         raise _bad(path, f"cannot be read ({error.strerror})") from None
     except ValueError as error:
         raise _bad(path, f"is no JSON ({error})") from None
-    found, wanted = file_kind(content), _KINDS[kind]
-    if found not in (wanted, None):
-        raise _bad(path, f"is {TITLES[found]}, not {TITLES[wanted]}")
+    if reason := mistaken(content, _KINDS[kind]):
+        raise _bad(path, reason)
     try:
         profile = kind.model_validate(content)
     except ValidationError as error:

@@ -31,3 +31,9 @@ def file_kind(content: Any) -> FileKind | None:
     if not isinstance(content, dict):
         return None
     return next((kind for kind, fields in _FIELDS.items() if fields <= content.keys()), None)
+
+
+def mistaken(content: Any, wanted: FileKind) -> str:
+    """`is a saved plan, not a cluster file`; empty for a file of the wanted kind, or of none of ours."""
+    found = file_kind(content)
+    return "" if found in (wanted, None) else f"is {TITLES[found]}, not {TITLES[wanted]}"

@@ -13,10 +13,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from coordinator.cli import options
 from coordinator.cli.goals import goal_of
 from coordinator.cli.output import err, handles_errors
+from coordinator.models.file_kinds import mistaken
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan
+from hearth.files import read_json
 from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
 
@@ -94,9 +96,11 @@ def serve(
     if plan is not None:
         try:
             text = plan.read_bytes()
-            saved = plan_from_json(text)
         except OSError as error:
             raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
+        if reason := mistaken(read_json(plan), "plan"):
+            raise BadPlan(reason=f"{plan} {reason}")
+        saved = plan_from_json(text)
     logging.getLogger().setLevel(logging.WARNING)
     with Progress(
         TextColumn("{task.description}"),

@@ -22,6 +22,7 @@ from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.latency.schedule import schedule
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import WireCost
+from hearth.platform.security import new_home_key, save_credential
 from tools.bench.schedule_checker import violations
 
 # Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
@@ -225,6 +226,19 @@ def test_exclusions_and_limits_hold_for_devices_of_a_file(files: Path) -> None:
     assert "no device is left" in told(files, "graph.json", *CLUSTER, *everyone)
 
 
+def test_a_profile_is_no_plan_to_serve(files: Path) -> None:
+    as_json(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--save-profile", str(files / "p.json"))
+    save_credential(files / "key", new_home_key())
+    result = CliRunner().invoke(
+        app,
+        ["serve", str(files / "model.onnx"), "--plan", str(files / "p.json"), "--key", str(files / "key"),
+         "--state-dir", str(files / "state")],
+    )  # fmt: skip
+    assert result.exit_code != 0
+    said = re.sub(r"\s+", " ", result.output)
+    assert "p.json is a profile of devices for a graph of operators, not a saved plan" in said
+
+
 def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
     as_json(files, "graph.json", *CLUSTER, "--save", str(files / "plan.json"), "--save-profile", str(files / "p.json"))
     transformer = {"devices": [], "links": []}
@@ -284,8 +298,6 @@ def test_inputs_that_are_no_arrays_are_told(files: Path) -> None:
 
 
 def test_serving_refuses_what_is_for_the_other_kind_of_model(files: Path) -> None:
-    from hearth.platform.security import new_home_key, save_credential
-
     save_credential(files / "key", new_home_key())
     for arguments, reason in (
         ((str(files / "model.onnx"), "--context", "9"), "it is for transformers"),
