@@ -204,6 +204,27 @@ def attention(
     return context_sw
 
 
+def whole_attention(
+    spec: ModelSpec,
+    index: int,
+    layer: LayerShard,
+    x_TH: Tensor,
+    rows: PackedRows,
+    kept: Callable[[int], None] = lambda layer: None,
+) -> Tensor:
+    """The attention block of the heads that the layer has, over all rows of the step: their part of the sum [T,H].
+
+    `kept(index)` is called once keys and values are in the caches.
+    """
+    everything, heads = Span(0, rows.num_rows), layer.qkv_blocks[0].size
+    qkv = x_TH.new_empty(rows.num_rows, spec.qkv_width(heads))
+    project_qkv(spec, layer, 0, x_TH, rows, everything, qkv)
+    q_Tw, k_Tk, v_Tk = split_qkv(spec, heads, qkv)
+    keep(spec, rows, index, k_Tk, v_Tk)
+    kept(index)
+    return layer.out_weight.times(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, everything))
+
+
 def _keys_and_values(
     spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, cached: bool
 ) -> tuple[Tensor, Tensor]:
@@ -260,6 +281,11 @@ def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     if layer.gate_weight is None:
         return up_sc.copy_(act(up_sc))
     return act(layer.gate_weight.times(x_sH, layer.gate_bias)).mul_(up_sc)
+
+
+def whole_mlp(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The MLP of the columns that the layer has: their part of the sum [s,H]."""
+    return layer.down_weight.times(mlp_up(spec, layer, x_sH))
 
 
 def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:

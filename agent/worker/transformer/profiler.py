@@ -185,16 +185,11 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
     only = Span(0, 1)
     rows = blocks.pack(spec, torch.zeros(1, dtype=torch.int64), [only], [cache], device)
     x_1H = torch.randn(1, spec.hidden_size, device=device)
-    qkv = x_1H.new_empty(1, spec.qkv_width(spec.num_heads))
 
     def run() -> None:
-        entered = blocks.enter(spec, x_1H, layer.norm1)
-        blocks.project_qkv(spec, layer, 0, entered, rows, only, qkv)
-        q, k, v = blocks.split_qkv(spec, spec.num_heads, qkv)
-        blocks.keep(spec, rows, 0, k, v)
-        y_1H = layer.out_weight.times(blocks.attention(spec, 0, q, k, v, rows, only))
+        y_1H = blocks.whole_attention(spec, 0, layer, blocks.enter(spec, x_1H, layer.norm1), rows)
         attended = blocks.leave(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
-        y_1H = layer.down_weight.times(blocks.mlp_up(spec, layer, blocks.enter(spec, attended, layer.norm2)))
+        y_1H = blocks.whole_mlp(spec, layer, blocks.enter(spec, attended, layer.norm2))
         blocks.leave(spec, attended, y_1H, layer.down_bias, layer.norm2)
 
     return run

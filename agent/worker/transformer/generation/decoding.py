@@ -15,14 +15,7 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard, Shard
-from agent.worker.transformer.strategies.step import (
-    Step,
-    embed_rows,
-    enter_attention,
-    enter_mlp,
-    leave_attention,
-    leave_mlp,
-)
+from agent.worker.transformer.strategies.step import Step, embed_rows, run_layer
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
@@ -68,27 +61,24 @@ def _within(part: Span, held: Span, width: int) -> slice:
 def decode(step: Step, layers: list[LayerShard]) -> Tensor:
     """The hidden states of all rows after the last norm [B,H], on every rank. Called in torch's inference mode."""
     spec, body, bar = step.spec, step.plan.body, step.recorder.bar
-    everything = Span(0, step.rows.num_rows)
     with_heads = [rank for rank, heads in enumerate(body.heads) if heads]
     with_columns = [rank for rank, columns in enumerate(body.columns) if columns]
-    x_BH = embed_rows(step, everything, everywhere=True)
-    for index, layer in enumerate(layers):
-        entered_BH = enter_attention(step, index, layer, x_BH)
+
+    def attention(step: Step, index: int, layer: LayerShard, x_BH: Tensor) -> Tensor:
         y_BH = None
         if step.heads:
             with bar(Work.ATTENTION_BLOCK, index):
-                qkv = x_BH.new_empty(x_BH.shape[0], spec.qkv_width(step.heads))
-                blocks.project_qkv(spec, layer, 0, entered_BH, step.rows, everything, qkv)
-                q, k, v = blocks.split_qkv(spec, step.heads, qkv)
-                blocks.keep(spec, step.rows, index, k, v)
-                y_BH = layer.out_weight.times(blocks.attention(spec, index, q, k, v, step.rows, everything))
-        y_BH = step.collectives.sum_everywhere(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
-        x_BH = leave_attention(step, index, layer, x_BH, y_BH)
-        entered_BH = enter_mlp(step, index, layer, x_BH)
+                y_BH = blocks.whole_attention(spec, index, layer, x_BH, step.rows)
+        return step.collectives.sum_everywhere(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
+
+    def mlp(step: Step, index: int, layer: LayerShard, x_BH: Tensor) -> Tensor:
         y_BH = None
         if layer.up_weight.shape[0]:
             with bar(Work.MLP_BLOCK, index):
-                y_BH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_BH))
-        y_BH = step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
-        x_BH = leave_mlp(step, index, layer, x_BH, y_BH)
+                y_BH = blocks.whole_mlp(spec, layer, x_BH)
+        return step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
+
+    x_BH = embed_rows(step, Span(0, step.rows.num_rows), everywhere=True)
+    for index, layer in enumerate(layers):
+        x_BH = run_layer(step, index, layer, x_BH, attention, mlp)
     return blocks.normalise(x_BH, step.shard.embedding.norm, spec.norm_eps)

@@ -13,13 +13,11 @@ from agent.worker.transformer.strategies.step import (
     Step,
     attend_tile,
     embed_rows,
-    enter_attention,
-    enter_mlp,
     keep_kv,
-    leave_attention,
-    leave_mlp,
+    own_mlp,
     reduce_rows,
     reduced_out,
+    run_layer,
 )
 from hearth.plan.geometry import spans
 from hearth.plan.phases import Phase, Work
@@ -32,20 +30,22 @@ def run_hybrid(step: Step) -> Tensor:
     """
     x_sH = embed_rows(step, step.own)
     for index, layer in enumerate(step.shard.layers):
-        mode = step.plan.body.mode(index)
-        entered_sH = enter_attention(step, index, layer, x_sH)
-        if mode.attention == "rows":
-            y_sH = _attention_by_rows(step, index, layer, entered_sH)
-        else:
-            exchanged = mode.qkv == "replicated"
-            qkv = (_exchanged_qkv if exchanged else _gathered_qkv)(step, index, layer, entered_sH)
-            keep_kv(step, index, qkv)
-            y_sH = (_exchanged_out if mode.out == "replicated" else reduced_out)(step, index, layer, qkv)
-        x_sH = leave_attention(step, index, layer, x_sH, y_sH)
-        entered_sH = enter_mlp(step, index, layer, x_sH)
-        y_sH = (_own_mlp if mode.mlp == "replicated" else _sharded_mlp)(step, index, layer, entered_sH)
-        x_sH = leave_mlp(step, index, layer, x_sH, y_sH)
+        x_sH = run_layer(step, index, layer, x_sH, _attention, _mlp)
     return x_sH
+
+
+def _attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    mode = step.plan.body.mode(index)
+    if mode.attention == "rows":
+        return _attention_by_rows(step, index, layer, x_sH)
+    qkv = (_exchanged_qkv if mode.qkv == "replicated" else _gathered_qkv)(step, index, layer, x_sH)
+    keep_kv(step, index, qkv)
+    return (_exchanged_out if mode.out == "replicated" else reduced_out)(step, index, layer, qkv)
+
+
+def _mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    replicated = step.plan.body.mode(index).mlp == "replicated"
+    return (own_mlp if replicated else _sharded_mlp)(step, index, layer, x_sH)
 
 
 def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
@@ -160,14 +160,6 @@ def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
         return expanded.pop(tile)
 
     return reduce_rows(step, index, Phase.REDUCE_MLP, Work.DOWN, hidden, layer.down_weight)
-
-
-def _own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """MLP replicated: own rows only, and nothing travels."""
-    if not x_sH.shape[0]:
-        return x_sH
-    with step.recorder.bar(Work.MLP_BLOCK, index):
-        return layer.down_weight.times(blocks.mlp_up(step.spec, layer, x_sH))
 
 
 STRATEGIES = {"local": run_hybrid, "sp": run_hybrid, "hmp": run_hybrid}

@@ -10,15 +10,7 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard
-from agent.worker.transformer.strategies.step import (
-    Step,
-    enter_attention,
-    enter_mlp,
-    keep_kv,
-    leave_attention,
-    leave_mlp,
-)
-from hearth.plan.geometry import Span
+from agent.worker.transformer.strategies.step import Step, own_mlp, run_layer
 from hearth.plan.phases import Phase, Work
 
 
@@ -38,7 +30,7 @@ def run_stage(step: Step) -> Tensor:
     """All rows of the step through the layers of this rank [T,H]; unless it is the last, they go on to the next one."""
     x_TH = _enter_stage(step)
     for index, layer in enumerate(step.shard.layers, step.shard.first_layer):
-        x_TH = _whole_layer(step, index, layer, x_TH)
+        x_TH = run_layer(step, index, layer, x_TH, _attention, own_mlp)
     if step.rank + 1 < step.plan.num_ranks:
         step.collectives.send_rows(step.rank + 1, step.shard.first_layer, Phase.STAGE_ROWS, x_TH)
     return x_TH
@@ -56,22 +48,10 @@ def _enter_stage(step: Step) -> Tensor:
     return x_TH
 
 
-def _whole_layer(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
-    """All heads and columns for all rows; keys and values into the cache."""
-    spec, everything = step.spec, Span(0, step.rows.num_rows)
-    entered_TH = enter_attention(step, index, layer, x_TH)
-    qkv = x_TH.new_empty(x_TH.shape[0], spec.qkv_width(step.heads))
+def _attention(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
+    """All heads for all rows; keys and values into the cache."""
     with step.recorder.bar(Work.ATTENTION_BLOCK, index):
-        blocks.project_qkv(spec, layer, 0, entered_TH, step.rows, everything, qkv)
-        keep_kv(step, index, qkv)
-        q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, step.heads, qkv)
-        context_Tw = blocks.attention(spec, index, q_Tw, k_Tk, v_Tk, step.rows, everything)
-        y_TH = layer.out_weight.times(context_Tw)
-    x_TH = leave_attention(step, index, layer, x_TH, y_TH)
-    entered_TH = enter_mlp(step, index, layer, x_TH)
-    with step.recorder.bar(Work.MLP_BLOCK, index):
-        y_TH = layer.down_weight.times(blocks.mlp_up(spec, layer, entered_TH))
-    return leave_mlp(step, index, layer, x_TH, y_TH)
+        return blocks.whole_attention(step.spec, index, layer, x_TH, step.rows, step.kept)
 
 
 STRATEGIES = {"pipeline": run_pipeline}

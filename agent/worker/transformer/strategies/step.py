@@ -50,6 +50,14 @@ class Step:
         """Query heads of this rank, where attention is split by head."""
         return self.plan.body.heads[self.rank]
 
+    def kept(self, index: int) -> None:
+        """The keys and values of a layer are in the caches: the next micro-batch may go on to it."""
+        if self.turns is not None:
+            self.turns.kept(index)
+
+
+Block = Callable[[Step, int, LayerShard, Tensor], Tensor]  # attention or MLP of a layer, by its index
+
 
 def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
     """Vocabulary-parallel embedding of the rows `wanted`: each owner sends the word rows it holds straight to the
@@ -85,24 +93,27 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
     return blocks.finish_embedding(spec, embedding, word_sH, rows.positions[slice(*wanted)])
 
 
-def enter_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    with step.recorder.bar(Work.ENTER_ATTENTION, index):
-        return blocks.enter(step.spec, x_sH, layer.norm1)
+def run_layer(step: Step, index: int, layer: LayerShard, x_sH: Tensor, attention: Block, mlp: Block) -> Tensor:
+    """A layer around its two blocks: each gets the rows that enter it, and returns what is added to the residual."""
+    spec, bar = step.spec, step.recorder.bar
+    with bar(Work.ENTER_ATTENTION, index):
+        entered_sH = blocks.enter(spec, x_sH, layer.norm1)
+    y_sH = attention(step, index, layer, entered_sH)
+    with bar(Work.CONNECTIVE_ATTENTION, index):
+        x_sH = blocks.leave(spec, x_sH, y_sH, layer.out_bias, layer.norm1)
+    with bar(Work.ENTER_MLP, index):
+        entered_sH = blocks.enter(spec, x_sH, layer.norm2)
+    y_sH = mlp(step, index, layer, entered_sH)
+    with bar(Work.CONNECTIVE_MLP, index):
+        return blocks.leave(spec, x_sH, y_sH, layer.down_bias, layer.norm2)
 
 
-def leave_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
-    with step.recorder.bar(Work.CONNECTIVE_ATTENTION, index):
-        return blocks.leave(step.spec, x_sH, y_sH, layer.out_bias, layer.norm1)
-
-
-def enter_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    with step.recorder.bar(Work.ENTER_MLP, index):
-        return blocks.enter(step.spec, x_sH, layer.norm2)
-
-
-def leave_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor, y_sH: Tensor) -> Tensor:
-    with step.recorder.bar(Work.CONNECTIVE_MLP, index):
-        return blocks.leave(step.spec, x_sH, y_sH, layer.down_bias, layer.norm2)
+def own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
+    """The MLP of these rows alone: nothing travels."""
+    if not x_sH.shape[0]:
+        return x_sH
+    with step.recorder.bar(Work.MLP_BLOCK, index):
+        return blocks.whole_mlp(step.spec, layer, x_sH)
 
 
 def keep_kv(step: Step, index: int, qkv: Tensor) -> None:
@@ -110,8 +121,7 @@ def keep_kv(step: Step, index: int, qkv: Tensor) -> None:
     if step.heads:
         _, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
         blocks.keep(step.spec, step.rows, index, k_Tk, v_Tk)
-    if step.turns is not None:
-        step.turns.kept(index)
+    step.kept(index)
 
 
 def attend_tile(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
