@@ -219,7 +219,8 @@ def agent_access(credential: Credential) -> Access:
 # ---- sockets --------------------------------------------------------------------------------------------------------
 
 
-def _harden(socket: zmq.Socket[Any]) -> None:
+def harden(socket: zmq.Socket[Any]) -> None:
+    """Size caps and heartbeats, of every socket: also of a data-plane socket whose encryption the user turned off."""
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -232,7 +233,7 @@ def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> Non
 
     ZAP_ENFORCE_DOMAIN: without it, a server with no gatekeeper running lets any key in.
     """
-    _harden(socket)
+    harden(socket)
     socket.curve_server = True
     socket.curve_secretkey = keypair.secret.encode()
     socket.curve_publickey = keypair.public.encode()
@@ -242,15 +243,10 @@ def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> Non
 
 def secure_client(socket: zmq.Socket[Any], own: KeyPair, server_public: str) -> None:
     """Make a socket a CURVE client that talks only to the holder of `server_public`'s secret."""
-    _harden(socket)
+    harden(socket)
     socket.curve_serverkey = server_public.encode()
     socket.curve_secretkey = own.secret.encode()
     socket.curve_publickey = own.public.encode()
-
-
-def plain_socket(socket: zmq.Socket[Any]) -> None:
-    """A data-plane socket whose encryption the user turned off by name: the size caps still hold."""
-    _harden(socket)
 
 
 def user_id(frame: zmq.Frame) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from hearth.errors import PortInUse
-from hearth.platform.security import KeyPair, plain_socket, secure_client, secure_server, thread_gatekeeper, user_id
+from hearth.platform.security import KeyPair, harden, secure_client, secure_server, thread_gatekeeper, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer, Peer, Received
 
@@ -58,7 +58,7 @@ class SocketTransport:
             self._gatekeeper.start()
             secure_server(self._pull, keypair, _DOMAIN)
         else:
-            plain_socket(self._pull)
+            harden(self._pull)
         self._pull.rcvhwm = 0  # a plan bounds what can be in flight; a full queue would stall the ring
         self.port = self._bind(bind_host, ports)
         self._push: dict[int, tuple[zmq.Socket[Any], threading.Lock]] = {}
@@ -76,7 +76,7 @@ class SocketTransport:
             if self._keypair is not None:
                 secure_client(push, self._keypair, peer.public_key)
             else:
-                plain_socket(push)
+                harden(push)
             push.sndhwm = 0  # sending never blocks the compute thread; a plan bounds what can be in flight
             host = f"[{peer.host}]" if ":" in peer.host else peer.host
             push.connect(f"tcp://{host}:{peer.port}")

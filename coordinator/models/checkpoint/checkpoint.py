@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hearth.errors import BadCheckpoint
@@ -128,7 +128,7 @@ class _File:
         return BadCheckpoint(path=str(self.path), reason=reason)
 
 
-class Checkpoint:
+class Checkpoint(AbstractContextManager["Checkpoint"]):
     """All tensors of a model directory, by name. Raises BadCheckpoint that names the file and the fault."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -143,12 +143,7 @@ class Checkpoint:
             self.close()
             raise
 
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __contains__(self, name: str) -> bool:

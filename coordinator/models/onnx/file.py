@@ -13,9 +13,7 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-import numpy as np
 from google.protobuf.message import DecodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
@@ -160,9 +158,9 @@ class OnnxFile:
 
 def raw_bytes(tensor: TensorProto) -> bytes:
     """Little-endian, of a tensor with its data in it."""
-    return (
-        bytes(tensor.raw_data) if tensor.HasField("raw_data") else _as_raw(numpy_helper.to_array(tensor), tensor.name)
-    )
+    if not tensor.HasField("raw_data"):
+        tensor = numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name)
+    return bytes(tensor.raw_data)
 
 
 def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
@@ -201,10 +199,6 @@ def _all_texts_readable(message: Message) -> bool:
         if field.type == field.TYPE_MESSAGE and not all(map(_all_texts_readable, content if several else [content])):
             return False
     return True
-
-
-def _as_raw(array: np.ndarray[Any, Any], name: str) -> bytes:
-    return bytes(numpy_helper.from_array(array, name).raw_data)
 
 
 def _reference(tensor: TensorProto) -> dict[str, str] | None:

@@ -74,10 +74,7 @@ def constant_value(node: NodeProto) -> TensorProto | None:
     """The tensor that a Constant node gives, under the name of its output; None for a sparse one."""
     attribute = node.attribute[0] if node.attribute else AttributeProto()
     if attribute.name == "value":
-        tensor = TensorProto()
-        tensor.CopyFrom(attribute.t)
-        tensor.name = node.output[0]
-        return tensor
+        return _renamed(attribute.t, node.output[0])
     kinds = {
         "value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT, "value_int": TensorProto.INT64,
         "value_ints": TensorProto.INT64, "value_string": TensorProto.STRING, "value_strings": TensorProto.STRING,
@@ -122,10 +119,14 @@ def _taken_out(body: GraphProto, num_inline_bytes: int, taken: set[str]) -> Iter
     for output in {each.name for each in body.output}.intersection(names):  # onnxruntime wants a node of the body's own
         body.node.append(helper.make_node("Identity", [names[output]], [output]))
     for name, tensor in large.items():
-        moved = TensorProto()
-        moved.CopyFrom(tensor)
-        moved.name = names[name]
-        yield moved
+        yield _renamed(tensor, names[name])
+
+
+def _renamed(tensor: TensorProto, name: str) -> TensorProto:
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    copy.name = name
+    return copy
 
 
 def _is_large(tensor: TensorProto, num_inline_bytes: int) -> bool:

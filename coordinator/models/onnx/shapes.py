@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, defs, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_shapes
 
@@ -258,8 +258,8 @@ class _Resolver:
         model.CopyFrom(self._header)
         model.graph.name = "constant"
         model.graph.node.append(node)
-        model.graph.input.extend(_value_info(name, types[name]) for name in names)
-        model.graph.output.extend(_value_info(name, each) for name, each in found.items())
+        model.graph.input.extend(helper.make_tensor_value_info(name, *types[name]) for name in names)
+        model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in found.items())
         feeds = {name: numpy_helper.to_array(values[name]) for name in names}
         try:
             results = ReferenceEvaluator(model).run(None, feeds)
@@ -372,7 +372,3 @@ class _Resolver:
 
 # onnxruntime's exporters and optimiser write these without a domain.
 _IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
-
-
-def _value_info(name: str, each: TensorType) -> ValueInfoProto:
-    return helper.make_tensor_value_info(name, *each)
