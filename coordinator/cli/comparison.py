@@ -11,11 +11,11 @@ from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from coordinator.cli.load import random_inputs
+from coordinator.deploy.deployment import Deployment, loss_of
 from coordinator.deploy.distribution import Progress
-from coordinator.deploy.graph import GraphDeployment
+from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import Pieces
-from coordinator.deploy.transformer import Deployment
-from coordinator.deploy.workers import Workers
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph
@@ -24,7 +24,7 @@ from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.serve.generation import context_tokens
 from coordinator.serve.goal import Model
 from coordinator.serve.sentences import pack
-from hearth.errors import DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.errors import HearthError, StepFailed
 from hearth.plan.plan import GraphPlan, TransformerPlan, is_graph_plan, is_transformer_plan
 from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import all_or_first_error
@@ -107,14 +107,15 @@ class TransformerTrial:
     def __init__(self, model: Model) -> None:
         self._model = model
 
-    def deployment(self, plan: TransformerPlan, site: Site) -> Deployment:
-        return Deployment(site.fleet, plan)
+    def deployment(self, plan: TransformerPlan, site: Site) -> TransformerDeployment:
+        return TransformerDeployment(site.fleet, plan)
 
-    async def bring_up(self, deployment: Deployment, site: Site) -> None:
-        chunks = await deployment.push(self._model.directory, site.cache_dir, site.progress)
-        await deployment.load(chunks, site.links, site.encrypt)
+    async def bring_up(self, deployment: TransformerDeployment, site: Site) -> None:
+        weights = shard_weights(self._model.directory, deployment.plan, site.cache_dir)
+        await deployment.push(weights, site.progress)
+        await deployment.load(site.links, site.encrypt)
 
-    async def measure(self, deployment: Deployment, rounds: int) -> tuple[float, ...]:
+    async def measure(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
         """Steps; of a decoder, whole requests."""
         seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
         return tuple(seconds[1:])
@@ -129,7 +130,8 @@ class GraphTrial:
         return GraphDeployment(site.fleet, plan)
 
     async def bring_up(self, deployment: GraphDeployment, site: Site) -> None:
-        await deployment.load(await deployment.push(self._pieces, site.progress), site.links, site.encrypt)
+        await deployment.push(segment_weights(self._pieces, deployment.plan), site.progress)
+        await deployment.load(site.links, site.encrypt)
 
     async def measure(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
         """For latency requests one after the other; for throughput a full pipeline's seconds for each request."""
@@ -158,17 +160,15 @@ class Comparer:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
-        self._deployment: Workers | None = None
+        self._deployment: Deployment | None = None
 
     def device_changed(self, device: Device) -> None:
         """Fail what runs on a device that is gone, rather than wait for it."""
         deployment = self._deployment
-        if deployment is None or device.device_id not in {planned.device_id for planned in deployment.devices}:
+        if deployment is None or device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
             return
-        if device.health in ("dead", "busy") or device.state is None:
-            deployment.fail(DeviceLost(device=device.name, reason=device.reason or "its agent was restarted"))
-        elif (worker := device.failed_worker(deployment.deployment, deployment.epoch)) is not None:
-            deployment.fail(WorkerDied(device=device.name, reason=worker.failure))
+        if (error := loss_of(device, deployment, loaded=False)) is not None:
+            deployment.fail(error)
 
     async def compare(self, trial: Trial[P], plans: Sequence[P], site: Site, rounds: int) -> list[Comparison]:
         """Measure each plan; one that fails is reported, and the others still run. Cancelled, it stops its workers."""
@@ -223,7 +223,7 @@ def _timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
     return length, max(min(limits.new_tokens, context_tokens(plan) - length), 1)
 
 
-async def _seconds(deployment: Deployment, seed: int) -> float:
+async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
     """Run one step or request on random tokens."""
     import numpy as np
 

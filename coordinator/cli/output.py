@@ -30,8 +30,11 @@ def print_json(value: object) -> None:
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
-def handles_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """A user's mistake ends in one line on stderr (with `--json`: an object on stdout) and exit code 1, no traceback."""
+def handles_errors(command: Callable[P, R], contradiction_status: int = 1) -> Callable[P, R]:
+    """A user's mistake ends in one line on stderr (with `--json`: an object on stdout) and exit status 1, no traceback.
+
+    `contradiction_status` is for errors that another attempt cannot mend.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,7 +44,7 @@ def handles_errors(command: Callable[P, R]) -> Callable[P, R]:
             if kwargs.get("as_json"):
                 print_json(error_object(error))
             err.print(f"[red]error:[/] {error.explanation()} {error.next_step()}", soft_wrap=True)
-            raise typer.Exit(1) from None
+            raise typer.Exit(contradiction_status if error.contradiction else 1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

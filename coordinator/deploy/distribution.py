@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic
 
 from coordinator.deploy.spread import C, Spread
-from coordinator.deploy.workers import Member
 from coordinator.devices.fleet import Fleet
+from coordinator.plan.limits import Named
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.wire.messages import (
@@ -49,7 +49,7 @@ class Distribution(Generic[C]):
     """
 
     def __init__(
-        self, fleet: Fleet, devices: Sequence[Member], read: Callable[[C], bytes | memoryview], progress: Progress
+        self, fleet: Fleet, devices: Sequence[Named], read: Callable[[C], bytes | memoryview], progress: Progress
     ) -> None:
         self.sent_bytes = 0
         self.passed_bytes = 0

@@ -1,105 +1,73 @@
-"""What live devices take for each operator of a graph, and the links between them. Measures only what is not cached."""
+"""The cluster of an ONNX graph: what the devices take for each operator."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from pydantic import ValidationError
-
-from coordinator.devices.fleet import Fleet
-from coordinator.devices.profiling import Profiler, fully_linked, on_each
+from coordinator.devices.profiling import Profiler, Workload, compute_settings
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
-from hearth.errors import BadMessage, NoDevices
-from hearth.files import read_json, write_atomically
 from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
-from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled
+from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 
 _PROFILE_SECONDS = 240.0
 _CACHE_VERSION = 1
 
 
-class GraphProfiler:
-    """Measures through a fleet, and keeps results under `cache_dir`; `links` measures and keeps those."""
+def graph_workload(graph: Graph) -> Workload[GraphProfile]:
+    """All operators of a graph, without its weights."""
 
-    def __init__(self, fleet: Fleet, links: Profiler, cache_dir: Path, report: Callable[[str], None]) -> None:
-        self._fleet = fleet
-        self._links = links
-        self._cache_dir = cache_dir
-        self._report = report
+    def cache_name(device: Device) -> str:
+        key = json.dumps([_CACHE_VERSION, device.device_id, graph.fingerprint, compute_settings(device)])
+        return f"graph-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
-    async def cluster(self, devices: Sequence[Device], graph: Graph) -> GraphCluster:
-        """The profile of these devices for this graph. A device that fails while it is measured is left out.
+    return Workload(
+        title=graph.spec.name,
+        request=Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
+        result=GraphProfile,
+        cache_name=cache_name,
+        seconds=lambda profile: profile.run_seconds,
+        frames=lambda: _frames(graph),
+    )
 
-        Raises NoDevices when none is left; what went wrong, when it was the same everywhere.
-        """
-        await self._fleet.refresh_telemetry()
-        devices = [self._fleet.devices[device.device_id] for device in devices]
-        links = await self._links.measure_links(devices)
-        profiles, failures = await on_each(devices, lambda device: self._profile(device, graph))
-        if failures and not profiles:
-            raise next(iter(failures.values()))
-        for name, error in failures.items():
-            self._report(f"{name} is left out: {error}")
-        known = [device for device in devices if device.device_id in profiles and device.telemetry is not None]
-        connected = fully_linked([device.device_id for device in known], links)
-        known = [device for device in known if device.device_id in connected]
-        if not known:
-            raise NoDevices(seconds=0)
-        ids = [device.device_id for device in known]
-        per_device = [operator_seconds(graph.spec, profiles[each]) for each in ids]
-        return GraphCluster(
-            devices=tuple(
-                ClusterDevice(
-                    device_id=device.device_id,
-                    name=device.name,
-                    budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
-                    process_bytes=profile.process_bytes,
-                    load_bytes=profile.load_bytes,
-                    loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),
-                    run_bytes=profile.run_bytes,
-                    wire=profile.wire,
-                )
-                for device, profile in ((device, profiles[device.device_id]) for device in known)
-            ),
-            seconds=tuple(zip(*per_device, strict=True)),
-            bytes_per_second=tuple(
-                tuple(math.inf if a == b else links[a, b].bytes_per_second for b in ids) for a in ids
-            ),
-            latency_seconds=tuple(
-                tuple(0.0 if a == b else links[a, b].round_trip_seconds / 2 for b in ids) for a in ids
-            ),
-            measured=True,
-        )
 
-    async def _profile(self, device: Device, graph: Graph) -> GraphProfile:
-        telemetry = device.telemetry
-        settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-        key = json.dumps([_CACHE_VERSION, device.device_id, graph.fingerprint, settings])
-        path = self._cache_dir / f"graph-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        try:
-            return GraphProfile.model_validate(read_json(path))
-        except ValidationError:
-            pass
-        self._report(f"profiling {graph.spec.name} on {device.name}")
-        reply = await self._fleet.call(
-            device.device_id,
-            Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
-            await asyncio.to_thread(_frames, graph),
-            timeout_seconds=_PROFILE_SECONDS + 10.0,
-        )
-        if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, GraphProfile):
-            raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
-        write_atomically(path, reply.message.result.model_dump_json())
-        return reply.message.result
+async def graph_cluster(
+    profiler: Profiler, devices: Sequence[Device], graph: Graph, workload: Workload[GraphProfile]
+) -> GraphCluster:
+    """Raises as `Profiler.measure` does."""
+    measured = await profiler.measure(devices, workload)
+    ids = [device.device_id for device in measured.devices]
+    links = measured.links
+    per_device = [
+        [profiler.factor(each) * seconds for seconds in operator_seconds(graph.spec, measured.results[each])]
+        for each in ids
+    ]
+    return GraphCluster(
+        devices=tuple(_device(device, measured.results[device.device_id]) for device in measured.devices),
+        seconds=tuple(zip(*per_device, strict=True)),
+        bytes_per_second=tuple(tuple(math.inf if a == b else links[a, b].bytes_per_second for b in ids) for a in ids),
+        latency_seconds=tuple(tuple(0.0 if a == b else links[a, b].round_trip_seconds / 2 for b in ids) for a in ids),
+        measured=True,
+    )
+
+
+def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
+    return ClusterDevice(
+        device_id=device.device_id,
+        name=device.name,
+        budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
+        process_bytes=profile.process_bytes,
+        load_bytes=profile.load_bytes,
+        loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),
+        run_bytes=profile.run_bytes,
+        wire=profile.wire,
+    )
 
 
 def _frames(graph: Graph) -> list[bytes]:

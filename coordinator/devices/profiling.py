@@ -1,4 +1,7 @@
-"""Collects the cluster's profile: telemetry, block latencies, links. Measures only what is not cached."""
+"""Measures what planners must know: the links between devices, and how fast each computes a model. Results are cached.
+
+The kinds of model say what to measure and make their cluster of it (`block_profiling`, `graph_profiling`).
+"""
 
 from __future__ import annotations
 
@@ -6,40 +9,53 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from coordinator.devices.fleet import Fleet
-from coordinator.devices.pooling import pooled
 from coordinator.devices.registry import Device
-from hearth.errors import BadMessage, HearthError, NoDevices, UnsupportedWeights
+from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.files import read_json, write_atomically
-from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
-from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
-from hearth.wire.messages import (
-    BlocksOf,
-    Done,
-    LinkMeasured,
-    MeasureLink,
-    OpenLinkProbe,
-    Profile,
-    Profiled,
-)
+from hearth.plan.profile import Link
+from hearth.wire.messages import Done, LinkMeasured, MeasureLink, OpenLinkProbe, Profile, Profiled
 
 # A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
 LINK_CACHE_SECONDS = 3600.0
 _LINK_BYTES = 64 << 20  # at most this much per ordered pair
 _LINK_SECONDS = 1.0
-_PROFILE_SECONDS = 120.0  # torch's import and 20 measured points on the slowest board
-_LATE_SECONDS = 30.0  # by which the wait for an agent exceeds its own for the profiler
-_CACHE_VERSION = 2
+_LATE_SECONDS = 10.0  # added to the agent's own limit, so that its error, which says more, comes first
+_LINK_CACHE_VERSION = 2
 
 Report = Callable[[str], None]
-_T = TypeVar("_T")
+T = TypeVar("T")
+R = TypeVar("R", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Workload(Generic[R]):
+    """A model to be measured on devices."""
+
+    title: str  # for people
+    request: Profile
+    result: type[R]
+    cache_name: Callable[[Device], str]  # changes with everything that the result depends on
+    seconds: Callable[[R], float]  # that a device takes, to compare two results by
+    frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a thread
+    check: Callable[[Device], None] = lambda device: None  # raises where a device cannot run the model
+
+
+@dataclass(frozen=True)
+class Measured(Generic[R]):
+    """Devices whose result and links are all known; `results` by device id, `links` by (source, target)."""
+
+    devices: tuple[Device, ...]
+    results: Mapping[str, R]
+    links: Mapping[tuple[str, str], Link]
 
 
 class Profiler:
@@ -50,63 +66,48 @@ class Profiler:
         self._cache_dir = cache_dir
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
-        self._factors: dict[str, float] = {}  # of devices that drifted since their blocks were measured
+        self._factors: dict[str, float] = {}  # of devices that drifted since they were measured
 
-    async def cluster(self, devices: Sequence[Device], spec: ModelSpec, seq_len: int) -> ClusterProfile:
-        """The profile of these devices for this model. A device that fails while it is measured is left out.
+    async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> Measured[R]:
+        """Telemetry, links and the workload of these devices. A device that fails meanwhile is left out.
 
-        Raises NoDevices when none is left, or UnsupportedWeights where that is why.
+        Raises NoDevices when none is left, or the error of the first where every device failed.
         """
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
         links = await self.measure_links(devices)
-        measured, failures = await on_each(devices, lambda device: self._profile(device, spec, seq_len))
+        results, failures = await on_each(devices, lambda device: self._result(device, workload))
+        if failures and not results:
+            raise next(iter(failures.values()))
         for name, error in failures.items():
             self._report(f"{name} is left out: {error}")
-        blocks = pooled(measured)
-        profiles = tuple(
-            DeviceProfile(
-                device_id=device.device_id,
-                name=device.name,
-                budget_bytes=device.telemetry.memory_budget_bytes,
-                blocks=blocks[device.device_id].scaled(self.factor(device.device_id)),
-            )
-            for device in devices
-            if device.device_id in blocks and device.telemetry is not None
-        )
-        connected = fully_linked([profile.device_id for profile in profiles], links)
-        profiles = tuple(profile for profile in profiles if profile.device_id in connected)
-        if not profiles:
-            unsupported = (error for error in failures.values() if isinstance(error, UnsupportedWeights))
-            raise next(unsupported, NoDevices(seconds=0))
-        return ClusterProfile(
-            devices=profiles,
-            links=tuple(link for link in links.values() if {link.source, link.target} <= connected),
-        )
+        known = [device for device in devices if device.device_id in results and device.telemetry is not None]
+        connected = fully_linked([device.device_id for device in known], links)
+        known = [device for device in known if device.device_id in connected]
+        if not known:
+            raise NoDevices(seconds=0)
+        links = {pair: link for pair, link in links.items() if connected.issuperset(pair)}
+        return Measured(tuple(known), {device.device_id: results[device.device_id] for device in known}, links)
 
-    # ---- blocks ---------------------------------------------------------------------------------------------------
-
-    async def _profile(self, device: Device, spec: ModelSpec, seq_len: int) -> BlockProfile:
-        if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
-            raise UnsupportedWeights(
-                device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
-            )
-        path = self._cache_dir / f"blocks-{_blocks_key(device, spec, seq_len)}.json"
+    async def _result(self, device: Device, workload: Workload[R]) -> R:
+        workload.check(device)
+        path = self._cache_dir / workload.cache_name(device)
         try:
-            return BlockProfile.model_validate(read_json(path))
+            return workload.result.model_validate(read_json(path))
         except ValidationError:
             pass
-        self._report(f"profiling {spec.name} on {device.name}")
-        blocks = await self._measure_blocks(device, spec, seq_len)
-        write_atomically(path, blocks.model_dump_json())
-        return blocks
+        self._report(f"profiling {workload.title} on {device.name}")
+        result = await self._ask(device, workload)
+        write_atomically(path, result.model_dump_json())
+        return result
 
-    async def _measure_blocks(self, device: Device, spec: ModelSpec, seq_len: int) -> BlockProfile:
-        request = Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS)
-        answer = await self._fleet.ask(device.device_id, request, Profiled, _PROFILE_SECONDS + _LATE_SECONDS)
-        if not isinstance(answer.result, BlockProfile):
-            raise BadMessage(reason=f"{device.name} measured something else than blocks")
-        return answer.result
+    async def _ask(self, device: Device, workload: Workload[R]) -> R:
+        frames = await asyncio.to_thread(workload.frames)
+        seconds = workload.request.timeout_seconds + _LATE_SECONDS
+        reply = await self._fleet.call(device.device_id, workload.request, frames, timeout_seconds=seconds)
+        if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):
+            raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
+        return reply.message.result
 
     # ---- drift ----------------------------------------------------------------------------------------------------
 
@@ -115,18 +116,17 @@ class Profiler:
         return self._factors.get(device_id, 1.0)
 
     def scale_device(self, device_id: str, factor: float) -> None:
-        """A device has become slower (above 1) or faster: its curves are handed out times `factor` from now on."""
+        """A device has become slower (above 1) or faster: what it takes is multiplied by `factor` from now on."""
         self._factors[device_id] = self.factor(device_id) * factor
 
-    async def look_again(self, device: Device, spec: ModelSpec, seq_len: int) -> None:
-        """Measure how far a device is from its cached profile now. It should be idle otherwise."""
-        cached = await self._profile(device, spec, seq_len)
-        fresh = await self._measure_blocks(device, spec, seq_len)
-        before, now = (blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size) for blocks in (cached, fresh))
+    async def look_again(self, device: Device, workload: Workload[R]) -> None:
+        """Measure how far a device is from its cached result now. It should be idle otherwise."""
+        before = workload.seconds(await self._result(device, workload))
+        now = workload.seconds(await self._ask(device, workload))
         self._factors[device.device_id] = now / before if before > 0 and now > 0 else 1.0
 
     def forget_links(self, device_ids: Collection[str]) -> None:
-        """Have the links between these devices measured anew."""
+        """Measure the links between these devices again when they are needed next."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
             self._link_path(*pair).unlink(missing_ok=True)
@@ -188,12 +188,12 @@ class Profiler:
         return True
 
     def _link_path(self, source: str, target: str) -> Path:
-        return self._cache_dir / f"link-{_digest(source, target)}.json"
+        return self._cache_dir / f"link-{digest(_LINK_CACHE_VERSION, source, target)}.json"
 
 
 async def on_each(
-    devices: Sequence[Device], measure: Callable[[Device], Awaitable[_T]]
-) -> tuple[dict[str, _T], dict[str, HearthError]]:
+    devices: Sequence[Device], measure: Callable[[Device], Awaitable[T]]
+) -> tuple[dict[str, T], dict[str, HearthError]]:
     """Measure all devices at once, but agents on one machine in turn: they would slow each other down.
 
     What was measured, by device id; and what failed, by the device's name.
@@ -202,7 +202,7 @@ async def on_each(
     for device in devices:
         host = device.telemetry.host_id if device.telemetry else device.device_id
         by_host.setdefault(host, []).append(device)
-    result: dict[str, _T] = {}
+    result: dict[str, T] = {}
     failures: dict[str, HearthError] = {}
 
     async def one_host(group: list[Device]) -> None:
@@ -216,18 +216,14 @@ async def on_each(
     return result, failures
 
 
-def _digest(*parts: object) -> str:
-    return hashlib.sha256(json.dumps([_CACHE_VERSION, *map(str, parts)]).encode()).hexdigest()[:24]
+def digest(version: int, *parts: object) -> str:
+    """Of everything that a cached result depends on, for its file name."""
+    return hashlib.sha256(json.dumps([version, *map(str, parts)]).encode()).hexdigest()[:24]
 
 
-def _blocks_key(device: Device, spec: ModelSpec, seq_len: int) -> str:
-    """What the latencies depend on: the shape (not the name or the depth), the device and how it computes."""
-    # Small decoders stay in the cache from one token to the next: there the depth counts.
-    depth = set() if spec.causal else {"num_layers"}
-    shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
-    telemetry = device.telemetry
-    settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-    return _digest(device.device_id, shape, seq_len, settings)
+def compute_settings(device: Device) -> tuple[object, ...]:
+    """How a device computes, as far as latencies depend on it."""
+    return (device.telemetry.num_threads, device.telemetry.compute_device) if device.telemetry else ()
 
 
 def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:
@@ -245,7 +241,7 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
     return [members for _, members in rounds]
 
 
-def fully_linked(device_ids: Sequence[str], links: dict[tuple[str, str], Link]) -> set[str]:
+def fully_linked(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:
     """The devices that are left when each one with an unmeasured link is dropped, worst first."""
     left = set(device_ids)
     while True:

@@ -39,6 +39,8 @@ class CoordinatorSettings(BaseModel):
     settle_seconds: float = Field(default=2.0, ge=0, le=600)
     # A first plan waits until this many devices are there.
     min_devices: int = Field(default=1, ge=1, le=256)
+    # Seconds that running requests get to finish before a stop or a change of plan; systemd waits 90 for a stop.
+    drain_seconds: float = Field(default=10.0, ge=0, le=3600)
     # Off: activations travel in the clear between workers (a random plan token still guards them). For measuring.
     encrypt_data_plane: bool = True
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from hearth.plan.plan import TransformerPlan
+from hearth.plan.plan import Plan
 
 BASELINE_STEPS = 5  # counted steps that say what is normal for this plan on these devices
 SUSTAINED_STEPS = 5  # counted steps in a row for which a drift must last: a household is busy for seconds now and then
@@ -35,12 +35,12 @@ class Finding:
 
 
 class DriftMonitor:
-    """Compares the steps of one deployed plan with its predictions, and with its own first steps.
+    """Compares the steps (or requests) of one deployed plan with its predictions, and with its own first ones.
 
     Only the change of measured/predicted counts, not its level: a systematic error of the simulator is no drift.
     """
 
-    def __init__(self, plan: TransformerPlan) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.finding: Finding | None = None  # what is so after the latest step
         self._plan = plan
         self._is_first = True
@@ -53,23 +53,23 @@ class DriftMonitor:
         self._total = _Ratio()
         self._compute_drifted = self._total_drifted = 0  # counted steps in a row
 
-    def observe(self, num_rows: int, compute_seconds: Sequence[float], step_seconds: float) -> Finding | None:
-        """Take one step: its rows, each rank's busy time, its whole time. Returns the finding while there is one.
+    def observe(self, share: float, compute_seconds: Sequence[float], total_seconds: float | None) -> Finding | None:
+        """Take one step or request: each rank's busy time, and its whole time if it did not wait for others.
 
-        Times are predicted for `seq_len` rows and scaled by the rows, so that steps of less than half of them say too
-        little; so does the first, which warms up. A rank that reports no time is left out.
+        `share` is its size relative to the predicted one. Less than half of that says too little; so does the first, which
+        warms up. A rank that reports no time is left out. Returns the finding while there is one.
         """
-        if 2 * num_rows < self._plan.body.seq_len:
+        if share < 0.5:
             return self.finding
         if self._is_first:
             self._is_first = False
             return None
-        share = num_rows / self._plan.body.seq_len
         for device, seconds in zip(self._plan.devices, compute_seconds, strict=True):
             self._devices[device.device_id].add(seconds, device.compute_seconds * share)
-        self._total.add(step_seconds, self._plan.predicted.latency_seconds * share)
         self._compute_drifted = self._compute_drifted + 1 if self._has_compute_drifted() else 0
-        self._total_drifted = self._total_drifted + 1 if abs(self._total.change) > math.log(TOTAL_DRIFT) else 0
+        if total_seconds is not None:
+            self._total.add(total_seconds, self._plan.predicted.latency_seconds * share)
+            self._total_drifted = self._total_drifted + 1 if abs(self._total.change) > math.log(TOTAL_DRIFT) else 0
         self.finding = self._judge()
         return self.finding
 

@@ -1,4 +1,4 @@
-"""Answers that come token by token: requests become sequences on what is deployed, and outlive it when it fails."""
+"""Answers that come token by token: requests become sequences on the deployment, and outlive it when it fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from coordinator.serve.goal import Model
 from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer, read_generation_defaults
@@ -60,16 +60,16 @@ class Deployed(Protocol):
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]: ...
 
 
-class Host(Protocol):
-    """Who deploys (see `coordinator.serve.transformer`)."""
+D = TypeVar("D", bound=Deployed)
 
-    async def deployed(self, timeout_seconds: float) -> Deployed:
-        """What is served, once something is. Raises NotServing."""
 
-    def serves(self, deployment: Deployed) -> bool:
-        """Whether it is still this one."""
+class Host(Protocol[D]):
+    """Admits requests to the present deployment (see `coordinator.serve.requests`)."""
 
-    def failed_on(self, deployment: Deployed, error: HearthError) -> None:
+    def place(self, timeout_seconds: float) -> AbstractAsyncContextManager[D]:
+        """A place on the deployment. Raises NotServing, QueueFull, DeadlineExceeded while it waits for one."""
+
+    def failed_on(self, deployment: D, error: HearthError) -> None:
         """A request got this error from it."""
 
 
@@ -135,17 +135,13 @@ async def warm_up(deployment: Deployed) -> None:
             pass
 
 
-class Generations:
-    """All requests that generate, at most `limit` at once. They run side by side: rank 0 batches them.
+class Generations(Generic[D]):
+    """All requests that generate, at most `limit` at once. They run side by side: rank 0 batches them."""
 
-    `stepping` is held while any runs, so that neither a better plan nor a measurement comes in between.
-    """
-
-    def __init__(self, host: Host, stepping: asyncio.Lock, limit: int) -> None:
+    def __init__(self, host: Host[D], limit: int) -> None:
         self.num_running = 0
+        self.limit = min(limit, _MAX_AT_ONCE)
         self._host = host
-        self._hold = _SharedHold(stepping)
-        self._limit = min(limit, _MAX_AT_ONCE)
 
     async def run(
         self, model: TextModel, request: Generate, token_ids: np.ndarray[Any, Any] | None
@@ -155,8 +151,8 @@ class Generations:
         Without `max_tokens` the answer has at most what generation_config.json says, else 512 tokens, and no more than the
         context has room for. Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
-        if self.num_running >= self._limit:
-            raise QueueFull(limit=self._limit)
+        if self.num_running >= self.limit:
+            raise QueueFull(limit=self.limit)
         self.num_running += 1
         try:
             began = asyncio.get_running_loop().time()
@@ -177,14 +173,11 @@ class Generations:
         """Up to the end of the answer, on one plan after the other if need be."""
         loop = asyncio.get_running_loop()
         num_failures = 0
-        answer.left(answer.model.spec.max_positions)  # a prompt that can never fit is told before a wait
+        answer.left(answer.model.spec.max_positions)  # a prompt that can never fit is refused before a wait
         while answer.reason is None:
-            deployment = await self._host.deployed(deadline - loop.time())
-            async with self._hold:
-                if not self._host.serves(deployment):
-                    continue  # another plan came while this waited
+            async with self._host.place(deadline - loop.time()) as deployment:
                 max_tokens = answer.left(context_tokens(deployment.plan))
-                if max_tokens == 0:  # only the word that it had ended was lost
+                if max_tokens == 0:  # only the message of its end was lost
                     answer.reason = "stop" if answer.stopped else "length"
                     return
                 async with aclosing(answer.on(deployment, max_tokens, deadline)) as events:
@@ -294,27 +287,6 @@ class _Answer:
             first_token_seconds=max(first, 0.0),
             decode_seconds=others,
         )
-
-
-class _SharedHold(AbstractAsyncContextManager["_SharedHold"]):
-    """A lock that any number may hold together; its other users wait until all have let go."""
-
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self._lock = lock
-        self._entering = asyncio.Lock()  # only the first takes the lock, and the others wait for it to have it
-        self._num_holders = 0
-
-    async def __aenter__(self) -> _SharedHold:
-        async with self._entering:
-            if self._num_holders == 0:
-                await self._lock.acquire()
-            self._num_holders += 1
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._num_holders -= 1
-        if self._num_holders == 0:
-            self._lock.release()
 
 
 def _too_late(request: Generate) -> DeadlineExceeded:

@@ -7,15 +7,11 @@ idle, settling (which devices are there?), profiling, planning, pushing weights,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from hearth.errors import HearthError
-from hearth.plan.plan import GraphPlan, TransformerPlan
-
-Phase = Literal[
-    "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
-]  # fmt: skip
-AnyPlan: TypeAlias = TransformerPlan | GraphPlan
+from hearth.plan.plan import Plan
+from hearth.wire.messages import Phase
 
 RETRY_SECONDS = 2.0  # after a failure: long enough not to flood the log, short beside what planning and loading take
 HISTORY_LENGTH = 50  # moves that are kept: several recoveries, each of about eight moves
@@ -29,7 +25,7 @@ _BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming
 class GoalSet:
     """A model is to be served; by `plan` if its devices come, as after a power cut."""
 
-    plan: AnyPlan | None = None
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class DevicesProfiled:
 
 @dataclass(frozen=True)
 class PlanMade:
-    plan: AnyPlan
+    plan: Plan
     last_epoch: int
 
 
@@ -86,7 +82,7 @@ class WarmedUp:
 class BetterPlanMade:
     """The background found a plan that is worth a change from the deployment `epoch`."""
 
-    plan: AnyPlan
+    plan: Plan
     epoch: int
     last_epoch: int
 
@@ -139,7 +135,7 @@ Event: TypeAlias = (
 class AwaitDevices:
     """Wait for the devices of a saved plan."""
 
-    plan: AnyPlan
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -167,12 +163,12 @@ class MakePlan:
 class Save:
     """Write the goal, the plan and its epoch to disk, before any device sees that epoch."""
 
-    plan: AnyPlan
+    plan: Plan
 
 
 @dataclass(frozen=True)
 class Push:
-    plan: AnyPlan
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -254,9 +250,9 @@ class Lifecycle:
 
     drain_seconds: float
     phase: Phase = "idle"
-    plan: AnyPlan | None = None  # of the deployment that is brought up, serves or drains
-    saved: AnyPlan | None = None  # tried first, once
-    following: AnyPlan | None = None  # while draining: what is deployed next; None: nothing
+    plan: Plan | None = None  # of the deployment that is brought up, serves or drains
+    saved: Plan | None = None  # tried first, once
+    following: Plan | None = None  # while draining: what is deployed next; None: nothing
     last_epoch: int = 0  # of all deployments of this home so far
     has_served: bool = False
     finished: bool = False  # nothing more happens
@@ -301,7 +297,7 @@ def _move(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Action
     def to(phase: Phase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
         return replace(state, phase=phase, **changes), actions
 
-    def deploy(plan: AnyPlan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:
+    def deploy(plan: Plan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:
         epoch = max(state.last_epoch, last_epoch) + 1
         plan = plan.with_epoch(epoch)
         return to("pushing", *first, Save(plan), Push(plan), plan=plan, saved=None, following=None, last_epoch=epoch)

@@ -7,32 +7,32 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
 
 import zmq.asyncio
 
 import hearth
 from coordinator.deploy.distribution import Progress
-from coordinator.deploy.graph import Inference
 from coordinator.devices.fleet import Fleet
+from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.apps import AppRegistry
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.graph import GraphServer
-from coordinator.serve.state import Goal, GraphGoal, StateFile
-from coordinator.serve.transformer import Answer, Server
-from hearth.errors import AppRevoked, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
-from hearth.plan.plan import Plan, is_graph_plan, is_transformer_plan
+from coordinator.serve.controller import Controller
+from coordinator.serve.kind import Tools
+from coordinator.serve.state import Goal, StateFile
+from hearth.errors import AppRevoked, BadPlan, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
+from hearth.plan.plan import Plan
 from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
-from hearth.wire.framing import pack_array, pack_arrays, unpack_array
 from hearth.wire.messages import (
     AddApp,
     AppList,
+    ClientRequest,
     CoordinatorWelcome,
     DeviceList,
     Done,
@@ -44,25 +44,22 @@ from hearth.wire.messages import (
     GetStatus,
     Hello,
     Infer,
-    Inferred,
     ListApps,
     ListDevices,
     Message,
     Readiness,
     RevokeApp,
     Status,
-    Vectors,
+    WireStats,
 )
-from hearth.wire.rpc import Caller, Reply, Response, RpcServer
-
-if TYPE_CHECKING:
-    import numpy as np
+from hearth.wire.rpc import Caller, Response, RpcServer
 
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
+_INFERENCE = (Embed, GetHiddenStates, Generate, GetModelInfo, Infer)
 # What an app's key may ask; everything else takes an admin's.
-_FOR_APPS = (Hello, GetReadiness, Embed, GetHiddenStates, Generate, GetModelInfo, Infer)
+_FOR_APPS = (Hello, GetReadiness, *_INFERENCE)
 
 
 class Service:
@@ -86,24 +83,21 @@ class Service:
             static_devices=settings.devices,
             on_change=self._device_changed,
         )
-        self._served: Server | GraphServer | None = None  # from `run` on
+        self._profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
+        self._deployments: dict[str, Controller] = {}
         self._report = report
         self._progress = progress
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
-        """Serve until SIGTERM or SIGINT; without a goal, what was served last. Raises NotServing when that is nothing,
-        what `Server.start` raises, PortInUse."""
-        stop = asyncio.Event()
+        """Serve until SIGTERM or SIGINT; without a goal, what was served last. A second signal ends running requests.
+
+        Raises NotServing where nothing was served before, what `Controller` and its `run` raise, PortInUse.
+        """
+        notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        notifier = Notifier(os.environ)
-        if goal is None:
-            saved = StateFile(self._settings.state_dir).load().deployments.get(DEFAULT_DEPLOYMENT)
-            goal, plan = (saved.goal, saved.plan) if saved is not None else (None, None)
-        if goal is None:
-            raise NotServing(state="nothing was served here before")
-        self._start(goal, plan)
+            loop.add_signal_handler(number, self._stop, notifier)
+        self._open(goal, plan)
         async with AsyncExitStack() as stack:
             context = zmq.asyncio.Context()
             stack.callback(context.destroy, linger=0)
@@ -125,43 +119,45 @@ class Service:
                 await advertiser.start()
                 stack.push_async_callback(advertiser.stop)
             await stack.enter_async_context(self._fleet)
-            stack.push_async_callback(self._server.close)
             self._report(f"listening on port {server.port}")
             notifier.send("READY=1")
-            tasks: list[asyncio.Task[None]] = [
-                asyncio.create_task(self._server.run()),
-                asyncio.create_task(self._watchdog(notifier)),
-            ]
-            stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
+            serving = asyncio.gather(*(deployment.run() for deployment in self._deployments.values()))
+            watchdog = asyncio.create_task(self._watchdog(notifier))
+            waits: set[asyncio.Future[Any]] = {serving, watchdog}
             try:
-                waits: set[asyncio.Task[Any]] = {*tasks, stopped}
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in tasks:
-                    if task.done():
-                        task.result()
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for ended in done:
+                    ended.result()
             finally:
                 notifier.send("STOPPING=1")
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
 
-    def _start(self, goal: Goal, plan: Plan | None) -> None:
-        """Serve what kind of model it is. A plan of the other kind is for something else, and is left aside."""
-        if isinstance(goal, GraphGoal):
-            graphs = self._served = GraphServer(self._settings, self._fleet, self._report, self._progress)
-            graphs.start(goal, plan if is_graph_plan(plan) else None)
-        else:
-            server = self._served = Server(self._settings, self._fleet, self._report, self._progress)
-            server.start(goal, plan if is_transformer_plan(plan) else None)
+    def _open(self, goal: Goal | None, plan: Plan | None) -> None:
+        state = StateFile(self._settings.state_dir)
+        tools = Tools(self._fleet, self._profiler, self._settings, state, self._report, self._progress)
+        if goal is not None:
+            self._deployments[DEFAULT_DEPLOYMENT] = Controller(DEFAULT_DEPLOYMENT, goal, plan, tools)
+            return
+        for name, saved in state.load().deployments.items():
+            try:
+                self._deployments[name] = Controller(name, saved.goal, saved.plan, tools)
+            except BadPlan as error:  # it was to be kept, but the model has changed since
+                self._report(f"the plan of {saved.goal.path} is not used any more: {error.reason}")
+                goal = saved.goal.model_copy(update={"keep_plan": False})
+                self._deployments[name] = Controller(name, goal, None, tools)
+        if not self._deployments:
+            raise NotServing(state="nothing was served here before")
 
-    @property
-    def _server(self) -> Server | GraphServer:
-        assert self._served is not None
-        return self._served
+    def _stop(self, notifier: Notifier) -> None:
+        notifier.send("STOPPING=1")
+        for deployment in self._deployments.values():
+            deployment.stop()
 
     def _device_changed(self, device: Device) -> None:
-        if self._served is not None:
-            self._served.device_changed(device)
+        for deployment in self._deployments.values():
+            deployment.device_changed(device)
 
     async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the client."""
@@ -171,22 +167,23 @@ class Service:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
             return CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
         if isinstance(message, GetReadiness):
-            model = self._server.goal.path if self._server.goal else ""
-            return Readiness(ready=self._server.ready, state=self._server.state, model=model[-256:])
-        if isinstance(message, Embed):
-            return _reply(await self._transformer().embed(message.texts, message.timeout_seconds, message.trace))
-        if isinstance(message, GetHiddenStates):
-            return _reply(await self._transformer().hidden_states(_token_ids(payload), message.timeout_seconds))
-        if isinstance(message, GetModelInfo):
-            return self._graph().info()
-        if isinstance(message, Infer):
-            return _inferred(await self._graph().infer(message, payload))
-        if isinstance(message, Generate):
-            return self._generate(message, payload)
+            deployment = self._addressed(message)
+            return Readiness(
+                deployment=deployment.name,
+                ready=deployment.ready,
+                state=deployment.state,
+                model=deployment.goal.path[-256:],
+            )
+        if isinstance(message, _INFERENCE):
+            deployment = self._addressed(message)
+            answer = deployment.kind.handlers.get(type(message))
+            if answer is None:
+                raise BadRequest(reason=deployment.kind.usage)
+            return await answer(message, payload)
         if isinstance(message, ListDevices):
             return await self._devices()
         if isinstance(message, GetStatus):
-            return self._status()
+            return self._status(self._addressed(message))
         if isinstance(message, AddApp):
             self._apps.add(message.name, message.public_key)
             return Done()
@@ -215,64 +212,45 @@ class Service:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    async def _generate(self, message: Generate, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
-        async with aclosing(self._transformer().generate(message, _token_ids(payload) if payload else None)) as parts:
-            async for part in parts:
-                yield Reply(part)
-
-    def _transformer(self) -> Server:
-        if isinstance(self._server, GraphServer):
-            raise BadRequest(reason="the model is a graph of operators; ask it with `hearth infer` or home.infer()")
-        return self._server
-
-    def _graph(self) -> GraphServer:
-        if not isinstance(self._server, GraphServer):
-            raise BadRequest(
-                reason="the model is a transformer; it embeds (home.embed()) or generates (home.generate())"
-            )
-        return self._server
+    def _addressed(self, message: ClientRequest) -> Controller:
+        """The deployment that a request names; else one that takes such requests."""
+        found = list(self._deployments.values())
+        if message.deployment is None:
+            return next((each for each in found if type(message) in each.kind.handlers), found[0])
+        if message.deployment not in self._deployments:
+            there = ", ".join(self._deployments)
+            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; there are: {there}")
+        return self._deployments[message.deployment]
 
     async def _devices(self) -> DeviceList:
         await self._fleet.refresh_telemetry()
         return DeviceList(
             devices=tuple(self._fleet.infos()),
-            links=tuple(self._server.profiler.links.values()),
+            links=tuple(self._profiler.links.values()),
         )
 
-    def _status(self) -> Status:
-        server = self._server
+    def _status(self, deployment: Controller) -> Status:
+        requests, running = deployment.requests, deployment.deployment
         return Status(
             name=self._settings.name,
             version=hearth.__version__,
-            state=server.state,
-            model_path=server.goal.path if server.goal else "",
-            plan=server.plan,
-            queued_requests=server.queued,
-            served_requests=server.served,
-            failed_requests=server.failed,
-            last_error=server.last_error,
-            last_latency_seconds=server.last_latency_seconds,
-            wire=server.wire,
-            dropped_messages=server.dropped_messages,
+            deployment=deployment.name,
+            phase=deployment.lifecycle.phase,
+            state=deployment.state,
+            history=deployment.history(),
+            model_path=deployment.goal.path,
+            plan=deployment.plan,
+            queued_requests=requests.admission.waiting,
+            served_requests=requests.served,
+            failed_requests=requests.failed,
+            last_error=requests.last_error,
+            last_latency_seconds=requests.last_latency_seconds,
+            wire=running.wire if running else WireStats(),
+            dropped_messages=running.dropped_messages if running else 0,
         )
 
     async def _watchdog(self, notifier: Notifier) -> None:
         while True:
-            notifier.send("WATCHDOG=1", f"STATUS={self._server.state}"[:200])
+            state = "; ".join(deployment.state for deployment in self._deployments.values())
+            notifier.send("WATCHDOG=1", f"STATUS={state}"[:200])
             await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
-
-
-def _token_ids(payload: Sequence[Any]) -> np.ndarray[Any, Any]:
-    if len(payload) != 2:
-        raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
-    return unpack_array(payload)
-
-
-def _reply(answer: Answer) -> Reply:
-    message = Vectors(latency_seconds=answer.latency_seconds, num_tokens=answer.num_tokens, traces=answer.traces)
-    return Reply(message, pack_array(answer.vectors))
-
-
-def _inferred(result: Inference) -> Reply:
-    message = Inferred(names=tuple(result.outputs), latency_seconds=result.latency_seconds, traces=result.traces)
-    return Reply(message, pack_arrays(result.outputs))

@@ -35,6 +35,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
+def format_age(seconds: float) -> str:
+    """Time that has passed, roughly: `12 s`, `3 min`, `5 h`, `2 days`."""
+    for scale, unit in ((1, "s"), (60, "min"), (3600, "h")):
+        if seconds < (120 if unit == "s" else 7200 if unit == "min" else 172_800):
+            return f"{seconds / scale:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} days"
+
+
 def format_rate(bytes_per_second: float) -> str:
     """Links are sold in bits: `125 Mbit/s`."""
     mbit = bytes_per_second * 8 / 1e6

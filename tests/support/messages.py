@@ -45,6 +45,7 @@ _WORKER = m.WorkerStatus(state="ready", epoch=3, peak_bytes=1 << 30)
 _ASKED = {"request_id": "r1", "deployment": "minilm"}
 _ARRAY = m.ArrayInfo(name="x", dtype="float32", shape=(1, 3, 224, 224))
 _SAMPLING = m.Sampling(temperature=0.7, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1, seed=7)
+_MOVE = m.PhaseEntered(phase="failed", cause="No device answered.", seconds_ago=12.5, times=3)
 
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(name="client"),
@@ -159,8 +160,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.GetStatus(**_ASKED),
     m.Status(
-        name="home", version="0.1.0", state="serving", model_path="/srv/minilm", plan=_PLAN, queued_requests=0,
-        served_requests=5, failed_requests=1, last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0,
+        name="home", version="0.1.0", phase="serving", state="serving", history=(_MOVE,),
+        model_path="/srv/minilm", plan=_PLAN, queued_requests=0, served_requests=5, failed_requests=1,
+        last_error="", last_latency_seconds=0.25, wire=_WIRE, dropped_messages=0,
     ),
     m.AddApp(**_ASKED, name="lamp", public_key=_KEY),
     m.RevokeApp(**_ASKED, name="lamp"),

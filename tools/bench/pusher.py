@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import coordinator.serve.service  # noqa: F401 (its memory counts)
-from coordinator.deploy.transformer import Deployment
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import read_spec
@@ -44,7 +44,7 @@ class Pusher:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._fleet: Fleet = self._run(self._opened(home, address))
-        self._deployment: Deployment | None = None
+        self._deployment: TransformerDeployment | None = None
         self._epoch = 0
 
     def devices(self, names: list[str]) -> dict[str, Any]:
@@ -97,9 +97,10 @@ class Pusher:
         return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
 
     async def _push(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
-        deployment = Deployment(self._fleet, plan_from_json(plan, TransformerPlan))
+        parsed = plan_from_json(plan, TransformerPlan)
+        deployment = TransformerDeployment(self._fleet, parsed)
         began = time.perf_counter()
-        await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
+        await deployment.push(shard_weights(model_dir, parsed, cache_dir), lambda device, done, total: None)
         return {
             "seconds": time.perf_counter() - began,
             "sent_bytes": deployment.sent_bytes,
@@ -109,19 +110,19 @@ class Pusher:
     async def _load(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
         self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
         parsed = plan_from_json(plan, TransformerPlan).with_epoch(self._epoch)
-        deployment = Deployment(self._fleet, parsed)
-        chunks = await deployment.push(model_dir, cache_dir, lambda device, done, total: None)
+        deployment = TransformerDeployment(self._fleet, parsed)
+        await deployment.push(shard_weights(model_dir, parsed, cache_dir), lambda device, done, total: None)
         ids = [device.device_id for device in parsed.devices]
         links = {
             (a, b): Link(source=a, target=b, bytes_per_second=1e7, round_trip_seconds=1e-3)
             for a, b in permutations(ids, 2)
         }
-        await deployment.load(chunks, links, encrypt=True)
+        await deployment.load(links, encrypt=True)
         self._deployment = deployment
         states = self._fleet.devices
 
         def all_told() -> bool:
-            found = [states[device].worker(deployment.deployment) for device in ids]
+            found = [states[device].worker(deployment.name) for device in ids]
             return all(
                 worker is not None and (worker.state, worker.epoch) == ("ready", self._epoch) for worker in found
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -23,7 +24,7 @@ from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
 
 
-@handles_errors
+@partial(handles_errors, contradiction_status=2)  # at which systemd does not start it again
 def serve(
     command: typer.Context,
     model: Annotated[

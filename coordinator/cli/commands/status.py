@@ -5,10 +5,12 @@ from __future__ import annotations
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import handles_errors, out, print_json
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
-from coordinator.cli.render.tables import device_table, plan_tables
+from coordinator.cli.render.tables import device_table, history_table, plan_tables
 from hearth.client.sync import connect
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
+
+_SHOWN_MOVES = 12  # a start and a recovery; `--json` has all
 
 
 @handles_errors
@@ -45,3 +47,5 @@ def status(
         )
     if now.last_error:
         out.print(f"last error: {now.last_error}", soft_wrap=True)
+    if now.history:
+        out.print(history_table(now.history[-_SHOWN_MOVES:]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from coordinator.cli.output import err, out, report
+from coordinator.cli.output import err, out
 from coordinator.cli.planning.flow import Source
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.graph_tables import (
@@ -23,13 +23,12 @@ from coordinator.cli.render.graph_tables import (
 )
 from coordinator.cli.render.picture import Drawing, drawing_of
 from coordinator.devices.cluster_file import read_cluster
-from coordinator.devices.graph_profiling import GraphProfiler
+from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.price import Price, predicted_timeline, price
 from coordinator.plan.graph.request import GraphRequest, Planned
-from coordinator.serve.config import load_settings
 from coordinator.serve.goal import graph_request
 from coordinator.serve.solving import solve
 from coordinator.serve.state import GraphGoal
@@ -138,8 +137,7 @@ class GraphPlanning:
         return None
 
     async def measure(self, live: Live) -> GraphCluster:
-        profiler = GraphProfiler(live.fleet, live.profiler, load_settings({}).state_dir / "profiles", report)
-        return await profiler.cluster(live.devices, self.graph)
+        return await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
 
     def saved(self, cluster: GraphCluster) -> SavedGraphProfile:
         return saved_graph_profile(self.graph, cluster)

@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.cli.planning.flow import Source
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.tables import print_plan
+from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predicted_timeline
@@ -64,7 +65,7 @@ class TransformerPlanning:
         return read_transformer_profile(source.profile, self.model.spec) if source.profile is not None else None
 
     async def measure(self, live: Live) -> ClusterProfile:
-        return await live.profiler.cluster(live.devices, self.model.spec, self.model.seq_len)
+        return await block_cluster(live.profiler, live.devices, block_workload(self.model.spec, self.model.seq_len))
 
     def saved(self, cluster: ClusterProfile) -> SavedTransformerProfile:
         return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)

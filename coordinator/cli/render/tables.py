@@ -13,8 +13,8 @@ from coordinator.plan.transformer.make import PlanRequest
 from hearth.plan.geometry import rows_for
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
-from hearth.platform.units import format_bytes, format_rate, format_seconds
-from hearth.wire.messages import DeviceInfo
+from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
+from hearth.wire.messages import DeviceInfo, PhaseEntered
 
 _MARKS = {"alive": "green", "suspect": "yellow", "dead": "red", "busy": "yellow", "refused": "red"}
 _NUM_OTHERS = 3  # alternatives that are shown without --explain
@@ -45,6 +45,18 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
             f"{format_bytes(t.memory_budget_bytes)}\n[dim]{format_bytes(t.memory_available_bytes)}[/]",
             ", ".join(filter(None, (t.gpu.name if t.gpu else "", temperature))) or "-",
         )
+    return table
+
+
+def history_table(history: Sequence[PhaseEntered]) -> Table:
+    """The life cycle of a deployment, the newest move last."""
+    table = Table(title="History", title_justify="left", show_edge=False)
+    table.add_column("ago", justify="right", no_wrap=True)
+    table.add_column("began", no_wrap=True)
+    table.add_column("since", overflow="fold")
+    for move in history:
+        times = f" ({move.times} times)" if move.times > 1 else ""
+        table.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)
     return table
 
 

@@ -54,6 +54,13 @@ def plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], No
     return _choose(request, found)
 
 
+def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
+    """Seconds of a plan on the request's cluster, which must have all of its devices; comparable with `seconds_of`."""
+    members = request.cluster.members(plan)
+    priced = price(request.spec, plan.body.segments, request.cluster, members, request.congestion, request.wire.values)
+    return priced.latency_seconds if plan.body.objective == "latency" else priced.bottleneck_seconds
+
+
 def _choose(request: GraphRequest, found: Sequence[Candidate]) -> Planned:
     """Of the plans that may be taken the best; of those as good but for a hair, the one on the fewest devices."""
     objective = request.objective

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -186,11 +186,27 @@ class GetStatus(ClientRequest):
     pass
 
 
+Phase: TypeAlias = Literal[
+    "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
+]  # fmt: skip
+
+
+class PhaseEntered(WireModel):
+    """One move of a deployment's life cycle. A failure that repeats is one move."""
+
+    phase: Phase
+    cause: Text  # for people
+    seconds_ago: float
+    times: Annotated[int, Field(ge=1)] = 1
+
+
 class Status(Message):
     name: Name
     version: Name
     deployment: Name = DEFAULT_DEPLOYMENT
-    state: Text
+    phase: Phase
+    state: Text  # the same for people
+    history: tuple[PhaseEntered, ...] = Field(default=(), max_length=1000)  # the oldest first
     model_path: Text
     plan: Plan | None
     queued_requests: int

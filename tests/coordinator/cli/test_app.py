@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 from support.checkpoints import write_model
+from support.graphs import save_two_branch_model
 from support.plans import BERT_LARGE, make_plan
 from typer.core import TyperGroup
 from typer.testing import CliRunner
@@ -85,27 +86,37 @@ def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "status", "said"),
     [
-        (("embed", "hello", "--key", "none"), "no key at none"),
-        (("plan", "no-such-model"), "no-such-model"),
-        (("plan", "MODEL", "--strategy", "magic"), "'magic' is none of auto, local"),
-        (("serve", "MODEL", "--wire", "fp3"), "'fp3' is none of"),
-        (("serve", "--key", "KEY", "--state-dir", "STATE"), "nothing was served here before"),
-        (("serve", "MODEL", "--key", "KEY", "--plan", "no-plan.json"), "no-plan.json cannot be read"),
-        (("demo", "--model", "no-such-model"), "no-such-model"),
-        (("embed", "hello", "--key", "KEY", "--address", "a:b"), "'a:b' is not of the form"),
-        (("serve", "CUT"), "model.safetensors cannot be used: it has"),
+        (("embed", "hello", "--key", "none"), 1, "no key at none"),
+        (("plan", "no-such-model"), 1, "no-such-model"),
+        (("plan", "MODEL", "--strategy", "magic"), 1, "'magic' is none of auto, local"),
+        (("demo", "--model", "no-such-model"), 1, "no-such-model"),
+        (("embed", "hello", "--key", "KEY", "--address", "a:b"), 1, "'a:b' is not of the form"),
+        # `hearth serve` ends with 2, at which systemd does not start it again, where no retry can help.
+        (("serve", "--key", "KEY", "--state-dir", "STATE"), 1, "nothing was served here before"),
+        (("serve", "CUT"), 1, "model.safetensors cannot be used: it has"),
+        (("serve", "MODEL", "--key", "none"), 1, "no key at none"),
+        (("serve", "MODEL", "--wire", "fp3"), 2, "'fp3' is none of"),
+        (("serve", "MODEL", "--strategy", "moirai"), 2, "'moirai' is none of auto, local"),
+        (("serve", "GRAPH", "--strategy", "hmp"), 2, "'hmp' is none of auto, moirai"),
+        (("serve", "MODEL", "--key", "KEY", "--plan", "no-plan.json"), 2, "no-plan.json cannot be read"),
+        (("serve", "MODEL", "--plan", "PLAN", "--state-dir", "STATE"), 2, "it was made for the model bert-large"),
+        (("serve", "GRAPH", "--plan", "PLAN", "--state-dir", "STATE"), 2, "it is for a transformer, and"),
     ],
 )
-def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], status: int, said: str, tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     run("key", "new", "--key", str(tmp_path / "key"))
     cut = write_model(tmp_path / "cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-100])
-    places = {"CUT": cut.parent, "MODEL": tmp_path / "model", "KEY": tmp_path / "key", "STATE": tmp_path / "state"}
+    (tmp_path / "plan.json").write_text(make_plan(BERT_LARGE, "hmp", (1, 1)).model_dump_json())
+    places = {
+        "CUT": cut.parent, "MODEL": tmp_path / "model", "KEY": tmp_path / "key", "STATE": tmp_path / "state",
+        "PLAN": tmp_path / "plan.json", "GRAPH": save_two_branch_model(tmp_path / "graph.onnx", channels=4),
+    }  # fmt: skip
     key = () if "--key" in arguments else ("--key", str(tmp_path / "key")) if arguments[0] != "demo" else ()
-    output = run(*(str(places.get(argument, argument)) for argument in (*arguments, *key)), code=1)
+    output = run(*(str(places.get(argument, argument)) for argument in (*arguments, *key)), code=status)
     assert said in " ".join(output.split())
 
 

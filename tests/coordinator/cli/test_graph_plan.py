@@ -308,5 +308,5 @@ def test_serving_refuses_what_is_for_the_other_kind_of_model(files: Path) -> Non
         result = CliRunner().invoke(
             app, ["serve", *arguments, "--key", str(files / "key"), "--state-dir", str(files / "state")]
         )
-        assert result.exit_code == 1, result.output
+        assert result.exit_code == 2, result.output
         assert reason in re.sub(r"\s+", " ", result.output)

@@ -1,4 +1,4 @@
-"""Profiles of devices: who is left out, and why none is left."""
+"""Profiles of devices for both kinds of model: the cache, drift, devices that are left out, and why none is left."""
 
 from __future__ import annotations
 
@@ -8,57 +8,136 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from support.devices import ready_device
-from support.plans import LLAMA_1B, device_profile
+from support.fleets import FakeFleet, GraphFleet, TransformerFleet
+from support.graphs import save_two_branch_model
+from support.plans import BERT_LARGE, LLAMA_1B
 
-from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import Device
-from hearth.errors import NoDevices, UnsupportedWeights
+from coordinator.devices.block_profiling import block_cluster, block_workload
+from coordinator.devices.graph_profiling import graph_cluster, graph_workload
+from coordinator.devices.profiling import Profiler, Workload
+from coordinator.models.graph_file import Graph, open_graph
+from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
-from hearth.wire.messages import BlocksOf, LinkMeasured, Message, Profile, Profiled
+from hearth.wire.messages import Message, Profile
+from hearth.wire.rpc import Reply
 
 INT4 = LLAMA_1B.model_copy(update={"weights": "int4"})
+Kind = Literal["transformer", "graph"]
 
 
-class Agents:
-    """A fleet whose agents measure at once."""
-
-    def __init__(self, **compute_devices: Literal["cpu", "cuda"]) -> None:
-        self.devices: dict[str, Device] = {}
-        self.profiled: list[str] = []
-        for name, compute_device in compute_devices.items():
-            device = ready_device(name)
-            assert device.telemetry is not None
-            telemetry = device.telemetry.model_copy(update={"compute_device": compute_device})
-            self.devices[name] = replace(device, telemetry=telemetry)
-
-    async def refresh_telemetry(self) -> None:
-        return
-
-    async def ask(self, device_id: str, message: Message, *_: Any, **__: Any) -> Message:
-        if isinstance(message, Profile):
-            assert isinstance(message.subject, BlocksOf)
-            self.profiled.append(device_id)
-            return Profiled(result=device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks)
-        return LinkMeasured(bytes_per_second=1e8, round_trip_seconds=1e-3, num_bytes=1, stable=True)
+def profiled_on(fleet: FakeFleet) -> str:
+    return "".join(device for device, message in fleet.asked if isinstance(message, Profile))
 
 
-def profiled(agents: Agents, folder: Path, lines: list[str]) -> ClusterProfile:
-    profiler = Profiler(agents, folder, lines.append)  # type: ignore[arg-type]
-    return asyncio.run(profiler.cluster(list(agents.devices.values()), INT4, 64))
+class Case:
+    """One kind of model with a fleet, and a profiler that keeps its results in `folder`."""
+
+    def __init__(self, kind: Kind, folder: Path, names: str = "ab") -> None:
+        self.kind = kind
+        self.folder = folder
+        self.lines: list[str] = []
+        self.graph: Graph | None = None
+        self.fleet: FakeFleet = TransformerFleet(names)
+        self.workload: Workload[Any] = block_workload(BERT_LARGE, 64)
+        if kind == "graph":
+            self.graph = open_graph(save_two_branch_model(folder / "model.onnx", channels=4), {})
+            self.fleet, self.workload = GraphFleet(names, self.graph), graph_workload(self.graph)
+        self.profiler = self.restarted()
+
+    def restarted(self) -> Profiler:
+        self.profiler = Profiler(self.fleet, self.folder / "profiles", self.lines.append)  # type: ignore[arg-type]
+        return self.profiler
+
+    def cluster(self) -> Any:
+        devices = list(self.fleet.devices.values())
+        if self.graph is not None:
+            return asyncio.run(graph_cluster(self.profiler, devices, self.graph, self.workload))
+        return asyncio.run(block_cluster(self.profiler, devices, self.workload))
+
+    def seconds(self) -> dict[str, float]:
+        """By device, what the cluster says that it takes."""
+        cluster = self.cluster()
+        if isinstance(cluster, ClusterProfile):
+            return {device.device_id: self.workload.seconds(device.blocks) for device in cluster.devices}
+        return {device.device_id: sum(row[i] for row in cluster.seconds) for i, device in enumerate(cluster.devices)}
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_a_device_is_profiled_once_for_each_model_and_its_own_settings(kind: Kind, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    first = case.seconds()
+    assert sorted(profiled_on(case.fleet)) == ["a", "b"]
+    case.restarted()
+    assert case.seconds() == first
+    assert sorted(profiled_on(case.fleet)) == ["a", "b"]
+    telemetry = case.fleet.devices["a"].telemetry
+    assert telemetry is not None
+    telemetry = telemetry.model_copy(update={"num_threads": 3})
+    case.fleet.devices["a"] = replace(case.fleet.devices["a"], telemetry=telemetry)
+    case.seconds()
+    assert sorted(profiled_on(case.fleet)) == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_a_device_that_drifted_takes_so_many_times_its_measured_seconds(kind: Kind, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    before = case.seconds()
+    case.profiler.scale_device("a", 2.0)
+    case.profiler.scale_device("a", 1.5)
+    assert case.seconds() == {"a": pytest.approx(3 * before["a"]), "b": before["b"]}
+    asyncio.run(case.profiler.look_again(case.fleet.devices["a"], case.workload))
+    assert profiled_on(case.fleet) in ("aba", "baa")
+    assert case.profiler.factor("a") == 1.0
+    assert case.seconds() == before
+
+
+@pytest.mark.parametrize("kind", ["transformer", "graph"])
+def test_a_device_that_fails_meanwhile_is_left_out_and_none_left_is_its_error(kind: Kind, tmp_path: Path) -> None:
+    case = Case(kind, tmp_path)
+    working, lost = case.fleet.call, {"b"}
+
+    async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
+        if device_id in lost and isinstance(message, Profile):
+            raise DeviceLost(device=device_id, reason="of all times now")
+        return await working(device_id, message, *rest, **named)
+
+    case.fleet.call = call  # type: ignore[method-assign]
+    assert set(case.seconds()) == {"a"}
+    assert any(line.startswith("b is left out: The device b was lost") for line in case.lines)
+    lost.add("a")
+    case.folder = tmp_path / "other"
+    case.restarted()
+    with pytest.raises(DeviceLost):
+        case.seconds()
+    case.fleet.devices.clear()
+    with pytest.raises(NoDevices):
+        case.seconds()
+
+
+def int4(fleet: TransformerFleet, folder: Path, lines: list[str]) -> ClusterProfile:
+    profiler = Profiler(fleet, folder, lines.append)  # type: ignore[arg-type]
+    return asyncio.run(block_cluster(profiler, list(fleet.devices.values()), block_workload(INT4, 64)))
+
+
+def with_gpu(names: str, gpus: str) -> TransformerFleet:
+    fleet = TransformerFleet(names)
+    for name in gpus:
+        telemetry = fleet.devices[name].telemetry
+        assert telemetry is not None
+        telemetry = telemetry.model_copy(update={"compute_device": "cuda"})
+        fleet.devices[name] = replace(fleet.devices[name], telemetry=telemetry)
+    return fleet
 
 
 def test_a_gpu_that_has_no_int4_is_left_out_and_named(tmp_path: Path) -> None:
-    agents, lines = Agents(kitchen="cpu", attic="cuda"), []
-    assert [device.name for device in profiled(agents, tmp_path, lines).devices] == ["kitchen"]
-    assert agents.profiled == ["kitchen"]
+    fleet, lines = with_gpu("ag", "g"), []
+    assert [device.name for device in int4(fleet, tmp_path, lines).devices] == ["a"]
+    assert profiled_on(fleet) == "a"
     (said,) = [line for line in lines if "left out" in line]
-    assert said.startswith("attic is left out: attic cannot keep weights as int4")
+    assert said.startswith("g is left out: g cannot keep weights as int4")
     assert "`--weights int8`" in said
 
 
 def test_where_no_device_has_int4_that_is_the_error(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedWeights, match="attic"):
-        profiled(Agents(attic="cuda"), tmp_path, [])
-    with pytest.raises(NoDevices):
-        profiled(Agents(), tmp_path, [])
+    with pytest.raises(UnsupportedWeights, match="g cannot"):
+        int4(with_gpu("g", "g"), tmp_path, [])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
-from support.devices import ready_device
-from support.plans import BERT_LARGE, device_profile, make_plan
-from support.waiting import until
+from support.fleets import TransformerFleet
+from support.houses import House, serving
+from support.plans import BERT_LARGE, make_plan
 
 from coordinator.cli.app import app
-from coordinator.devices.registry import Device
 from coordinator.plan.limits import parse_limit
-from coordinator.serve import replanning
-from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.drift import (
     BASELINE_STEPS,
     LOOK_AGAIN_SECONDS,
@@ -38,29 +34,17 @@ from coordinator.serve.drift import (
     pays,
 )
 from coordinator.serve.state import StateFile, TransformerGoal
-from coordinator.serve.transformer import Server
 from hearth.errors import DeviceLost
-from hearth.plan.geometry import rows_for, spans
 from hearth.plan.parts import Prediction
-from hearth.plan.plan import TransformerPlan
-from hearth.wire.framing import pack_array, unpack_array
+from hearth.plan.plan import Plan, TransformerPlan
 from hearth.wire.messages import (
-    BlocksOf,
-    ChunksMissing,
     ConnectPeers,
-    Done,
     FindMissing,
-    LinkMeasured,
     Load,
-    MeasureLink,
     Message,
     Profile,
-    Profiled,
     Run,
-    RunDone,
     Unload,
-    WireStats,
-    WorkerBound,
 )
 from hearth.wire.rpc import Reply
 
@@ -102,7 +86,7 @@ class Steps:
             share = self.bias * rows / SEQ_LEN
             shake = 1 + noise * self.random.uniform(-1, 1, len(slow) + 1)
             times = [c * s * share * n for c, s, n in zip(self.compute, slow, shake[1:], strict=True)]
-            found = self.monitor.observe(rows, times, total * TOTAL * share * shake[0]) or found
+            found = self.monitor.observe(rows / SEQ_LEN, times, total * TOTAL * share * shake[0]) or found
             if found is not None:
                 return found
         return None
@@ -184,7 +168,7 @@ def test_short_steps_and_the_first_do_not_count_and_a_drift_that_passes_is_forgo
 def test_times_that_nobody_reports_or_predicts_are_left_out() -> None:
     monitor = DriftMonitor(planned(0.0, 0.5, total=0.0))
     for _ in range(50):
-        assert monitor.observe(SEQ_LEN, (0.3, 0.0), 1.0) is None
+        assert monitor.observe(1.0, (0.3, 0.0), 1.0) is None
 
 
 # ---- when to plan anew ----------------------------------------------------------------------------------------------
@@ -249,167 +233,47 @@ def test_a_new_plan_must_gain_a_tenth() -> None:
     assert not pays(0.91, 1.0)
 
 
-# ---- a server over a fleet in this process --------------------------------------------------------------------------
-
-LINK_BYTES_PER_SECOND = 1e12  # so that sharing always pays
-ERRORS = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
-SECONDS = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
+# ---- a house that re-plans ------------------------------------------------------------------------------------------
 
 
-class FakeFleet:
-    """Answers as agents do, at once: a step takes what the plan predicts, times `slow`."""
-
-    holder = "test"
-    last_epoch = 0
-
-    def __init__(self, names: str) -> None:
-        self.devices = {name: ready_device(name) for name in names}
-        self.slow = dict.fromkeys(names, 1.0)
-        self.link_factor = 1.0
-        self.loads: dict[str, Load] = {}
-        self.asked: list[tuple[str, Message]] = []
-        self.num_looks = 0  # of the re-planner, and a few others
-
-    def usable(self) -> list[Device]:
-        self.num_looks += 1
-        return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
-
-    def add(self, name: str) -> None:
-        self.devices[name] = ready_device(name)
-        self.slow[name] = 1.0
-
-    async def settle(self, *_: float) -> list[Device]:
-        return self.usable()
-
-    async def refresh_telemetry(self) -> None:
-        pass
-
-    def punish(self, device_id: str) -> None:
-        pass
-
-    async def ask(self, device_id: str, message: Message, expected: type, timeout_seconds: float = 0.0) -> Any:
-        return (await self.call(device_id, message)).message
-
-    async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
-    ) -> Reply:
-        self.asked.append((device_id, message))
-        await asyncio.sleep(0)
-        if self.devices[device_id].health == "dead":
-            raise DeviceLost(device=device_id, reason="it is gone")
-        if isinstance(message, Profile):
-            assert isinstance(message.subject, BlocksOf)
-            return Reply(Profiled(result=device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks))
-        if isinstance(message, MeasureLink):
-            rate = LINK_BYTES_PER_SECOND / self.link_factor
-            measured = LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True)
-            return Reply(measured)
-        if isinstance(message, FindMissing):
-            return Reply(ChunksMissing(hashes=()))
-        if isinstance(message, Load):
-            self.loads[device_id] = message
-            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        if isinstance(message, Run):
-            return self._run(device_id, message, payload)
-        return Reply(Done())
-
-    def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
-        load = self.loads[device_id]
-        plan, rank = load.plan, load.rank
-        assert plan.epoch == message.epoch
-        ids = unpack_array(payload[:2])
-        own = spans(rows_for(plan.body.row_weights, len(ids)))[rank]
-        share = len(ids) / plan.body.seq_len
-        slowest = max(self.slow[device.device_id] for device in plan.devices)
-        done = RunDone(
-            names=(message.output,), began_seconds=0.0,
-            ended_seconds=plan.predicted.latency_seconds * share * slowest * self.link_factor * SECONDS[message.values],
-            compute_seconds=(plan.devices[rank].compute_seconds * share * self.slow[device_id],),
-            wire=WireStats(), dropped_messages=0,
-        )  # fmt: skip
-        num_rows = own.size if message.output == "hidden" else len(unpack_array(payload[2:])) - 1
-        rows = np.ones((num_rows, plan.model.hidden_size), np.float32) * (1 + ERRORS[message.values])
-        return Reply(done, pack_array(rows))
-
-
-class House:
-    """A running server, its fleet, its clock and what it reported."""
-
-    def __init__(self, server: Server, fleet: FakeFleet, lines: list[str]) -> None:
-        self.server = server
-        self.fleet = fleet
-        self.lines = lines
-        self.now = 0.0
-
-    async def until(self, what: Callable[[], object]) -> None:
-        try:
-            await until("what was waited for", what)
-        except AssertionError as error:
-            raise AssertionError(self.lines) from error
-
-    async def looks(self) -> None:
-        """Wait until the re-planner has looked for reasons at the present time, and has done what it found to do.
-
-        It waits for a new plan before its next look, so the third look from here begins after the first one's work.
-        """
-        assert self.server.ready
-        seen = self.fleet.num_looks
-        await self.until(lambda: self.fleet.num_looks >= seen + 3)
-
-    async def ask(self, count: int) -> None:
-        """Requests of full length."""
-        for _ in range(count):
-            ids = np.ones(16, np.int32)
-            answer = await self.server.hidden_states(ids, 10.0)
-            assert answer.vectors.shape == (16, 24)
-
-    def names(self) -> str:
-        return "".join(device.name for device in self.server.plan.devices) if self.server.plan else ""
-
-    def heads(self) -> tuple[int, ...]:
-        return self.server.plan.body.heads if self.server.plan else ()
-
-    def said(self, text: str) -> int:
-        return sum(text in line for line in self.lines)
+def transformers(folder: Path, **wishes: Any) -> TransformerGoal:
+    return TransformerGoal.model_validate(
+        {"model_dir": str(write_model(folder / "model")), "strategy": "hmp", **wishes}
+    )
 
 
 @asynccontextmanager
 async def house(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: TransformerPlan | None = None, **goal: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
 ) -> AsyncIterator[House]:
-    monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
-    fleet, lines = FakeFleet(names), []
-    settings = CoordinatorSettings(state_dir=folder / "state", settle_seconds=0)
-    server = Server(settings, fleet, lines.append, clock=lambda: found.now)  # type: ignore[arg-type]
-    found = House(server, fleet, lines)
-    wishes = {"model_dir": str(write_model(folder / "model")), "strategy": "hmp", **goal}
-    server.start(TransformerGoal.model_validate(wishes), plan)
-    running = asyncio.create_task(server.run())
-    try:
-        await found.until(lambda: server.ready)
-        yield found
-        assert server.failed == 0
-        assert not running.done()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+    fleet = TransformerFleet(names)
+    async with serving(monkeypatch, fleet, folder / "state", transformers(folder, **goal), plan) as home:
+        yield home
+        assert home.controller.requests.failed == 0
+
+
+async def ask(home: House, count: int) -> None:
+    """Requests of full length."""
+    for _ in range(count):
+        answer = await home.kind.hidden_states(np.ones(16, np.int32), 10.0)
+        assert answer.vectors.shape == (16, 24)
 
 
 def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
-            await home.ask(10)
-            before = home.server.plan
+            await ask(home, 10)
+            before = home.plan
             home.fleet.slow["a"] = 8.0
-            await home.ask(15)
-            await home.until(lambda: home.server.plan is not before and home.server.ready)
-            assert home.heads() == (0, 3)
+            await ask(home, 15)
+            await home.until(lambda: home.plan is not before and home.ready)
+            assert home.plan.body.heads == (0, 3)
             assert home.said("a takes 8.00x its time: changing the plan") == 1
-            assert home.server.profiler.factor("a") == pytest.approx(8.0)
+            assert home.tools.profiler.factor("a") == pytest.approx(8.0)
             # What the new plan predicts holds, so nothing more is done.
             home.fleet.slow["a"] = 1.0  # (the fake's factor is against the plan, which knows of it now)
             home.now += 2 * REPLAN_SECONDS
-            await home.ask(30)
+            await ask(home, 30)
             await home.looks()
             assert home.said("changing the plan") == 1
 
@@ -422,17 +286,17 @@ def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
     async def main() -> None:
         async with house(tmp_path, monkeypatch, strategy="auto") as home:
             assert home.names() == "ab"
-            await home.ask(10)
+            await ask(home, 10)
             home.fleet.slow["a"] = 1000.0
-            await home.ask(15)
-            await home.until(lambda: home.names() == "b" and home.server.ready)
+            await ask(home, 15)
+            await home.until(lambda: home.names() == "b" and home.ready)
             home.fleet.slow["a"] = 1.0
             home.now += LOOK_AGAIN_SECONDS
             await home.looks()
             assert home.names() == "b"
             home.now += STAY_SECONDS
-            await home.until(lambda: home.names() == "ab" and home.server.ready)
-            assert home.server.profiler.factor("a") == 1.0
+            await home.until(lambda: home.names() == "ab" and home.ready)
+            assert home.tools.profiler.factor("a") == 1.0
 
     asyncio.run(main())
 
@@ -442,21 +306,21 @@ def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
-            await home.ask(10)
-            before = home.server.plan
+            await ask(home, 10)
+            before = home.plan
             home.fleet.link_factor = 2.0
-            await home.ask(12)
+            await ask(home, 12)
             await home.until(lambda: home.said("the links have changed: the plan stays"))
-            rates = {link.bytes_per_second for link in home.server.profiler.links.values()}
-            assert rates == {LINK_BYTES_PER_SECOND / 2}
-            await home.ask(BASELINE_STEPS)  # the new normal
+            rates = {link.bytes_per_second for link in home.tools.profiler.links.values()}
+            assert rates == {home.fleet.link_bytes_per_second / 2}
+            await ask(home, BASELINE_STEPS)  # the new normal
             home.fleet.link_factor = 4.0
-            await home.ask(30)
+            await ask(home, 30)
             await home.looks()
             assert home.said("the plan stays") == 1  # not before the pause is over
             home.now += REPLAN_SECONDS
             await home.until(lambda: home.said("the plan stays") == 2)
-            assert home.server.plan is before
+            assert home.plan is before
 
     asyncio.run(main())
 
@@ -467,9 +331,8 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
             there = home.fleet.devices["b"]
-            home.fleet.devices["b"] = replace(there, health="dead", reason="no answer")
-            home.server.device_changed(home.fleet.devices["b"])
-            await home.until(lambda: home.names() == "a" and home.server.ready)
+            home.kill("b")
+            await home.until(lambda: home.names() == "a" and home.ready)
             home.now = 100.0
             home.fleet.devices["b"] = there
             await home.looks()
@@ -477,11 +340,11 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
             await home.looks()
             assert home.names() == "a"
             home.now += 1
-            asking = asyncio.create_task(home.ask(200))  # none of them fails
-            await home.until(lambda: home.names() == "ab" and home.server.ready)
+            asking = asyncio.create_task(ask(home, 200))  # none of them fails
+            await home.until(lambda: home.names() == "ab" and home.ready)
             await asking
             assert home.said("b can join: changing the plan") == 1
-            assert StateFile(tmp_path / "state").load().deployments["default"].plan == home.server.plan
+            assert StateFile(tmp_path / "state").load().deployments["default"].plan == home.plan
             assert not home.said("trying again")
 
     asyncio.run(main())
@@ -502,7 +365,7 @@ def test_an_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_given_plan_is_kept_whoever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path / "free", monkeypatch, "a") as free:
-            plan = free.server.plan
+            plan = free.plan
             async with house(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
                 for name, members in (("b", "ab"), ("c", "abc")):  # the free home shows how long it takes to join
                     for home in (free, kept):
@@ -510,8 +373,8 @@ def test_a_given_plan_is_kept_whoever_comes(tmp_path: Path, monkeypatch: pytest.
                     await free.looks()
                     for home in (free, kept):
                         home.now += REPLAN_SECONDS
-                    await free.until(lambda members=members: free.names() == members and free.server.ready)
-                assert kept.server.plan == plan
+                    await free.until(lambda members=members: free.names() == members and free.ready)
+                assert kept.plan == plan
 
     asyncio.run(main())
 
@@ -522,7 +385,7 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
 
     def budgets(home: House) -> dict[str, int]:
-        return {device.name: device.budget_bytes >> 30 for device in home.server.plan.devices}  # type: ignore[union-attr]
+        return {device.name: device.budget_bytes >> 30 for device in home.plan.devices}  # type: ignore[union-attr]
 
     async def main() -> None:
         async with house(tmp_path, monkeypatch, limits=limits) as home:
@@ -531,7 +394,7 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
             home.fleet.add("c")
             await home.looks()
             home.now += STAY_SECONDS
-            await home.until(lambda: home.names() == "abc" and home.server.ready)
+            await home.until(lambda: home.names() == "abc" and home.ready)
             assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of that again
 
     asyncio.run(main())
@@ -540,7 +403,7 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
 def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
         async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
-            return home.server.plan, home.said("the given plan is not used: a ")
+            return home.plan, home.said("the given plan is not used: a ")
 
     given, _ = asyncio.run(main(None))
     assert given is not None
@@ -572,7 +435,7 @@ def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
             home.now += STAY_SECONDS
             await home.until(lambda: home.said("c can join: the plan stays"))
             home.now += 10 * REPLAN_SECONDS
-            await home.ask(5)
+            await ask(home, 5)
             await home.looks()
             assert home.said("c can join") == 1
 
@@ -585,10 +448,10 @@ def test_the_fastest_format_within_the_budget_is_measured_and_used(
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch, accuracy_budget=budget) as home:
-            await home.ask(1)  # it is served at once, exactly
+            await ask(home, 1)  # it is served at once, exactly
             await home.until(lambda: home.said(f"activations travel as {chosen} "))
             home.fleet.asked.clear()
-            await home.ask(30)
+            await ask(home, 30)
             steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
             assert {step.values for step in steps} == {chosen}
             assert not home.said("the plan stays")  # a faster format is no drift
@@ -599,11 +462,11 @@ def test_the_fastest_format_within_the_budget_is_measured_and_used(
 def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path / "plain", monkeypatch) as home:
-            await home.ask(2)
+            await ask(home, 2)
             values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
             assert values == {None}
         async with house(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
-            await home.ask(2)
+            await ask(home, 2)
             await home.looks()
             assert not home.said("activations")
 
@@ -615,11 +478,11 @@ def test_requests_and_messages_of_a_change_of_plan_are_in_order(
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
-            await home.ask(10)
+            await ask(home, 10)
             home.fleet.slow["a"] = 8.0
-            before = home.server.plan
-            asking = asyncio.create_task(home.ask(40))
-            await home.until(lambda: home.server.plan is not before and home.server.ready)
+            before = home.plan
+            asking = asyncio.create_task(ask(home, 40))
+            await home.until(lambda: home.plan is not before and home.ready)
             await asking
             kinds = [type(message) for _, message in home.fleet.asked]
             unload = kinds.index(Unload)
@@ -648,5 +511,5 @@ def test_a_budget_that_makes_no_sense_is_one_clear_line(arguments: tuple[str, ..
     assert runner.invoke(app, ["key", "new", "--key", str(tmp_path / "key")]).exit_code == 0
     command = ["serve", *(places.get(argument, argument) for argument in arguments), "--key", str(tmp_path / "key")]
     result = runner.invoke(app, command)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert said in " ".join(result.output.split())

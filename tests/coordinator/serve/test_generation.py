@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,20 @@ import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
+from support.fleets import TransformerFleet
+from support.houses import House, serving
 from support.plans import LLAMA_1B, make_plan, with_generation
 from support.waiting import PATIENCE_SECONDS, turns, until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
 from coordinator.cli.commands import chat as chat_command
-from coordinator.deploy.transformer import Deployment
-from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.generation import Deployed, Generations, TextModel, context_tokens, warm_up
+from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve.drift import STAY_SECONDS
+from coordinator.serve.generation import Generations, TextModel, context_tokens, warm_up
 from coordinator.serve.prompts import GenerationDefaults, TextTokenizer
+from coordinator.serve.requests import Requests
 from coordinator.serve.state import TransformerGoal
-from coordinator.serve.transformer import Server
 from hearth.client.answers import Token
 from hearth.client.home import AsyncHome
 from hearth.client.sync import Home, connect
@@ -168,36 +169,26 @@ class Script:
             self.open_now -= 1
 
 
-class Host:
-    """A stand-in for Server: what failed is replaced by the next deployment, a moment later."""
+class Host(Requests[Script]):
+    """Real admission; the deployment that failed is replaced by the next one, a moment later."""
 
     def __init__(self, *deployments: Script, pause_seconds: float = 0.0) -> None:
+        super().__init__(99, lambda: "planning again", self._lost)
         self.deployments = list(deployments)
         self.errors: list[HearthError] = []
-        self.is_ready = True
         self._pause_seconds = pause_seconds
+        self.admission.open(self.deployments[0], 99)
 
-    async def deployed(self, timeout_seconds: float) -> Script:
-        deadline = time.monotonic() + timeout_seconds
-        while not self.is_ready:
-            if time.monotonic() > deadline:
-                raise NotServing(state="planning anew")
-            await asyncio.sleep(0.001)
-        return self.deployments[0]
-
-    def serves(self, deployment: Deployed) -> bool:
-        return self.is_ready and deployment is self.deployments[0]
-
-    def failed_on(self, deployment: Deployed, error: HearthError) -> None:
+    def _lost(self, deployment: Script, error: HearthError) -> None:
         self.errors.append(error)
-        if self.serves(deployment) and error.scope != "request":
-            self.is_ready = False
+        if self.admission.is_open and deployment is self.deployments[0] and error.scope != "request":
+            self.admission.close()
             asyncio.get_running_loop().call_later(self._pause_seconds, self._next)
 
     def _next(self) -> None:
         if len(self.deployments) > 1:
             self.deployments.pop(0)
-        self.is_ready = True
+        self.admission.open(self.deployments[0], 99)
 
 
 @dataclass
@@ -210,7 +201,7 @@ class Outcome:
 async def ask(
     host: Host, *, model: TextModel = MODEL, token_ids: Sequence[int] | None = (1, 2, 3), limit: int = 9, **fields: Any
 ) -> Outcome:
-    generations = Generations(host, asyncio.Lock(), limit)
+    generations = Generations(host, limit)
     return await read(generations, model, token_ids, **fields)
 
 
@@ -306,7 +297,7 @@ def test_a_bad_request_is_told_before_anything_runs(fields: dict[str, Any], toke
 
 def test_more_requests_than_allowed_are_refused_at_once() -> None:
     async def main() -> None:
-        generations = Generations(Host(Script(silent_after=1)), asyncio.Lock(), 2)
+        generations = Generations(Host(Script(silent_after=1)), 2)
         async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
             async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as two:
                 await anext(one)
@@ -325,8 +316,8 @@ def test_a_request_has_its_own_deadline_and_ends_no_plan_with_it() -> None:
         with pytest.raises(DeadlineExceeded):
             await ask(host, timeout_seconds=0.1)
         assert (script.open_now, host.errors) == (0, [])
-        host.is_ready = False
-        with pytest.raises(NotServing):
+        host.admission.close()
+        with pytest.raises(NotServing, match="planning again"):
             await ask(host, timeout_seconds=0.1)
 
     asyncio.run(main())
@@ -335,14 +326,14 @@ def test_a_request_has_its_own_deadline_and_ends_no_plan_with_it() -> None:
 def test_closing_the_answer_ends_the_sequence() -> None:
     async def main() -> None:
         script = Script()
-        lock = asyncio.Lock()
-        generations = Generations(Host(script), lock, 2)
+        host = Host(script)
+        generations = Generations(host, 2)
         parts = generations.run(MODEL, Generate(), np.ones(1, np.int32))
         for _ in range(3):
             await anext(parts)
-        assert (script.open_now, generations.num_running, lock.locked()) == (1, 1, True)
+        assert (script.open_now, generations.num_running, host.admission.running) == (1, 1, 1)
         await parts.aclose()
-        assert (script.open_now, generations.num_running, lock.locked()) == (0, 0, False)
+        assert (script.open_now, generations.num_running, host.admission.running) == (0, 0, 0)
 
     asyncio.run(main())
 
@@ -428,34 +419,24 @@ def test_a_smaller_plan_ends_an_answer_that_named_no_length_and_refuses_one_that
         asyncio.run(ask(Host(*scripts()), max_tokens=40))
 
 
-def test_a_better_plan_waits_until_nothing_is_generated_and_generations_wait_for_it() -> None:
+def test_a_change_of_plan_waits_for_running_answers_and_new_ones_wait_for_the_next_plan() -> None:
     async def main() -> None:
-        lock, host = asyncio.Lock(), Host(Script(silent_after=2))
-        generations = Generations(host, lock, 9)
-        order: list[str] = []
-
-        async def swap() -> None:
-            async with lock:
-                order.append("swap")
-                host.deployments[:] = [Script()]
-
+        host = Host(Script(silent_after=2), Script())
+        generations = Generations(host, 9)
         one = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
-        two = generations.run(MODEL, Generate(max_tokens=3), np.ones(1, np.int32))
         await anext(one)
-        swapping = asyncio.create_task(swap())
-        await turns()
-        await anext(two)  # joins those that run
-        await one.aclose()
-        await turns()
-        assert not order
-        await two.aclose()
-        await swapping
-        await lock.acquire()
+        host.admission.close()
+        drained = asyncio.create_task(host.admission.drained())
         asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
+        await anext(one)
         await turns()
-        assert not host.deployments[0].requests
-        lock.release()
+        assert not drained.done()
+        await one.aclose()
+        await drained
+        assert len(host.deployments[0].requests) == 1
+        host.admission.open(host.deployments[1], 9)
         assert (await asking).tokens == expected([1], 3)
+        assert len(host.deployments[1].requests) == 1
 
     asyncio.run(main())
 
@@ -572,8 +553,10 @@ class Agents:
         return Reply(Done())
 
 
-async def deployed(agents: Agents) -> tuple[Deployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
-    deployment = Deployment(agents, PLAN)  # type: ignore[arg-type]
+async def deployed(
+    agents: Agents,
+) -> tuple[TransformerDeployment, AsyncGenerator[TokensGenerated | GenerationEnded, None]]:
+    deployment = TransformerDeployment(agents, PLAN)  # type: ignore[arg-type]
     return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Sampling(), 9, (), 0, 5.0)
 
 
@@ -649,48 +632,99 @@ async def _all(answers: AsyncGenerator[Any, None]) -> list[Any]:
     return [answer async for answer in answers]
 
 
-# ---- the server -----------------------------------------------------------------------------------------------------
+# ---- the controller -------------------------------------------------------------------------------------------------
 
 
-def serving(folder: Path, family: str, **goal: Any) -> Server:
-    settings = CoordinatorSettings(state_dir=folder / "state")
-    server = Server(settings, SimpleNamespace(), lambda line: None)  # type: ignore[arg-type]
-    server.start(TransformerGoal(model_dir=str(write_model(folder / "model", family)), **goal))
-    return server
+class DecoderFleet(TransformerFleet):
+    """Rank 0 streams a script."""
+
+    def __init__(self, names: str, script: Script) -> None:
+        super().__init__(names)
+        self.script = script
+
+    async def stream(
+        self, device_id: str, message: GenerateTokens, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+    ) -> AsyncGenerator[Reply, None]:
+        assert message.epoch == self.loads[device_id].plan.epoch
+        ids = unpack_array([bytes(frame) for frame in payload])
+        answers = self.script.generate(
+            ids, message.sampling, message.max_tokens, message.stop_ids, message.first_index, timeout_seconds
+        )
+        async with aclosing(answers):
+            async for answer in answers:
+                yield Reply(answer)
+
+
+def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
+    return TransformerGoal(model_dir=str(write_model(folder / "model", family)), **wishes)
+
+
+async def tokens_of(home: House, **fields: Any) -> list[int]:
+    parts = await _all(home.kind.generate(Generate(**fields), np.asarray([1, 2, 3], np.int32)))
+    return [token for part in parts if isinstance(part, TextGenerated) for token in part.token_ids]
 
 
 @pytest.mark.parametrize("error", [*ERRORS_OF_A_REQUEST, StepFailed(device="device1", reason="silent")], ids=repr)
-def test_only_errors_beyond_the_request_end_the_deployment(error: HearthError, tmp_path: Path) -> None:
+def test_only_errors_beyond_the_request_end_the_deployment(
+    error: HearthError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
-        server = serving(tmp_path, "llama")
-        deployment = Deployment(Agents(Script(fails=[(1, error)])), PLAN)  # type: ignore[arg-type]
-        server._deployment = deployment
-        server._stale.clear()
-        server._ready.set()
-        request = Generate(max_tokens=5, timeout_seconds=1.0)
-        answers = server.generate(request, np.ones(1, np.int32))
-        with pytest.raises(type(error) if error.scope == "request" else NotServing):
-            await _all(answers)
-        kept = error.scope == "request"
-        assert (server.serves(deployment), deployment.failure) == ((True, None) if kept else (False, error))
+        script = Script()
+        goal = goal_of(tmp_path, "llama", strategy="hmp")
+        async with serving(monkeypatch, DecoderFleet("ab", script), tmp_path / "state", goal) as home:
+            script.fails = [(2, error)]
+            if error.scope == "request":
+                with pytest.raises(type(error)):
+                    await tokens_of(home, max_tokens=5)
+                assert (home.ready, home.plan.epoch, home.controller.requests.failed) == (True, 1, 1)
+            else:
+                assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
+                assert (home.ready, home.plan.epoch, home.controller.requests.failed) == (True, 2, 0)
+
+    asyncio.run(main())
+
+
+def test_at_a_change_of_plan_a_long_answer_goes_on_with_the_next_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets some time to finish first; after that it moves, and no token is lost or repeated."""
+
+    async def main() -> None:
+        script = Script()
+        goal = goal_of(tmp_path, "llama", strategy="hmp")
+        fleet = DecoderFleet("a", script)
+        async with serving(monkeypatch, fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
+            script.silent_after = 2
+            asking = asyncio.create_task(tokens_of(home, max_tokens=6))
+            await home.until(lambda: script.tokens_given == 2 + 2)  # two of the warm-up
+            home.fleet.add("b")
+            await home.looks()
+            home.now += STAY_SECONDS
+            await home.until(lambda: "draining" in home.phases())
+            script.silent_after = None
+            assert await asking == expected((1, 2, 3), 6)
+            assert (home.names(), home.plan.epoch) == ("ab", 2)
 
     asyncio.run(main())
 
 
 def test_a_model_is_asked_only_for_what_it_can(tmp_path: Path) -> None:
     async def main() -> None:
-        decoder, encoder = serving(tmp_path / "d", "llama"), serving(tmp_path / "e", "bert")
+        decoder, encoder = (
+            House(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
+            for family in ("llama", "bert")
+        )
         with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.embed(("a",), 1.0, False)
+            await decoder.kind.embed(("a",), 1.0, False)
         with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.hidden_states(np.ones(1, np.int32), 1.0)
+            await decoder.kind.hidden_states(np.ones(1, np.int32), 1.0)
         with pytest.raises(BadRequest, match="hearth embed"):
-            await anext(encoder.generate(Generate(), np.ones(1, np.int32)))
+            await anext(encoder.kind.generate(Generate(), np.ones(1, np.int32)))
         with pytest.raises(NotServing):
-            await anext(decoder.generate(Generate(timeout_seconds=0.05), np.ones(1, np.int32)))
-        assert (decoder.failed, decoder.served) == (1, 0)
+            await anext(decoder.kind.generate(Generate(timeout_seconds=0.05), np.ones(1, np.int32)))
+        assert (decoder.controller.requests.failed, decoder.controller.requests.served) == (1, 0)
         with pytest.raises(BadSetting, match="accuracy-budget"):
-            serving(tmp_path / "b", "llama", accuracy_budget=0.01)
+            House(TransformerFleet("a"), tmp_path, goal_of(tmp_path / "b", "llama", accuracy_budget=0.01), None)
 
     asyncio.run(main())
 
@@ -708,7 +742,7 @@ class Coordinator:
         self.asked = 0
         self.error: HearthError | None = None
         self._model = model
-        self._generations = Generations(Host(script), asyncio.Lock(), 9)
+        self._generations = Generations(Host(script), 9)
 
     async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
         if isinstance(message, Hello):

@@ -1,4 +1,4 @@
-"""Serving a graph, its parts one by one: places in the pipeline, inputs, pieces of segments, load; then a whole server."""
+"""Serving a graph: its inputs, the pieces of its segments, clients' load; then a controller on a fleet in this process."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.devices import ready_device
+from support.fleets import GraphFleet
 from support.graphs import save_two_branch_model, two_branches
-from support.waiting import until
+from support.houses import House, serving
 
 from coordinator.cli import load as clients
 from coordinator.cli.load import random_inputs
 from coordinator.deploy.graph_chunks import Pieces
-from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest, Planned
-from coordinator.serve import graph as serving
-from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.graph import GraphServer, Window, arrays_of, check_inputs
+from coordinator.serve import graph as graph_kind
+from coordinator.serve.graph import arrays_of, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
 from hearth.errors import (
     BadModelFile,
@@ -37,89 +34,17 @@ from hearth.errors import (
     BadSetting,
     DeviceLost,
     HearthError,
-    NotServing,
     QueueFull,
     StepFailed,
 )
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import GraphPlan
-from hearth.plan.profile import WireCost
-from hearth.wire.framing import pack_array, unpack_array
+from hearth.plan.plan import Plan
+from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
-    Abort,
     ArrayInfo,
-    ChunksFetched,
-    ChunksMissing,
-    ConnectPeers,
-    Done,
-    FetchChunks,
-    FindMissing,
-    GraphProfile,
     Infer,
-    Kernel,
-    LinkMeasured,
-    Load,
-    MeasureLink,
-    Message,
-    OpenLinkProbe,
-    Profile,
-    Profiled,
-    PutChunk,
     Run,
-    RunDone,
-    Unload,
-    WireStats,
-    WorkerBound,
 )
-from hearth.wire.rpc import Reply
-
-# ---- places in the pipeline -------------------------------------------------------------------------------------------
-
-
-async def _enter(window: Window, order: list[int], number: int) -> None:
-    await window.enter()
-    order.append(number)
-
-
-def test_who_came_first_gets_the_next_place_and_who_finds_too_many_waiting_is_refused() -> None:
-    async def main() -> None:
-        window, order = Window(most_waiting=3), []
-        window.resize(2)
-        tasks = [asyncio.create_task(_enter(window, order, number)) for number in range(5)]
-        await asyncio.sleep(0)
-        assert (order, window.num_waiting, window.running) == ([0, 1], 3, 2)
-        with pytest.raises(QueueFull) as full:
-            await window.enter()
-        assert full.value.limit == 3
-        window.leave()
-        await asyncio.sleep(0.001)
-        assert order == [0, 1, 2]
-        tasks[3].cancel()
-        await asyncio.sleep(0.001)
-        window.resize(3)
-        await asyncio.sleep(0.001)
-        assert (order, window.num_waiting, window.running) == ([0, 1, 2, 4], 0, 3)
-        for _ in range(3):
-            window.leave()
-        assert window.running == 0
-
-    asyncio.run(main())
-
-
-def test_a_place_that_comes_in_the_moment_of_giving_up_is_handed_on() -> None:
-    async def main() -> None:
-        window, order = Window(most_waiting=3), []
-        window.resize(1)
-        await window.enter()
-        first, second = (asyncio.create_task(_enter(window, order, number)) for number in (1, 2))
-        await asyncio.sleep(0)
-        window.leave()  # the first one's turn, which it has not yet seen
-        first.cancel()
-        await asyncio.wait({first, second}, timeout=1)
-        assert (order, window.running) == ([2], 1)
-
-    asyncio.run(main())
-
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------
 
@@ -231,157 +156,34 @@ def test_pieces_are_small_named_by_content_and_the_same_for_every_cut(
     assert weights[0] == weights[1]
 
 
-# ---- a whole server, on agents that are none --------------------------------------------------------------------------
-
-
-class FakeFleet:
-    """Agents a, b, ... that profile, load and run in no time; what they compute is up to `release`.
-
-    The rest of a deployment is real: plans, pieces, messages, frames.
-    """
-
-    def __init__(self, names: str, graph: Graph) -> None:
-        self.holder = "test"
-        self.last_epoch = 0
-        self.devices = {name: ready_device(name) for name in names}
-        self.graph = graph
-        self.stored: dict[str, set[str]] = {name: set() for name in names}
-        self.loaded: dict[str, Load] = {}
-        self.running: Counter[str] = Counter()
-        self.most = 0  # requests at once on one device
-        self.released = asyncio.Event()
-        self.released.set()
-        self.failure: HearthError | None = None  # of the next request
-        self.sent = 0
-
-    def usable(self) -> list[Device]:
-        return [device for device in self.devices.values() if device.health == "alive"]
-
-    async def settle(self, *_: float) -> list[Device]:
-        return self.usable()
-
-    async def refresh_telemetry(self) -> None: ...
-
-    def punish(self, device_id: str) -> None: ...
-
-    @asynccontextmanager
-    async def bulk(self, device_id: str) -> AsyncIterator[Any]:
-        fleet = self
-
-        class Connection:
-            async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
-                return await fleet.call(device_id, message, payload, timeout_seconds)
-
-        yield Connection()
-
-    async def ask(self, device_id: str, message: Message, expected: type[Any], timeout_seconds: float = 10.0) -> Any:
-        reply = (await self.call(device_id, message, (), timeout_seconds)).message
-        assert isinstance(reply, expected)
-        return reply
-
-    async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
-    ) -> Reply:
-        if isinstance(message, Profile):
-            return Reply(Profiled(result=self._profile()))
-        if isinstance(message, OpenLinkProbe | ConnectPeers | Unload | Abort):
-            return Reply(Done())
-        if isinstance(message, MeasureLink):
-            return Reply(LinkMeasured(bytes_per_second=1e9, round_trip_seconds=1e-6, num_bytes=1, stable=True))
-        if isinstance(message, FindMissing):
-            return Reply(ChunksMissing(hashes=tuple(h for h in message.hashes if h not in self.stored[device_id])))
-        if isinstance(message, FetchChunks):
-            self.stored[device_id] |= set(message.hashes)
-            return Reply(ChunksFetched(missing=()))
-        if isinstance(message, PutChunk):
-            assert hashlib.sha256(payload[0]).hexdigest() == message.hash
-            self.stored[device_id].add(message.hash)
-            self.sent += len(payload[0])
-            return Reply(Done())
-        if isinstance(message, Load):
-            assert set(message.parts.hashes) <= self.stored[device_id]
-            self.loaded[device_id] = message
-            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
-        assert isinstance(message, Run)
-        return await self._run(device_id, message, payload)
-
-    def _profile(self) -> GraphProfile:
-        kernels = tuple(
-            Kernel(name=operator.name, kind=operator.kind, provider="cpu", seconds=0.01, operators=(operator.name,))
-            for operator in self.graph.spec.operators
-        )
-        return GraphProfile(
-            kernels=kernels, run_seconds=0.01 * len(kernels), provider="cpu", process_bytes=1 << 20, load_bytes=1 << 20,
-            peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
-        )  # fmt: skip
-
-    async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
-        load = self.loaded[device_id]
-        self.running[device_id] += 1
-        self.most = max(self.most, self.running[device_id])
-        try:
-            if self.failure is not None and self.released.is_set():
-                failure, self.failure = self.failure, None
-                raise failure
-            await self.released.wait()
-        finally:
-            self.running[device_id] -= 1
-        given = [unpack_array(pair) for pair in zip(payload[::2], payload[1::2], strict=True)]
-        assert len(given) == len(message.names)
-        made = [name for segment in load.plan.body.segments_of(load.rank) for name in segment.outputs]
-        names = tuple(name for name in load.plan.model.outputs if name in made)
-        done = RunDone(
-            names=names, began_seconds=0.0, ended_seconds=0.1, compute_seconds=(0.1,), wire=WireStats(), dropped_messages=0
-        )  # fmt: skip
-        return Reply(done, [frame for _ in names for frame in pack_array(np.ones((1, 40), np.float32))])
-
-
-class House:
-    def __init__(self, server: GraphServer, fleet: FakeFleet, lines: list[str]) -> None:
-        self.server = server
-        self.fleet = fleet
-        self.lines = lines
-
-    async def until(self, what: Any) -> None:
-        try:
-            await until("what was waited for", what)
-        except AssertionError as error:
-            raise AssertionError(self.lines) from error
-
-    def ask(self, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
-        payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
-        return asyncio.create_task(self.server.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload))
-
-    @property
-    def plan(self) -> GraphPlan:
-        assert self.server.plan is not None
-        return self.server.plan
+# ---- a house that serves a graph ----------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def house(
-    folder: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: GraphPlan | None = None,
+    folder: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
     async def here(request: GraphRequest) -> Planned:  # the planner's process is tested with the plans
         return plan_graph(request, time.monotonic)
 
-    monkeypatch.setattr(serving, "solve", here)
-    fleet, lines = FakeFleet(names, graph), []
-    settings = CoordinatorSettings(state_dir=folder / "state", settle_seconds=0, queue_limit=5)
-    server = GraphServer(settings, fleet, lines.append)  # type: ignore[arg-type]
-    goal = {"kind": "graph", "model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 1.0}
-    server.start(GraphGoal.model_validate({**goal, **wishes}), plan)
-    running = asyncio.create_task(server.run())
-    found = House(server, fleet, lines)
-    try:
-        await found.until(lambda: server.ready)
-        yield found
-        assert not running.done()
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await server.close()
+    monkeypatch.setattr(graph_kind, "solve", here)
+    fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 1.0, **wishes}
+    goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
+    async with serving(monkeypatch, fleet, folder / "state", goal, plan, queue_limit=5) as home:
+        yield home
+
+
+def ask(home: House, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
+    payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
+    return asyncio.create_task(home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload))
+
+
+def places(home: House) -> int:
+    """Requests that run at once."""
+    deployment = home.controller.deployment
+    assert deployment is not None
+    return home.kind.capacity(deployment)
 
 
 def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
@@ -390,19 +192,18 @@ def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
             assert home.plan.num_ranks == 3
-            assert home.server._deployment is not None
-            places = home.server._deployment.max_in_flight
-            assert places == 3 * len(home.plan.body.segments)
+            room = places(home)
+            assert room == 3 * len(home.plan.body.segments)
             home.fleet.released.clear()
-            asked = [home.ask() for _ in range(places + 5)]
-            await home.until(lambda: home.fleet.running.total() == 3 * places)
-            assert home.server.queued == 5
+            asked = [ask(home) for _ in range(room + 5)]
+            await home.until(lambda: home.fleet.running.total() == 3 * room)
+            assert home.controller.requests.admission.waiting == 5
             with pytest.raises(QueueFull):
-                await home.ask()
+                await ask(home)
             home.fleet.released.set()
             answers = await asyncio.gather(*asked)
             assert all(list(answer.outputs) == ["scores"] for answer in answers)
-            assert (home.fleet.most, home.server.served) == (places, places + 5)
+            assert (home.fleet.most, home.controller.requests.served) == (room, room + 5)
 
     asyncio.run(main())
 
@@ -412,17 +213,16 @@ def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
-            places = 3 * len(home.plan.body.segments)
+            room = places(home)
             home.fleet.released.clear()
-            asked = [home.ask() for _ in range(places + 2)]
-            await home.until(lambda: home.fleet.running.total() == 3 * places)
-            home.fleet.devices["b"] = replace(home.fleet.devices["b"], health="dead", reason="gone")
-            home.server.device_changed(home.fleet.devices["b"])
+            asked = [ask(home) for _ in range(room + 2)]
+            await home.until(lambda: home.fleet.running.total() == 3 * room)
+            home.kill("b")
             home.fleet.released.set()
             results = await asyncio.gather(*asked, return_exceptions=True)
-            assert [type(each) for each in results[:places]] == [DeviceLost] * places
-            assert all(each.outputs["scores"].shape == (1, 40) for each in results[places:])  # they had only waited
-            assert {device.name for device in home.plan.devices} == {"a", "c"}
+            assert [type(each) for each in results[:room]] == [DeviceLost] * room
+            assert all(each.outputs["scores"].shape == (1, 40) for each in results[room:])  # they had only waited
+            assert home.names() == "ac"
             assert home.plan.epoch == 2
 
     asyncio.run(main())
@@ -433,21 +233,20 @@ def test_values_that_no_segment_can_compute_do_not_end_the_plan_and_a_plan_that_
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
-            home.fleet.failure = StepFailed(device="segment 1", reason="index out of range")
+            home.fleet.asked.clear()
+            home.fleet.failures = [StepFailed(device="segment 1", reason="index out of range")]
             with pytest.raises(StepFailed):
-                await home.ask()
-            await home.until(lambda: home.server._probe is not None and home.server._probe.done())
-            assert home.plan.epoch == 1
-            assert home.server.ready
-
-            async def broken(device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
-                raise StepFailed(device="rank 1", reason="the tensor had not come")
-
-            monkeypatch.setattr(home.fleet, "_run", broken)
+                await ask(home)
+            await home.until(lambda: sum(isinstance(message, Run) for _, message in home.fleet.asked) == 2 * 3)
+            await ask(home)  # the probe, a request that is known to run, changed nothing
+            assert (home.plan.epoch, home.ready) == (1, True)
+            home.fleet.broken = StepFailed(device="rank 1", reason="the tensor had not come")
             with pytest.raises(StepFailed):
-                await home.ask()
-            await home.until(lambda: not home.server.ready)
-            monkeypatch.undo()
+                await ask(home)
+            await home.until(lambda: not home.ready)
+            home.fleet.broken = None
+            await home.until(lambda: home.ready)
+            assert home.plan.epoch > 1
 
     asyncio.run(main())
 
@@ -458,14 +257,14 @@ def test_a_client_that_gives_up_frees_its_place_only_when_the_devices_are_done(
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
             home.fleet.released.clear()
-            asked = home.ask(timeout_seconds=0.05)
+            asked = ask(home, timeout_seconds=0.05)
             with pytest.raises(HearthError, match=r"0\.05 s"):
                 await asked
-            assert home.server._window.running == 1
+            assert home.controller.requests.admission.running == 1
             home.fleet.released.set()
-            await home.until(lambda: home.server._window.running == 0)
+            await home.until(lambda: home.controller.requests.admission.running == 0)
             with pytest.raises(BadRequest, match="'image' is missing"):
-                await home.server.infer(Infer(names=()), ())
+                await home.kind.infer(Infer(names=()), ())
 
     asyncio.run(main())
 
@@ -493,16 +292,12 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
     asyncio.run(main())
 
 
-def test_a_graph_without_weights_or_with_nobody_to_serve_it_is_told(tmp_path: Path) -> None:
+def test_a_graph_without_weights_is_refused(tmp_path: Path) -> None:
     from support.graphs import save_graph
 
     async def main() -> None:
-        settings = CoordinatorSettings(state_dir=tmp_path / "state")
-        server = GraphServer(settings, FakeFleet("a", None), lambda line: None)  # type: ignore[arg-type]
         path = save_graph(tmp_path / "graph.json", two_branches())
         with pytest.raises(BadSetting, match="no weights to run"):
-            server.start(GraphGoal(kind="graph", model_file=str(path)))
-        with pytest.raises(NotServing):
-            server.info()
+            House(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]
 
     asyncio.run(main())

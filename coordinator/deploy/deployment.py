@@ -1,0 +1,290 @@
+"""One deployed plan: bring the weights, start and connect the workers, send requests to all of them, stop them.
+
+It ends when it fails or is closed. The kinds of model add what they ask (`transformer`, `graph`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+from coordinator.deploy.distribution import Distribution, Progress
+from coordinator.deploy.spread import C
+from coordinator.devices.fleet import Fleet
+from coordinator.devices.registry import Device
+from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
+from hearth.plan.plan import Plan
+from hearth.plan.profile import Link
+from hearth.plan.value_formats import Values
+from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.trace import shift_to_common_clock
+from hearth.wire.framing import pack_array, unpack_arrays
+from hearth.wire.messages import (
+    Abort,
+    ConnectPeers,
+    DeviceTrace,
+    Done,
+    Load,
+    Peer,
+    Run,
+    RunDone,
+    SegmentParts,
+    ShardParts,
+    Unload,
+    WireStats,
+    WorkerBound,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_LOAD_SECONDS = 320.0  # above the agent's own limit, so that its error, which says more, comes first
+_CONNECT_SECONDS = 35.0  # above the worker's own limit, for the same reason
+_UNLOAD_SECONDS = 5.0
+# After a first failure: other ranks may report one that is closer to the cause, and a heartbeat a lost device.
+_CAUSE_SECONDS = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Weights(Generic[C]):
+    """By rank: the chunks that it needs, and how its worker puts them together. `read` returns a chunk's bytes."""
+
+    chunks: Sequence[Sequence[C]]
+    parts: Sequence[ShardParts | SegmentParts]
+    read: Callable[[C], bytes | memoryview]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's answer to a request."""
+
+    done: RunDone
+    arrays: dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A request's answers by rank."""
+
+    ranks: tuple[RankResult, ...]
+    latency_seconds: float  # as the coordinator saw it
+    traces: tuple[DeviceTrace, ...]
+
+    @property
+    def compute_seconds(self) -> tuple[float, ...]:
+        """Busy time of each rank."""
+        return tuple(sum(rank.done.compute_seconds) for rank in self.ranks)
+
+
+class Deployment:
+    """The workers of `plan`, one on each of its devices. `fail` may be called from outside, when a device is lost."""
+
+    def __init__(self, fleet: Fleet, plan: Plan, name: str = DEFAULT_DEPLOYMENT) -> None:
+        self.plan = plan
+        self.name = name
+        self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
+        self.weight_error = 0.0  # of quantised matrices: relative, root mean square, of the worst device
+        self.wire = WireStats()
+        self.dropped_messages = 0
+        self._fleet = fleet
+        self._parts: Sequence[ShardParts | SegmentParts] = ()
+        self._step = 0
+        self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
+
+    @property
+    def command(self) -> dict[str, Any]:
+        """The fields of every `PlanCommand` to these workers."""
+        return {"holder": self._fleet.holder, "deployment": self.name, "epoch": self.epoch}
+
+    @property
+    def failure(self) -> HearthError | None:
+        return self._failed.result() if self._failed.done() else None
+
+    def fail(self, error: HearthError) -> None:
+        """A device or worker of this plan is gone: whatever runs ends with `error`."""
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    # ---- bring-up -------------------------------------------------------------------------------------------------
+
+    async def push(self, weights: AbstractAsyncContextManager[Weights[Any]], progress: Progress) -> None:
+        """Bring every device the chunks that it needs and does not have. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
+        async with weights as opened:
+            distribution: Distribution[Any] = Distribution(self._fleet, self.plan.devices, opened.read, progress)
+            try:
+                await distribution.run(opened.chunks)
+            finally:
+                self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
+            self._parts = opened.parts
+
+    async def load(self, links: Mapping[tuple[str, str], Link], encrypt: bool) -> None:
+        """Start the workers on what was pushed, and connect them once all are bound."""
+        token, devices = secrets.token_bytes(16), self.plan.devices
+
+        def start(rank: int) -> Awaitable[WorkerBound]:
+            request = Load(
+                holder=self._fleet.holder,
+                deployment=self.name,
+                plan=self.plan,
+                rank=rank,
+                parts=self._parts[rank],
+                encrypt_data_plane=encrypt,
+                plan_token=token,
+            )
+            return self._fleet.ask(devices[rank].device_id, request, WorkerBound, timeout_seconds=_LOAD_SECONDS)
+
+        bound = await self.on_every_rank(start)
+        self.weight_error = max(worker.weight_error for worker in bound)
+
+        def connect(rank: int) -> Awaitable[Done]:
+            peers = tuple(
+                Peer(
+                    rank=other,
+                    host=self._fleet.devices[devices[other].device_id].host,
+                    port=bound[other].port,
+                    public_key=bound[other].public_key,
+                    bytes_per_second=links[devices[rank].device_id, devices[other].device_id].bytes_per_second,
+                )
+                for other in range(len(devices))
+                if other != rank
+            )
+            request = ConnectPeers(**self.command, peers=peers)
+            return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=_CONNECT_SECONDS)
+
+        await self.on_every_rank(connect)
+
+    async def close(self) -> None:
+        """Stop the workers, so that the next plan finds their memory free."""
+        self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
+        request = Unload(**self.command)
+        calls = (
+            self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
+            for device in self.plan.devices
+            if self._fleet.devices[device.device_id].health == "alive"
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
+        wait_seconds: float,
+        answer_seconds: float,
+        trace: bool = False,
+        output: Literal["hidden", "mean"] = "hidden",
+        values: Values | None = None,
+    ) -> RunResult:
+        """One request on all ranks; `inputs` by rank. A rank waits `wait_seconds` for a peer, we `answer_seconds` for it.
+
+        Raises the error at the cause of a failure, not those that followed from it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._step += 1
+        step = self._step
+        # An array that several ranks take is packed once.
+        frames = {id(array): pack_array(array) for of_rank in inputs for array in of_rank.values()}
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        clocks: dict[int, tuple[float, float]] = {}
+
+        async def one(rank: int) -> RankResult:
+            request = Run(
+                **self.command,
+                step=step,
+                names=tuple(inputs[rank]),
+                timeout_seconds=wait_seconds,
+                trace=trace,
+                output=output,
+                values=values,
+            )
+            payload = [frame for array in inputs[rank].values() for frame in frames[id(array)]]
+            sent = loop.time()
+            device = self.plan.devices[rank].device_id
+            reply = await self._fleet.call(device, request, payload, timeout_seconds=answer_seconds)
+            clocks[rank] = (sent, loop.time())
+            done = reply.message
+            if not isinstance(done, RunDone):
+                raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
+            return RankResult(done, unpack_arrays(done.names, reply.payload))
+
+        ranks = await self.on_every_rank(one, Abort(**self.command, step=step, reason=""))
+        latency = loop.time() - began
+        self.wire = WireStats.sum(rank.done.wire for rank in ranks)
+        self.dropped_messages = sum(rank.done.dropped_messages for rank in ranks)
+        traces = tuple(
+            DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(result.done, *clocks[rank]))
+            for rank, (device, result) in enumerate(zip(self.plan.devices, ranks, strict=True))
+            if trace
+        )
+        return RunResult(tuple(ranks), latency, traces)
+
+    async def on_every_rank(self, call: Callable[[int], Awaitable[T]], abort: Abort | None = None) -> list[T]:
+        """Ask all ranks at once. At the first failure `abort` goes to all of them and the cause is raised."""
+        tasks = [asyncio.ensure_future(call(rank)) for rank in range(self.plan.num_ranks)]
+        try:
+            while (pending := {task for task in tasks if not task.done()}) and not (self.failure or errors_of(tasks)):
+                waits: set[asyncio.Future[Any]] = {*pending, self._failed}
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None or errors_of(tasks):
+                raise await self.cause(tasks, abort)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def cause(self, tasks: Sequence[asyncio.Future[Any]], abort: Abort | None) -> HearthError:
+        """End on all ranks what these tasks wait for, and return the error that the others follow from.
+
+        A deployment that failed as a whole is taken down anyway: then nothing is left to abort or to wait for.
+        """
+        aborts: list[asyncio.Future[Any]] = []
+        if self.failure is None:
+            if abort is not None:
+                abort = abort.model_copy(update={"reason": str(errors_of(tasks)[0])[:1000]})
+                aborts = [
+                    asyncio.ensure_future(self._fleet.call(device.device_id, abort, timeout_seconds=_CAUSE_SECONDS))
+                    for device in self.plan.devices
+                ]
+            await asyncio.wait([*tasks, *aborts], timeout=_CAUSE_SECONDS)
+        for task in (*tasks, *aborts):
+            task.cancel()
+        await asyncio.gather(*tasks, *aborts, return_exceptions=True)
+        found = [*([self.failure] if self.failure else []), *errors_of(tasks), *errors_of(aborts)]
+        return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
+
+
+def errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
+    """The errors of those that failed. An exception that is no HearthError is raised."""
+    found = []
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, HearthError):
+                raise error
+            found.append(error)
+    return found
+
+
+def loss_of(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
+    """The error that a device's state means for a deployment on it, which is `loaded` or still being brought up."""
+    if device.health in ("dead", "busy"):
+        return DeviceLost(device=device.name, reason=device.reason)
+    if device.state is None:
+        return DeviceLost(device=device.name, reason="its agent was restarted")
+    if (worker := device.failed_worker(deployment.name, deployment.epoch)) is not None:
+        return WorkerDied(device=device.name, reason=worker.failure)
+    if loaded and device.worker(deployment.name) is None:
+        return DeviceLost(device=device.name, reason="its worker is gone")
+    return None

@@ -1,0 +1,61 @@
+"""The cluster of a transformer: what the devices take for the blocks of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.devices.pooling import pooled
+from coordinator.devices.profiling import Profiler, Workload, compute_settings, digest
+from coordinator.devices.registry import Device
+from hearth.errors import UnsupportedWeights
+from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
+from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
+from hearth.wire.messages import BlocksOf, Profile
+
+_PROFILE_SECONDS = 140.0
+_CACHE_VERSION = 2
+
+
+def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
+    """The blocks of a layer, in steps of up to `seq_len` rows."""
+
+    def check(device: Device) -> None:
+        if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
+            raise UnsupportedWeights(
+                device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
+            )
+
+    def cache_name(device: Device) -> str:
+        # The shape counts, not the name or the depth; but small decoders stay in the cache from one token to the next.
+        depth = set() if spec.causal else {"num_layers"}
+        shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
+        return f"blocks-{digest(_CACHE_VERSION, device.device_id, shape, seq_len, compute_settings(device))}.json"
+
+    return Workload(
+        title=spec.name,
+        request=Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS),
+        result=BlockProfile,
+        cache_name=cache_name,
+        seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
+        check=check,
+    )
+
+
+async def block_cluster(
+    profiler: Profiler, devices: Sequence[Device], workload: Workload[BlockProfile]
+) -> ClusterProfile:
+    """Raises as `Profiler.measure` does."""
+    measured = await profiler.measure(devices, workload)
+    blocks = pooled(measured.results)
+    return ClusterProfile(
+        devices=tuple(
+            DeviceProfile(
+                device_id=device.device_id,
+                name=device.name,
+                budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
+                blocks=blocks[device.device_id].scaled(profiler.factor(device.device_id)),
+            )
+            for device in measured.devices
+        ),
+        links=tuple(measured.links.values()),
+    )

@@ -1,0 +1,297 @@
+"""Keeps one model served: executes the actions of its life cycle (`lifecycle`), and reports to it what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coordinator.deploy.deployment import Deployment, loss_of
+from coordinator.devices.registry import Device
+from coordinator.plan.limits import breach, unknown_names
+from coordinator.serve import lifecycle as cycle
+from coordinator.serve.describe import describe, history_of
+from coordinator.serve.drift import DriftMonitor
+from coordinator.serve.goal import allowed
+from coordinator.serve.graph import GraphKind
+from coordinator.serve.kind import ModelKind, Tools
+from coordinator.serve.replanning import Replanner
+from coordinator.serve.requests import Requests, failure_of
+from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
+from coordinator.serve.transformer import TransformerKind
+from hearth.errors import BadPlan, DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
+from hearth.plan.plan import Plan
+from hearth.platform.asyncio_tools import within
+from hearth.platform.units import format_bytes
+from hearth.wire.messages import PhaseEntered
+
+log = logging.getLogger(__name__)
+
+_WAIT_FOR_DEVICES_SECONDS = 10.0  # for the devices of a saved plan after a restart, and for a first device
+_IMMEDIATE = (cycle.Admit, cycle.StopAdmitting, cycle.RecordLoss)
+
+
+class Controller:
+    """Of the deployment `name`. Raises what opening the model raises, and BadPlan for a plan to keep that is for another.
+
+    `plan` is tried first, if its devices come.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        goal: Goal,
+        plan: Plan | None,
+        tools: Tools,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.goal = goal
+        self.requests: Requests[Any] = Requests(tools.settings.queue_limit, lambda: self.state, self._request_failed)
+        self.kind = _open(goal, tools, self.requests)
+        if plan is not None and goal.keep_plan:
+            self.kind.check(plan)
+        self.lifecycle = cycle.Lifecycle(
+            drain_seconds=tools.settings.drain_seconds, last_epoch=tools.state.load().last_epoch
+        )
+        tools.state.save(name, SavedDeployment(goal=goal, plan=plan), self.lifecycle.last_epoch)
+        self.plan: Plan | None = None  # of the present deployment, or of the one before
+        self._first_plan = plan
+        self._tools = tools
+        self._clock = clock
+        self._replanner = Replanner(self.kind, tools, self.requests.admission, clock)
+        self._deployment: Deployment | None = None
+        self._work: asyncio.Task[None] | None = None  # the present phase's
+        self._background: asyncio.Task[None] | None = None  # while serving
+        self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
+
+    # ---- what it is doing -----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.lifecycle.phase == "serving"
+
+    @property
+    def state(self) -> str:
+        """For people."""
+        return describe(self.lifecycle)
+
+    @property
+    def deployment(self) -> Deployment | None:
+        """The present one, until its workers are stopped."""
+        return self._deployment
+
+    def history(self) -> tuple[PhaseEntered, ...]:
+        return history_of(self.lifecycle, self._clock())
+
+    # ---- from outside ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises the error that no retry can mend."""
+        try:
+            if not self.lifecycle.finished:  # it was told to stop before it began
+                self.handle(cycle.GoalSet(self._first_plan))
+            if (error := await self._finished) is not None:
+                raise error
+        finally:
+            for task in (self._background, self._work):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.wait({task})
+            if self._deployment is not None:
+                await self._deployment.close()
+            await self.requests.close()
+
+    def stop(self) -> None:
+        """Let running requests finish, then end; the second call ends at once."""
+        self.handle(cycle.StopRequested())
+
+    def device_changed(self, device: Device) -> None:
+        """The fleet saw a change: a deployment that it breaks is lost."""
+        deployment, plan = self._deployment, self.lifecycle.plan
+        if deployment is None or plan is None or deployment.epoch != plan.epoch:
+            return
+        if device.device_id in {planned.device_id for planned in plan.devices}:
+            error = loss_of(device, deployment, self.lifecycle.phase in ("serving", "draining"))
+            if error is not None:
+                self._lost(deployment, error)
+
+    # ---- the life cycle -------------------------------------------------------------------------------------------
+
+    def handle(self, event: cycle.Event) -> None:
+        """Take an event: change the state, and begin what follows."""
+        before = self.state
+        self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
+        if self.state != before:
+            self._tools.report(self.state)
+        rest = list(actions)
+        while rest and isinstance(rest[0], _IMMEDIATE):
+            self._at_once(rest.pop(0))
+        if rest:
+            self._work = asyncio.create_task(self._perform(rest, self._work))
+            self._work.add_done_callback(self._fault)
+
+    def _at_once(self, action: cycle.Action) -> None:
+        admission = self.requests.admission
+        match action:
+            case cycle.Admit():
+                deployment = self._deployment
+                assert deployment is not None
+                monitor = DriftMonitor(deployment.plan)
+                self.requests.watch(deployment, monitor)
+                self._background = asyncio.create_task(self._improve(deployment, monitor))
+                admission.open(deployment, self.kind.capacity(deployment))
+            case cycle.StopAdmitting(refuse):
+                admission.close(NotServing(state=self.state) if refuse else None)
+                if self._background is not None:
+                    self._background.cancel()
+            case cycle.RecordLoss(error):
+                self.requests.last_error = str(error)
+                for device in self._deployment.plan.devices if self._deployment is not None else ():
+                    if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
+                        self._replanner.lost(device.device_id)
+                        if isinstance(error, WorkerDied):
+                            self._tools.fleet.punish(device.device_id)
+
+    async def _perform(self, actions: list[cycle.Action], before: asyncio.Task[None] | None) -> None:
+        """Do these in order, once what was done before has ended, and report the last one's outcome."""
+        if before is not None:
+            before.cancel()
+            await asyncio.wait({before})
+        try:
+            event = None
+            for action in actions:
+                event = await self._do(action)
+        except Exception as error:
+            failure = failure_of(error)
+            self.requests.last_error = str(failure)
+            event = cycle.WorkFailed(failure)
+        if event is not None:
+            self.handle(event)
+
+    async def _do(self, action: cycle.Action) -> cycle.Event | None:
+        tools, deployment = self._tools, self._deployment
+        match action:
+            case cycle.AwaitDevices(plan):
+                return await self._await_devices(plan)
+            case cycle.Settle(recovering):
+                return await self._settle(recovering)
+            case cycle.Profile(devices):
+                return cycle.DevicesProfiled(devices, await self.kind.profile(devices))
+            case cycle.MakePlan(devices, cluster, recovering):
+                plan = await self.kind.plan(cluster, recovering)
+                self._replanner.considered(devices, plan)
+                return cycle.PlanMade(plan, tools.fleet.last_epoch)
+            case cycle.Save(plan):
+                tools.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)
+            case cycle.Push(plan):
+                self._deployment = deployment = self.kind.deployment(plan, self.name)
+                self.plan = plan
+                await deployment.push(self.kind.weights(plan), tools.progress)
+                tools.report(
+                    f"pushed {format_bytes(deployment.sent_bytes)} of weights, devices passed on "
+                    f"{format_bytes(deployment.passed_bytes)}; what was there already was not sent again"
+                )
+                return cycle.ChunksPushed(plan.epoch)
+            case cycle.Load():
+                assert deployment is not None
+                await deployment.load(tools.profiler.links, tools.settings.encrypt_data_plane)
+                return cycle.WorkersLoaded(deployment.epoch)
+            case cycle.WarmUp():
+                assert deployment is not None
+                await self.kind.warm_up(deployment)
+                return cycle.WarmedUp(deployment.epoch)
+            case cycle.Drain(until):
+                try:
+                    await within(max(until - self._clock(), 0.0), self.requests.admission.drained())
+                except asyncio.TimeoutError:
+                    return cycle.DrainTimedOut()
+                return cycle.Drained()
+            case cycle.TakeDown():
+                if deployment is not None:
+                    await deployment.close()
+                    self._deployment = None
+            case cycle.WaitToRetry(until):
+                await asyncio.sleep(max(until - self._clock(), 0.0))
+                return cycle.RetryDue()
+            case cycle.Finish(error):
+                if not self._finished.done():
+                    self._finished.set_result(error)
+        return None
+
+    def _fault(self, work: asyncio.Task[None]) -> None:
+        """An exception of the machinery itself would leave the deployment in a phase that nothing leads out of."""
+        if not work.cancelled() and (error := work.exception()) is not None and not self._finished.done():
+            self._finished.set_exception(error)
+
+    # ---- devices for a plan ---------------------------------------------------------------------------------------
+
+    async def _await_devices(self, plan: Plan) -> cycle.PlanRestored | cycle.PlanSetAside:
+        """All devices of a saved plan must come, with the links between them measured; and no limit may forbid it."""
+        try:
+            self.kind.check(plan)
+        except BadPlan as error:
+            return cycle.PlanSetAside(error.reason)
+        if not await self._all_there(plan):
+            return cycle.PlanSetAside("not all of its devices came")
+        there = self._tools.fleet.usable()
+        offered = {device.device_id: device.telemetry.memory_budget_bytes for device in there if device.telemetry}
+        if against := breach(plan, self.goal.limits, self.goal.exclude, offered):
+            self._tools.report(f"the given plan is not used: {against}")
+            return cycle.PlanSetAside(against)
+        self._replanner.restored(plan)
+        return cycle.PlanRestored(self._tools.fleet.last_epoch)
+
+    async def _all_there(self, plan: Plan) -> bool:
+        wanted = {device.device_id for device in plan.devices}
+        deadline = time.monotonic() + _WAIT_FOR_DEVICES_SECONDS
+        while time.monotonic() < deadline:
+            there = [device for device in self._tools.fleet.usable() if device.device_id in wanted]
+            if len(there) == len(wanted):
+                links = await self._tools.profiler.measure_links(there)
+                return len(links) == len(wanted) * (len(wanted) - 1)
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _settle(self, recovering: bool) -> cycle.DevicesSettled:
+        """The user's minimum and the wait for newcomers are for starts."""
+        settings, fleet = self._tools.settings, self._tools.fleet
+        quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
+        await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
+        devices = allowed(self.goal, fleet.usable())
+        if not devices:
+            raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
+        self.goal = self.goal.model_copy(update={"keep_plan": False})  # there was none to keep, or it could not be kept
+        names = [*(limit.device for limit in self.goal.limits), *self.goal.exclude]
+        for name in unknown_names(names, fleet.devices.values()):  # mistyped, or a device that comes later
+            self._tools.report(f"warning: no device here is called {name} yet; its limit holds when one comes")
+        return cycle.DevicesSettled(tuple(devices))
+
+    # ---- while it serves ------------------------------------------------------------------------------------------
+
+    async def _improve(self, deployment: Deployment, monitor: DriftMonitor) -> None:
+        """Tune the deployment, then look for a better plan as long as it serves."""
+        try:
+            await self.kind.tune(deployment)
+            if not self.goal.keep_plan:
+                better = await self._replanner.run(self.goal, deployment, monitor)
+                self.handle(cycle.BetterPlanMade(better, deployment.epoch, self._tools.fleet.last_epoch))
+        except Exception as error:
+            self._lost(deployment, failure_of(error))
+
+    def _request_failed(self, deployment: Deployment, error: HearthError) -> None:
+        """An error that is not the request's own ends the deployment that it ran on (not a newer one)."""
+        if error.scope != "request":
+            self._lost(deployment, error)
+
+    def _lost(self, deployment: Deployment, error: HearthError) -> None:
+        deployment.fail(error)
+        self.handle(cycle.DeploymentLost(deployment.epoch, error))
+
+
+def _open(goal: Goal, tools: Tools, requests: Requests[Any]) -> ModelKind[Any]:
+    if isinstance(goal, GraphGoal):
+        return GraphKind(goal, tools, requests)
+    return TransformerKind(goal, tools, requests)

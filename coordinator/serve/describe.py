@@ -1,0 +1,93 @@
+"""A deployment's life cycle in words, for `hearth status` and the log."""
+
+from __future__ import annotations
+
+from coordinator.serve import lifecycle as cycle
+from hearth.plan.graph import GraphSegments
+from hearth.plan.plan import Plan
+from hearth.wire.messages import PhaseEntered
+
+
+def describe(state: cycle.Lifecycle) -> str:
+    """What a deployment is doing."""
+    plan, cause = state.plan, state.cause
+    match state.phase, cause:
+        case "idle", None:
+            return "starting"
+        case "idle", _:
+            return "stopped"
+        case "settling", cycle.DeploymentLost(_, error):
+            return f"planning again: {error.explanation()}"
+        case "settling", _ if state.saved is not None:
+            return "waiting for the devices of the last plan"
+        case "settling", _:
+            return "looking for devices"
+        case "profiling", cycle.DevicesSettled(devices):
+            return f"profiling {len(devices)} devices"
+        case "pushing", _ if plan is not None:
+            return f"pushing weights to {names(plan)}"
+        case "loading", _ if plan is not None:
+            return f"loading on {names(plan)}"
+        case "warming", _:
+            return "warming up"
+        case "serving", _ if plan is not None:
+            return f"serving {plan.model.name} on {names(plan)} ({title(plan)})"
+        case "draining", _ if state.following is not None:
+            return "moving to a better plan: running requests finish, others wait"
+        case "draining", _:
+            return "stopping: running requests finish, no new ones are taken"
+        case "failed", cycle.WorkFailed(error) | cycle.DeploymentLost(_, error):
+            return str(error) if state.finished else f"not ready, trying again: {error}"
+    return state.phase
+
+
+def describe_cause(event: cycle.Event) -> str:
+    """What happened."""
+    match event:
+        case cycle.GoalSet():
+            return "a model is to be served"
+        case cycle.PlanRestored():
+            return "the devices of the last plan are there"
+        case cycle.PlanSetAside(reason):
+            return f"the last plan is not used: {reason}"
+        case cycle.DevicesSettled(devices):
+            return f"devices: {', '.join(device.name for device in devices)}"
+        case cycle.DevicesProfiled():
+            return "devices profiled"
+        case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):
+            return f"planned: {title(plan)} on {names(plan)}"
+        case cycle.ChunksPushed():
+            return "weights are on the devices"
+        case cycle.WorkersLoaded():
+            return "workers are loaded and connected"
+        case cycle.WarmedUp():
+            return "a first request ran"
+        case cycle.DeploymentLost(_, error) | cycle.WorkFailed(error):
+            return error.explanation()
+        case cycle.RetryDue():
+            return "trying again"
+        case cycle.Drained():
+            return "all requests have ended"
+        case cycle.DrainTimedOut():
+            return "requests were still running"
+        case cycle.StopRequested():
+            return "told to stop"
+
+
+def history_of(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:
+    """The moves so far, for `hearth status`."""
+    return tuple(
+        PhaseEntered(
+            phase=move.phase, cause=describe_cause(move.cause), seconds_ago=max(now - move.at, 0.0), times=move.times
+        )
+        for move in state.history
+    )
+
+
+def names(plan: Plan) -> str:
+    return ", ".join(device.name for device in plan.devices)
+
+
+def title(plan: Plan) -> str:
+    body = plan.body
+    return f"{plan.planner}, for {body.objective}" if isinstance(body, GraphSegments) else body.title

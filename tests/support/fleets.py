@@ -1,0 +1,216 @@
+"""A fleet of agents in this process that answer at once: what a coordinator sends is real, what devices compute is not."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from support.devices import ready_device
+from support.plans import device_profile
+
+from coordinator.devices.registry import Device
+from coordinator.models.graph_file import Graph
+from hearth.errors import DeviceLost, HearthError
+from hearth.plan.geometry import rows_for, spans
+from hearth.plan.profile import BlockProfile, WireCost
+from hearth.wire.framing import pack_array, pack_arrays, unpack_arrays
+from hearth.wire.messages import (
+    BlocksOf,
+    ChunksFetched,
+    ChunksMissing,
+    Done,
+    FetchChunks,
+    FindMissing,
+    GraphProfile,
+    Kernel,
+    LinkMeasured,
+    Load,
+    MeasureLink,
+    Message,
+    OperatorsOf,
+    Profile,
+    Profiled,
+    PutChunk,
+    Run,
+    RunDone,
+    WireStats,
+    WorkerBound,
+)
+from hearth.wire.rpc import Reply
+
+
+class FakeFleet(ABC):
+    """Agents by one-letter names. `slow` multiplies what a device takes, `link_factor` what the links take."""
+
+    holder = "test"
+    last_epoch = 0
+
+    def __init__(self, names: str, link_bytes_per_second: float) -> None:
+        self.devices = {name: ready_device(name) for name in names}
+        self.slow = dict.fromkeys(names, 1.0)
+        self.link_factor = 1.0
+        self.link_bytes_per_second = link_bytes_per_second
+        self.stored: dict[str, set[str]] = {name: set() for name in names}
+        self.loads: dict[str, Load] = {}
+        self.asked: list[tuple[str, Message]] = []
+        self.running: Counter[str] = Counter()  # requests by device
+        self.most = 0  # requests at once on one device
+        self.released = asyncio.Event()  # cleared: requests stay on the devices
+        self.released.set()
+        self.num_looks = 0  # of the re-planner, and a few others
+        self.failures: list[HearthError] = []  # of the next requests
+        self.broken: HearthError | None = None  # of every request
+
+    def add(self, name: str) -> None:
+        self.devices[name] = ready_device(name)
+        self.slow[name] = 1.0
+        self.stored[name] = set()
+
+    def kill(self, name: str) -> Device:
+        self.devices[name] = replace(self.devices[name], health="dead", reason="no answer")
+        return self.devices[name]
+
+    def usable(self) -> list[Device]:
+        self.num_looks += 1
+        return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
+
+    async def settle(self, *_: float) -> list[Device]:
+        return self.usable()
+
+    async def refresh_telemetry(self) -> None:
+        return
+
+    def punish(self, device_id: str) -> None:
+        return
+
+    @asynccontextmanager
+    async def bulk(self, device_id: str) -> AsyncIterator[Any]:
+        fleet = self
+
+        class Connection:
+            async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
+                return await fleet.call(device_id, message, payload, timeout_seconds)
+
+        yield Connection()
+
+    async def ask(self, device_id: str, message: Message, expected: type[Any], timeout_seconds: float = 10.0) -> Any:
+        reply = (await self.call(device_id, message, (), timeout_seconds)).message
+        assert isinstance(reply, expected)
+        return reply
+
+    async def call(
+        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+    ) -> Reply:
+        self.asked.append((device_id, message))
+        await asyncio.sleep(0)
+        if self.devices[device_id].health == "dead":
+            raise DeviceLost(device=device_id, reason="it is gone")
+        stored = self.stored[device_id]
+        if isinstance(message, Profile):
+            return Reply(Profiled(result=self.profile(message)))
+        if isinstance(message, MeasureLink):
+            rate = self.link_bytes_per_second / self.link_factor
+            return Reply(LinkMeasured(bytes_per_second=rate, round_trip_seconds=1e-9, num_bytes=1, stable=True))
+        if isinstance(message, FindMissing):
+            return Reply(ChunksMissing(hashes=tuple(h for h in message.hashes if h not in stored)))
+        if isinstance(message, FetchChunks):
+            stored |= set(message.hashes)
+            return Reply(ChunksFetched(missing=()))
+        if isinstance(message, PutChunk):
+            assert hashlib.sha256(payload[0]).hexdigest() == message.hash
+            stored.add(message.hash)
+            return Reply(Done())
+        if isinstance(message, Load):
+            assert set(message.parts.hashes) <= stored
+            self.loads[device_id] = message
+            return Reply(WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        if isinstance(message, Run):
+            return await self._run(device_id, message, payload)
+        return Reply(Done())
+
+    async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
+        assert self.loads[device_id].plan.epoch == message.epoch
+        self.running[device_id] += 1
+        self.most = max(self.most, self.running[device_id])
+        try:
+            if self.broken is not None:
+                raise self.broken
+            if self.failures and self.released.is_set():
+                raise self.failures.pop(0)
+            await self.released.wait()
+        finally:
+            self.running[device_id] -= 1
+        return self.run(device_id, message, unpack_arrays(message.names, payload))
+
+    @abstractmethod
+    def profile(self, message: Profile) -> BlockProfile | GraphProfile:
+        """The answer of every device."""
+
+    @abstractmethod
+    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+        """One rank's answer to a request."""
+
+
+class TransformerFleet(FakeFleet):
+    """A step takes what the plan predicts, times `slow`; a lossy format errs by `errors` and is faster by `speeds`."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__(names, link_bytes_per_second=1e12)  # so that sharing always pays
+        self.errors = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
+        self.speeds = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
+
+    def profile(self, message: Profile) -> BlockProfile:
+        assert isinstance(message.subject, BlocksOf)
+        return device_profile(0, 1.0, message.subject.model, message.subject.seq_len).blocks
+
+    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+        plan, rank = self.loads[device_id].plan, self.loads[device_id].rank
+        num_rows, num_sequences = len(arrays["token_ids"]), len(arrays["cumulative_lengths"]) - 1
+        own = spans(rows_for(plan.body.row_weights, num_rows))[rank].size
+        share = num_rows / plan.body.seq_len
+        slowest = max(self.slow[device.device_id] for device in plan.devices)
+        latency = plan.predicted.latency_seconds * share * slowest * self.link_factor * self.speeds[message.values]
+        done = RunDone(
+            names=(message.output,), began_seconds=0.0, ended_seconds=latency,
+            compute_seconds=(plan.devices[rank].compute_seconds * share * self.slow[device_id],),
+            wire=WireStats(), dropped_messages=0,
+        )  # fmt: skip
+        shape = (own if message.output == "hidden" else num_sequences, plan.model.hidden_size)
+        return Reply(done, pack_array(np.ones(shape, np.float32) * (1 + self.errors[message.values])))
+
+
+class GraphFleet(FakeFleet):
+    """A request takes what the plan predicts, times `slow`; every operator takes 10 ms."""
+
+    def __init__(self, names: str, graph: Graph) -> None:
+        super().__init__(names, link_bytes_per_second=1e9)
+        self.graph = graph
+
+    def profile(self, message: Profile) -> GraphProfile:
+        assert isinstance(message.subject, OperatorsOf)
+        kernels = tuple(
+            Kernel(name=operator.name, kind=operator.kind, provider="cpu", seconds=0.01, operators=(operator.name,))
+            for operator in self.graph.spec.operators
+        )
+        return GraphProfile(
+            kernels=kernels, run_seconds=0.01 * len(kernels), provider="cpu", process_bytes=1 << 20, load_bytes=1 << 20,
+            peak_bytes=3 << 20, run_bytes=1 << 20, wire=WireCost(),
+        )  # fmt: skip
+
+    def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+        plan, rank = self.loads[device_id].plan, self.loads[device_id].rank
+        made = [name for segment in plan.body.segments_of(rank) for name in segment.outputs]
+        outputs = {name: np.ones((1, 40), np.float32) for name in plan.model.outputs if name in made}
+        done = RunDone(
+            names=tuple(outputs), began_seconds=0.0, ended_seconds=0.1,
+            compute_seconds=(plan.devices[rank].compute_seconds * self.slow[device_id],),
+            wire=WireStats(), dropped_messages=0,
+        )  # fmt: skip
+        return Reply(done, pack_arrays(outputs))

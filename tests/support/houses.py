@@ -1,0 +1,104 @@
+"""A controller that serves a model on a fleet in this process, its clock, and what it reported."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fleets import FakeFleet
+from support.waiting import until
+
+from coordinator.devices.profiling import Profiler
+from coordinator.serve import replanning
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.controller import Controller
+from coordinator.serve.kind import Tools
+from coordinator.serve.state import Goal, StateFile
+from hearth.plan.plan import Plan
+from hearth.protocol import DEFAULT_DEPLOYMENT
+
+
+def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> Tools:
+    made = CoordinatorSettings.model_validate({"state_dir": folder, "settle_seconds": 0, **settings})
+    profiler = Profiler(fleet, folder / "profiles", lines.append)
+    return Tools(fleet, profiler, made, StateFile(folder), lines.append, lambda name, done, total: None)
+
+
+class House:
+    """`now` is what its clock says."""
+
+    def __init__(self, fleet: FakeFleet, folder: Path, goal: Goal, plan: Plan | None, **settings: Any) -> None:
+        self.now = 0.0
+        self.lines: list[str] = []
+        self.fleet = fleet
+        self.tools = tools_for(folder, fleet, self.lines, **settings)
+        self.controller = Controller(DEFAULT_DEPLOYMENT, goal, plan, self.tools, clock=lambda: self.now)
+
+    @property
+    def kind(self) -> Any:
+        return self.controller.kind
+
+    @property
+    def plan(self) -> Any:
+        return self.controller.plan
+
+    @property
+    def ready(self) -> bool:
+        return self.controller.ready
+
+    async def until(self, what: Callable[[], object]) -> None:
+        try:
+            await until("what was waited for", what)
+        except AssertionError as error:
+            raise AssertionError(self.lines) from error
+
+    async def looks(self) -> None:
+        """Wait until the re-planner has looked for reasons at the present time, and has done what it found to do.
+
+        It waits for a new plan before its next look, so the third look from here begins after the first one's work.
+        """
+        assert self.ready
+        seen = self.fleet.num_looks
+        await self.until(lambda: self.fleet.num_looks >= seen + 3)
+
+    async def until_replanned(self, before: Plan) -> None:
+        await self.until(lambda: self.ready and self.plan is not before)
+
+    def names(self) -> str:
+        return "".join(sorted(device.name for device in self.plan.devices))
+
+    def said(self, text: str) -> int:
+        return sum(text in line for line in self.lines)
+
+    def kill(self, name: str) -> None:
+        """The device falls silent, and the fleet notices."""
+        self.controller.device_changed(self.fleet.kill(name))
+
+    def phases(self) -> list[str]:
+        return [move.phase for move in self.controller.lifecycle.history]
+
+
+@asynccontextmanager
+async def serving(
+    monkeypatch: pytest.MonkeyPatch,
+    fleet: FakeFleet,
+    folder: Path,
+    goal: Goal,
+    plan: Plan | None = None,
+    **settings: Any,
+) -> AsyncIterator[House]:
+    """Served until the context ends; nothing may have ended it before."""
+    monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
+    house = House(fleet, folder, goal, plan, **settings)
+    running = asyncio.create_task(house.controller.run())
+    try:
+        await house.until(lambda: house.ready or running.done())
+        yield house
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
