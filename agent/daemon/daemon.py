@@ -281,7 +281,7 @@ class AgentDaemon:
         return Done()
 
     async def _run(self, message: Run, payload: Sequence[Any]) -> Reply:
-        return Reply(*await self._worker_of(message).run(message, payload))
+        return await self._worker_of(message).run(message, payload)
 
     async def _generate_tokens(self, message: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         return self._worker_of(message).stream(message, payload)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import operator
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -42,6 +43,7 @@ MAX_REQUESTS_PER_CALLER = 256  # at once; one more is answered with QueueFull
 _ID_BYTES = 8
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 1000
+_CHILD_RECONNECT_MS = 20  # until a child process that was just started listens
 # A caller that leaves a whole socket buffer unread for so long takes no more part in its stream.
 _STALLED_SECONDS = 30.0
 _STALLED_POLL_SECONDS = 0.05
@@ -51,6 +53,7 @@ _REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
 )
+_LOSSES = functools.reduce(operator.or_, _REFUSALS, zmq.EVENT_DISCONNECTED)
 
 _T = TypeVar("_T")
 
@@ -210,31 +213,37 @@ class RpcClient:
 
     A call made while there is no connection is not kept for later: it waits for the connection at most its own
     timeout, and is then forgotten (`ZMQ_IMMEDIATE`).
+
+    Without `access`, the server is a child process of ours behind a private ipc endpoint. Calls are kept until it
+    listens there, and `fail` ends them when the process has ended: the connection itself is not watched.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str, access: Access, name: str) -> None:
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str, access: Access | None, name: str) -> None:
         self.endpoint = endpoint
         self._name = name
+        self._where = endpoint if access else name
         self._socket = context.socket(zmq.DEALER)
-        secure_client(self._socket, access.own, access.server_public)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.reconnect_ivl = _RECONNECT_MS
-        self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        )
         self._connected = asyncio.Event()
         self._refused = asyncio.Event()
         # What came for each request and was not yet taken. A stream that nobody reads grows here; what a server streams
         # is small and ends (the tokens of one answer), so that nothing more bounds it.
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
         self._last_id = 0
+        self._failure: HearthError | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._tasks = [asyncio.create_task(self._receive_loop())]
+        if access is None:
+            self._socket.linger = 0
+            self._socket.reconnect_ivl = _CHILD_RECONNECT_MS
+            self._connected.set()
+        else:
+            secure_client(self._socket, access.own, access.server_public)
+            self._socket.setsockopt(zmq.IMMEDIATE, 1)
+            self._socket.reconnect_ivl = _RECONNECT_MS
+            self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+            monitor = self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _LOSSES)
+            self._tasks.append(asyncio.create_task(self._watch(monitor)))
         self._socket.connect(endpoint)
-        self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._receive_loop())]
 
     @property
     def pending(self) -> tuple[bytes, ...]:
@@ -245,10 +254,16 @@ class RpcClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close()
         self._fail_pending(ConnectionLost(endpoint=self.endpoint))
+
+    def fail(self, error: HearthError) -> None:
+        """Raise `error` from all calls that wait, and from all later ones."""
+        self._failure = error
+        self._fail_pending(error)
 
     async def hello(self, expected: type[_T], timeout_seconds: float) -> _T:
         """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
@@ -280,11 +295,18 @@ class RpcClient:
         return _raised(reply)
 
     async def stream(
-        self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float, last: type[Any]
+        self,
+        message: Message,
+        payload: Sequence[Any] = (),
+        *,
+        timeout_seconds: float,
+        last: type[Any],
+        next_seconds: float | None = None,
     ) -> AsyncGenerator[Reply, None]:
         """Ask, and give every answer as it comes, up to the first that is a `last`.
 
-        `timeout_seconds` bounds the wait for the connection and for each next answer. Closed before its end, it tells
+        `timeout_seconds` bounds the wait for the connection and for each answer; `next_seconds`, where given, the waits
+        for answers after the first. Closed before its end, it tells
         the server to cancel; wrap it in `contextlib.aclosing` to have that done at once. Raises as `call` does.
         """
         request_id, replies = await self._send(message, payload, timeout_seconds)
@@ -295,6 +317,7 @@ class RpcClient:
                     reply = await within(timeout_seconds, replies.get())
                 except asyncio.TimeoutError:
                     raise self._too_late(message, timeout_seconds) from None
+                timeout_seconds = next_seconds or timeout_seconds
                 ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
                 yield _raised(reply)
         finally:
@@ -311,6 +334,8 @@ class RpcClient:
         """Send once there is a connection; the id is pending from now on."""
         body = encode(message)
         await self._wait_connected(timeout_seconds)
+        if self._failure is not None:
+            raise self._failure
         self._last_id += 1
         request_id = self._last_id.to_bytes(_ID_BYTES, "little")
         self._pending[request_id] = asyncio.Queue()
@@ -324,7 +349,7 @@ class RpcClient:
         return request_id, self._pending[request_id]
 
     def _too_late(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(action=f"{type(message).__name__} at {self.endpoint}", seconds=timeout_seconds)
+        return DeadlineExceeded(action=f"{type(message).__name__} at {self._where}", seconds=timeout_seconds)
 
     async def _wait_connected(self, timeout_seconds: float) -> None:
         if self._connected.is_set():
@@ -341,9 +366,9 @@ class RpcClient:
             raise WrongKey(endpoint=self.endpoint)
         raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds)
 
-    async def _watch(self) -> None:
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._refused.clear()
                 self._connected.set()

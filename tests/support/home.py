@@ -104,7 +104,7 @@ class TestHome:
     def worker_pid(self, agent: str) -> int | None:
         """The worker process of an agent, or None."""
         for child in psutil.Process(self.pid(agent)).children():
-            if "agent.worker.transformer.process" in child.cmdline():
+            if "agent.worker.main" in child.cmdline():
                 return child.pid
         return None
 

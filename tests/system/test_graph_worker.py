@@ -146,9 +146,7 @@ def with_agents(house: TestHome, scenario: Any) -> None:
 
 def worker_of(house: TestHome, agent: str) -> psutil.Process:
     (found,) = (
-        child
-        for child in psutil.Process(house.pid(agent)).children()
-        if "agent.worker.graph.process" in child.cmdline()
+        child for child in psutil.Process(house.pid(agent)).children() if "agent.worker.main" in child.cmdline()
     )
     return found
 

@@ -31,7 +31,7 @@ def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
     agent = agent_of(testbed, device)
     for child in agent.children() if agent else []:
         try:
-            if "agent.worker.transformer.process" in child.cmdline():
+            if "agent.worker.main" in child.cmdline():
                 return child
         except psutil.NoSuchProcess:
             continue

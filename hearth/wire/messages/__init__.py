@@ -25,7 +25,7 @@ from hearth.wire.messages.worker import *  # noqa: F403
 
 def encode(message: Message) -> bytes:
     """The message's bytes. Raises FrameTooLarge rather than send what the peer must refuse."""
-    fields = {"v": PROTOCOL_VERSION, "t": message.tag, **message.model_dump()}
+    fields = {"v": PROTOCOL_VERSION, "t": message.tag, **message.__pydantic_serializer__.to_python(message)}
     data: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(data) > MAX_MESSAGE_BYTES:
         raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
@@ -51,6 +51,7 @@ def decode(data: bytes | memoryview) -> Message:
     if message_type is None:
         raise UnknownMessage(tag=str(tag)[:64])
     try:
-        return message_type.model_validate(fields)
+        message: Message = message_type.__pydantic_validator__.validate_python(fields)
     except ValidationError as error:
         raise BadMessage(reason=first_error(error)) from None
+    return message

@@ -18,6 +18,7 @@ from support.messages import EXAMPLES
 
 from agent.daemon import supervisor
 from agent.daemon.supervisor import WorkerProcess
+from agent.daemon.worker_state import WorkerLife
 from hearth.errors import (
     DeadlineExceeded,
     StepFailed,
@@ -61,10 +62,9 @@ class ScriptedWorker:
 async def scripted_worker() -> AsyncIterator[tuple[WorkerProcess, ScriptedWorker]]:
     context = zmq.asyncio.Context()
     process = WorkerProcess(context, "kitchen")
-    process.state = "ready"
-    process._tasks = [asyncio.create_task(process._receive())]
-    socket = context.socket(zmq.PAIR)
-    socket.connect(process._address)
+    process._life = WorkerLife("ready")
+    socket = context.socket(zmq.DEALER)
+    socket.bind(process._client.endpoint)
     try:
         yield process, ScriptedWorker(socket)
     finally:
@@ -103,7 +103,7 @@ def test_a_workers_tokens_are_passed_on_up_to_the_end() -> None:
         assert await one == [token(10), token(11), token(12), END]
         with pytest.raises(StepFailed):
             await two
-        assert not process._pending
+        assert not process._client._pending
 
     with_worker(scenario)
 
@@ -173,6 +173,7 @@ def test_a_worker_that_cannot_even_start_is_told_at_once(monkeypatch: pytest.Mon
         process = WorkerProcess(context, "kitchen")
         with pytest.raises(WorkerDied, match="exited with code 1"):
             await asyncio.wait_for(process.start(start), 20)
+        assert process.state == "failed"
         await process.stop()
         context.destroy(linger=0)
 

@@ -1,0 +1,38 @@
+"""The life of a worker process as a pure state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from hearth.wire.messages import WorkerState
+
+WorkerEvent: TypeAlias = Literal["start_requested", "spawned", "loaded", "connected", "failed", "stopped"]
+
+_ALIVE: tuple[WorkerState, ...] = ("starting", "loading", "bound", "ready")
+TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
+    ("none", "start_requested"): "starting",
+    ("starting", "spawned"): "loading",
+    ("loading", "loaded"): "bound",
+    ("bound", "connected"): "ready",
+    **{(state, "failed"): "failed" for state in _ALIVE},
+    **{(state, "stopped"): "stopped" for state in ("none", *_ALIVE, "failed", "stopped")},
+}
+
+
+class IllegalMove(Exception):
+    """A fault of ours: an event that cannot happen in this state."""
+
+
+@dataclass(frozen=True)
+class WorkerLife:
+    state: WorkerState = "none"
+    history: tuple[str, ...] = ()  # every move so far
+
+    def after(self, event: WorkerEvent) -> WorkerLife:
+        """Raises IllegalMove, with the history."""
+        to = TRANSITIONS.get((self.state, event))
+        if to is None:
+            raise IllegalMove(f"a worker that is {self.state} cannot be {event}; so far: {', '.join(self.history)}")
+        return WorkerLife(to, (*self.history, f"{self.state} -> {to} ({event})"))

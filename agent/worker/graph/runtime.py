@@ -1,0 +1,88 @@
+"""The worker of a graph: one rank's segments in onnxruntime sessions. Loads no torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from agent.worker.allocator import keep_freed_buffers
+from agent.worker.graph.engine import GraphEngine
+from agent.worker.graph.schedule import routes_of
+from agent.worker.graph.sessions import SegmentSession, load_segment
+from agent.worker.server import Answer
+from hearth.errors import BadRequest
+from hearth.plan.plan import is_graph_plan
+from hearth.platform.security import new_keypair
+from hearth.transport.sockets import SocketTransport
+from hearth.wire.codec import Codec
+from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start, WorkerBound
+
+log = logging.getLogger("hearth.worker")
+
+_COPIED_BYTES = 256 << 10  # above, sending a tensor without a copy was measured to take less CPU
+
+
+class GraphRuntime:
+    """See `agent.worker.runtime.Runtime`. Requests run side by side; the engine takes them in the control thread."""
+
+    _sessions: list[SegmentSession]  # from `load` on
+    _transport: SocketTransport
+    _engine: GraphEngine  # from `connect` on
+
+    def __init__(self, start: Start, answer: Answer) -> None:
+        plan, parts = start.load.plan, start.load.parts
+        assert is_graph_plan(plan)
+        assert isinstance(parts, SegmentParts)
+        self._start, self._plan, self._parts = start, plan, parts
+        self._answer = answer
+        self._routes = routes_of(plan, start.load.rank)
+
+    def load(self) -> WorkerBound:
+        start, load, segments = self._start, self._start.load, self._routes.segments
+        if len(self._parts.files) != len(segments):
+            raise BadRequest(reason=f"{len(self._parts.files)} segments for the {len(segments)} of this rank")
+        loaded = [
+            load_segment(
+                files, f"segment {segment.number} on rank {load.rank}", segment.inputs, segment.outputs,
+                Path(start.store_path), start.num_threads, start.compute_device,
+            )
+            for segment, files in zip(segments, self._parts.files, strict=True)
+        ]  # fmt: skip
+        self._sessions = [session for session, _ in loaded]
+        keep_freed_buffers()  # from here on, tensors come and go in the same few sizes
+        log.info("%d segments on %s", len(loaded), self._sessions[0].provider)
+        self._transport = SocketTransport(
+            load.rank, self._plan.num_ranks, start.bind_host, start.ports,
+            new_keypair() if load.encrypt_data_plane else None, _COPIED_BYTES,
+        )  # fmt: skip
+        return WorkerBound(
+            port=self._transport.port,
+            public_key=self._transport.public_key,
+            num_bytes_loaded=sum(num_bytes for _, num_bytes in loaded),
+        )
+
+    def connect(self, request: ConnectPeers) -> None:
+        self._transport.connect(request.peers)
+        codecs = {
+            peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
+        }  # fmt: skip
+        self._engine = GraphEngine(
+            self._routes, self._plan.epoch, self._start.load.plan_token, self._sessions, self._transport, codecs,
+            self._parts.max_in_flight, self._plan.wait_seconds(), self._answer,
+        )  # fmt: skip
+        self._engine.start()
+
+    def run(self) -> None:
+        self._engine.compute()
+
+    def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
+        if not isinstance(message, Run):
+            raise BadRequest(reason=f"the worker of a graph does not take {type(message).__name__}")
+        self._engine.run(request, message, payload)
+
+    def abort(self, step: int | None, reason: str) -> None:
+        self._engine.abort(step, reason)
+
+    def close(self) -> None:
+        self._engine.close()

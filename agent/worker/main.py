@@ -1,0 +1,127 @@
+"""The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL`, started by the daemon, one per deployment.
+
+Two threads: the control thread speaks with the daemon, the main thread loads, connects and computes. When the daemon goes
+away, so does the worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from agent.worker.runtime import Runtime, runtime_of
+from agent.worker.server import WorkerServer, failure_of
+from hearth.errors import StepFailed
+from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start
+
+log = logging.getLogger("hearth.worker")
+
+_OOM_SCORE_ADJUST = "500"  # when memory runs out the kernel kills the worker, never the daemon
+_PR_SET_PDEATHSIG = 1
+
+_M = TypeVar("_M", bound=Message)
+
+
+class Worker:
+    """Load, connect, then run: each step waits for its message from the daemon."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._server = WorkerServer(endpoint, self._receive)
+        self._runtime: Runtime | None = None
+        self._steps: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
+        self._ready = False
+        self._switching = threading.Lock()
+
+    def run(self) -> None:
+        """Answer the daemon for ever."""
+        self._server.start()
+        self._step(Start, self._load)
+        assert self._runtime is not None
+        self._step(ConnectPeers, self._connect)
+        try:
+            self._runtime.run()
+        finally:
+            self._runtime.close()
+
+    def _receive(self, request: bytes, message: Message, payload: list[bytes]) -> None:
+        """In the control thread."""
+        if isinstance(message, Abort):
+            if self._ready and self._runtime is not None:
+                self._runtime.abort(message.step, message.reason)
+            self._server.answer(request, Done())
+            return
+        with self._switching:
+            if not self._ready:
+                self._steps.put((request, message))
+                return
+        assert self._runtime is not None
+        self._runtime.handle(request, message, payload)
+
+    def _step(self, expected: type[_M], do: Callable[[_M], Message]) -> None:
+        """Answer requests until `do` has succeeded with one of the expected type."""
+        while True:
+            request, message = self._steps.get()
+            try:
+                answer = do(_checked(message, expected))
+            except Exception as error:
+                self._server.answer(request, failure_of(type(message).__name__, error))
+            else:
+                self._server.answer(request, answer)
+                return
+
+    def _load(self, start: Start) -> Message:
+        self._runtime = runtime_of(start, self._server.answer)
+        return self._runtime.load()
+
+    def _connect(self, request: ConnectPeers) -> Message:
+        assert self._runtime is not None
+        self._runtime.connect(request)
+        with self._switching:  # from here on, requests are for the runtime
+            self._ready = True
+            while not self._steps.empty():
+                early, message = self._steps.get()
+                self._server.answer(early, failure_of(type(message).__name__, _not_ready(message)))
+        return Done()
+
+
+def _checked(message: Message, expected: type[_M]) -> _M:
+    if not isinstance(message, expected):
+        raise _not_ready(message)
+    return message
+
+
+def _not_ready(message: Message) -> StepFailed:
+    return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
+
+
+def _become_a_worker(log_level: str) -> None:
+    """Die with the daemon, before it when memory runs out, and not by Ctrl-C, which goes to the daemon; log plainly."""
+    _die_with_the_daemon()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us in order
+    logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
+    try:
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
+    except OSError as error:
+        log.info("oom_score_adj was not raised: %s", error)
+
+
+def _die_with_the_daemon() -> None:
+    """Linux sends SIGKILL when the parent dies; if it died before we asked, leave at once."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _become_a_worker(sys.argv[2])
+    Worker(sys.argv[1]).run()

@@ -1,0 +1,81 @@
+"""The worker's end of its private socket. It speaks the protocol of `hearth.wire.rpc` without an event loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from hearth.errors import HearthError, InternalError, StepFailed
+from hearth.wire.messages import Cancel, Failed, Message, decode, encode
+
+log = logging.getLogger("hearth.worker")
+
+Handler = Callable[[bytes, Message, list[bytes]], None]
+Answer = Callable[[bytes, Message, Sequence[Any]], None]
+
+
+class WorkerServer:
+    """Requests of the daemon in, answers out. A DEALER, not a ROUTER as `RpcServer`: the daemon is its only client.
+
+    The control thread calls `handler(request, message, payload)`, which must return at once: it may answer, or have another
+    thread do so. Errors that it raises are answered. `request` identifies the request in `answer`; with a `Cancel` it is
+    the request that is to end.
+    """
+
+    def __init__(self, endpoint: str, handler: Handler) -> None:
+        self._endpoint = endpoint
+        self._handler = handler
+        self._context: zmq.Context[Any] = zmq.Context.instance()
+        self._answers = self._context.socket(zmq.PAIR)
+        self._answers.sndhwm = 0  # an answer from the control thread itself must not wait for it
+        self._answers.bind("inproc://answers")
+        self._answering = threading.Lock()
+
+    def start(self) -> None:
+        threading.Thread(target=self._loop, name="control", daemon=True).start()
+
+    def answer(self, request: bytes, message: Message, payload: Sequence[Any] = ()) -> None:
+        """Send an answer, from any thread. A stream is any number of answers to one request."""
+        with self._answering:
+            self._answers.send_multipart([request, encode(message), *payload])
+
+    def _loop(self) -> None:
+        daemon = self._context.socket(zmq.DEALER)
+        daemon.sndhwm = 0
+        daemon.bind(self._endpoint)
+        answers = self._context.socket(zmq.PAIR)
+        answers.rcvhwm = 0
+        answers.connect("inproc://answers")
+        poller = zmq.Poller()
+        poller.register(daemon, zmq.POLLIN)
+        poller.register(answers, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if answers in ready:
+                daemon.send_multipart(answers.recv_multipart())
+            if daemon in ready:
+                request, body, *payload = daemon.recv_multipart()
+                self._take(request, body, payload)
+
+    def _take(self, request: bytes, body: bytes, payload: list[bytes]) -> None:
+        name = "a message"
+        try:
+            message = decode(body)
+            name = type(message).__name__
+            self._handler(message.request if isinstance(message, Cancel) else request, message, payload)
+        except Exception as error:
+            self.answer(request, failure_of(name, error))
+
+
+def failure_of(name: str, error: Exception) -> Failed:
+    """The answer to a request of this name that raised `error`."""
+    if isinstance(error, HearthError):
+        return Failed.of(error)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's, for a GPU
+        return Failed.of(StepFailed(device="this device", reason=f"out of memory: {error}"))
+    log.error("%s failed", name, exc_info=error)
+    return Failed.of(InternalError(where="the worker", reason=f"{type(error).__name__}: {error}"))

@@ -1,0 +1,154 @@
+"""The worker of a transformer: one rank's shard. Steps of an encoder run one at a time, generations side by side."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from agent.worker.allocator import keep_freed_buffers
+from agent.worker.server import Answer, failure_of
+from agent.worker.transformer.comm.communicator import Communicator, link_codecs
+from agent.worker.transformer.comm.staging import Staging, make_staging
+from agent.worker.transformer.engine import Engine
+from agent.worker.transformer.generation.leader import Leader
+from agent.worker.transformer.generation.steps import LEADER, Generation
+from agent.worker.transformer.shard import Shard, load_shard
+from hearth.errors import BadRequest, HearthError, StepFailed
+from hearth.plan.plan import is_transformer_plan
+from hearth.platform.security import new_keypair
+from hearth.transport.sockets import SocketTransport
+from hearth.wire.framing import pack_array, unpack_arrays
+from hearth.wire.messages import (
+    Cancel,
+    ConnectPeers,
+    GenerateTokens,
+    Message,
+    Run,
+    ShardParts,
+    Start,
+    WorkerBound,
+)
+
+log = logging.getLogger("hearth.worker")
+
+
+class TransformerRuntime:
+    """See `agent.worker.runtime.Runtime`. Requests wait in a queue for the main thread.
+
+    Of a plan for a decoder, rank 0 leads: it takes requests in between two steps. The others follow its orders.
+    """
+
+    _shard: Shard  # from `load` on
+    _staging: Staging
+    _transport: SocketTransport
+    _communicator: Communicator  # from `connect` on
+    _compute: Callable[[], None]
+
+    def __init__(self, start: Start, answer: Answer) -> None:
+        plan, parts = start.load.plan, start.load.parts
+        assert is_transformer_plan(plan)
+        assert isinstance(parts, ShardParts)
+        self._start, self._plan, self._parts = start, plan, parts
+        self._rank = start.load.rank
+        self._answer = answer
+        self._requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]]] = queue.SimpleQueue()
+
+    def load(self) -> WorkerBound:
+        start, load = self._start, self._start.load
+        keep_freed_buffers()
+        torch.set_num_threads(start.num_threads)
+        self._staging = make_staging(start.compute_device)
+        store = Path(start.store_path)
+        self._shard = load_shard(
+            self._plan, self._rank, self._parts.chunks, lambda chunk: store / chunk[:2] / chunk, self._staging.device
+        )
+        self._transport = SocketTransport(
+            self._rank, self._plan.num_ranks, start.bind_host, start.ports,
+            new_keypair() if load.encrypt_data_plane else None,
+        )  # fmt: skip
+        return WorkerBound(
+            port=self._transport.port,
+            public_key=self._transport.public_key,
+            num_bytes_loaded=self._shard.num_bytes(),
+            weight_error=self._shard.weight_error(),
+        )
+
+    def connect(self, request: ConnectPeers) -> None:
+        self._transport.connect(request.peers)
+        codecs = link_codecs(self._plan, self._rank, {peer.rank: peer.bytes_per_second for peer in request.peers})
+        token = self._start.load.plan_token
+        self._communicator = Communicator(self._transport, self._plan.epoch, token, codecs)
+        self._communicator.start()
+        parts = (self._plan, self._rank, self._shard, self._communicator, self._staging)
+        if self._plan.body.generation is None:
+            self._compute = partial(self._run_steps, Engine(*parts))
+        elif self._rank == LEADER:
+            self._compute = partial(self._lead, Leader(self._plan, Generation(*parts)))
+        else:
+            self._compute = partial(self._follow, Generation(*parts))
+
+    def run(self) -> None:
+        self._compute()
+
+    def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
+        self._requests.put((request, message, payload))
+
+    def abort(self, step: int | None, reason: str) -> None:
+        """A step belongs to all requests of a generation, so that they all end."""
+        self._communicator.abort(StepFailed(device=f"rank {self._rank}", reason=reason))
+
+    def close(self) -> None:
+        self._communicator.close()
+
+    # ---- in the main thread -----------------------------------------------------------------------------------------
+
+    def _run_steps(self, engine: Engine) -> None:
+        while True:
+            request, message, payload = self._requests.get()
+            try:
+                if not isinstance(message, Run):
+                    raise BadRequest(reason=f"a model that does not generate takes no {type(message).__name__}")
+                arrays = unpack_arrays(message.names, payload)
+                if arrays.keys() != {"token_ids", "cumulative_lengths"}:
+                    raise BadRequest(reason=f"a step takes token_ids and cumulative_lengths, not {list(arrays)}")
+                done, rows = engine.run(message, arrays["token_ids"], arrays["cumulative_lengths"])
+            except Exception as error:
+                self._answer(request, failure_of(type(message).__name__, error), ())
+            else:
+                self._answer(request, done, pack_array(np.ascontiguousarray(rows)))
+
+    def _lead(self, leader: Leader) -> None:
+        while True:
+            try:
+                request, message, payload = self._requests.get(block=leader.idle)
+            except queue.Empty:
+                for answered, answer in leader.step():
+                    self._answer(answered, answer, ())
+                continue
+            try:
+                if isinstance(message, GenerateTokens):
+                    leader.submit(request, message, payload)
+                elif isinstance(message, Cancel):
+                    leader.cancel(request)
+                else:
+                    raise BadRequest(reason=f"a model that generates takes no {type(message).__name__}")
+            except Exception as error:
+                self._answer(request, failure_of(type(message).__name__, error), ())
+
+    def _follow(self, generation: Generation) -> None:
+        """Execute orders until one fails: rank 0 learns of it when nothing comes, or was told what failed first."""
+        try:
+            while True:
+                generation.follow()
+        except HearthError as error:
+            log.warning("following rank %d has ended: %s", LEADER, error)
+        while True:
+            request, message, _ = self._requests.get()
+            refusal = BadRequest(reason=f"rank {LEADER} leads; this rank takes no {type(message).__name__}")
+            self._answer(request, failure_of(type(message).__name__, refusal), ())
