@@ -1,0 +1,290 @@
+"""A controller of either kind of model: errors that end it, planned stops, re-planning of graphs, its history."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.checkpoints import write_model
+from support.fleets import FakeFleet, GraphFleet, TransformerFleet
+from support.graphs import save_two_branch_model
+from support.houses import House, serving
+from support.waiting import turns
+
+from coordinator.models.graph_file import Graph, open_graph
+from coordinator.plan.graph.auto import plan_graph
+from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.serve import graph as graph_kind
+from coordinator.serve import lifecycle
+from coordinator.serve.drift import REPLAN_SECONDS, STAY_SECONDS
+from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
+from hearth.errors import (
+    BadCheckpoint,
+    BadPlan,
+    BadSetting,
+    DeviceLost,
+    ModelDoesNotFit,
+    NoDevices,
+    NoPlacement,
+    NotServing,
+    StepFailed,
+    StoreFull,
+    UnsupportedWeights,
+)
+from hearth.wire.framing import pack_array
+from hearth.wire.messages import Infer, Run, Unload
+
+KINDS = ("transformer", "graph")
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    return open_graph(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
+
+
+class Case:
+    """One kind of model: a goal, a fleet, and a request of a client."""
+
+    def __init__(self, kind: str, folder: Path, graph: Graph, names: str = "ab") -> None:
+        self.goal: Goal
+        self.fleet: FakeFleet
+        if kind == "graph":
+            path = str(graph.path)
+            self.goal = GraphGoal(model_file=path, objective="throughput", time_limit_seconds=1.0)
+            self.fleet = GraphFleet(names, graph)
+        else:
+            self.goal = TransformerGoal(model_dir=str(write_model(folder / "model")), strategy="hmp")
+            self.fleet = TransformerFleet(names)
+
+    async def ask(self, home: House, timeout_seconds: float = 10.0) -> Any:
+        if isinstance(self.goal, GraphGoal):
+            payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
+            return await home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload)
+        return await home.kind.hidden_states(np.ones(16, np.int32), timeout_seconds)
+
+
+@pytest.fixture(autouse=True)
+def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's process is tested with the plans."""
+
+    async def here(request: GraphRequest) -> Planned:
+        return plan_graph(request, time.monotonic)
+
+    monkeypatch.setattr(graph_kind, "solve", here)
+
+
+# ---- errors that end it, and those that it waits out ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (BadSetting(setting="--strategy", reason="sp needs a context that is prefilled in one step"), True),
+        (BadPlan(reason="it was made for another model"), True),
+        (ModelDoesNotFit(model="m", missing_bytes=5), False),
+        (NoPlacement(graph="m", strategy="heft"), False),
+        (NoDevices(seconds=1), False),
+        (DeviceLost(device="a", reason="no answer"), False),
+        (StoreFull(device="a", needed_bytes=2, free_bytes=1), False),
+        (BadCheckpoint(path="m", reason="the disk is not mounted yet"), False),
+        (UnsupportedWeights(device="a", weights="int4", compute_device="cuda"), False),
+        (ValueError("a fault of ours"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_contradictions_end_it(
+    kind: str, error: Exception, ends: bool, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
+
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        home = House(case.fleet, tmp_path / "state", case.goal, None)
+        working, attempts = home.kind.plan, 0
+
+        async def plan(*arguments: Any) -> Any:
+            nonlocal attempts
+            attempts += 1
+            if attempts <= 2:
+                raise error
+            return await working(*arguments)
+
+        home.kind.plan = plan
+        running = asyncio.create_task(home.controller.run())
+        if ends:
+            with pytest.raises(type(error)):
+                await running
+            assert (attempts, home.controller.lifecycle.phase) == (1, "failed")
+            assert home.controller.state == str(error)
+            return
+        await home.until(lambda: home.ready)
+        assert attempts == 3
+        assert [(move.phase, move.times) for move in home.controller.history() if move.phase == "failed"] == [
+            ("failed", 2)
+        ]
+        home.controller.stop()
+        await running
+
+    asyncio.run(main())
+
+
+# ---- planned stops --------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def stopping(case: Case, folder: Path, **settings: Any) -> AsyncIterator[tuple[House, asyncio.Task[None]]]:
+    home = House(case.fleet, folder / "state", case.goal, None, **settings)
+    running = asyncio.create_task(home.controller.run())
+    await home.until(lambda: home.ready)
+    yield home, running
+    await asyncio.wait_for(running, 60)
+    assert not case.fleet.running.total()
+    assert isinstance(case.fleet.asked[-1][1], Unload)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_lets_running_requests_finish_and_refuses_all_others(kind: str, tmp_path: Path, graph: Graph) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        async with stopping(case, tmp_path) as (home, running):
+            case.fleet.released.clear()
+            room = home.kind.capacity(home.controller.deployment)
+            asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
+            await home.until(lambda: case.fleet.running.total() == 2 * room)
+            home.controller.stop()
+            with pytest.raises(NotServing, match="stopping: running requests finish, no new ones are taken"):
+                await asked.pop()  # it waited for a place
+            with pytest.raises(NotServing, match="stopping"):
+                await case.ask(home)
+            await turns()
+            assert (home.controller.lifecycle.phase, running.done()) == ("draining", False)
+            case.fleet.released.set()
+            await asyncio.gather(*asked)
+        assert [move.phase for move in home.controller.history()][-3:] == ["serving", "draining", "idle"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("twice", [True, False], ids=["told twice", "after the deadline"])
+def test_a_stop_ends_requests_that_take_too_long(kind: str, twice: bool, tmp_path: Path, graph: Graph) -> None:
+    async def main() -> None:
+        case = Case(kind, tmp_path, graph)
+        async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
+            case.fleet.released.clear()
+            asked = asyncio.create_task(case.ask(home))
+            await home.until(lambda: case.fleet.running.total() == 2)
+            home.controller.stop()
+            if twice:
+                home.controller.stop()
+            with pytest.raises(StepFailed, match="taken down"):
+                await asked
+
+    asyncio.run(main())
+
+
+def test_a_stop_before_it_serves_ends_it_at_once(tmp_path: Path, graph: Graph) -> None:
+    async def main() -> None:
+        for begun in (True, False):
+            home = House(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
+            running = asyncio.create_task(home.controller.run())
+            if begun:
+                await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
+            home.controller.stop()
+            await asyncio.wait_for(running, 60)
+            with pytest.raises(NotServing, match="stopped"):
+                await home.kind.hidden_states(np.ones(1, np.int32), 1.0)
+
+    asyncio.run(main())
+
+
+# ---- graphs are watched and re-planned as transformers are ------------------------------------------------------------
+
+
+def operators_of(home: House) -> dict[str, int]:
+    body, devices = home.plan.body, home.plan.devices
+    return {
+        device.name: sum(len(segment.operators) for segment in body.segments_of(rank))
+        for rank, device in enumerate(devices)
+    }
+
+
+def test_a_device_that_becomes_slow_gets_less_of_a_graph(
+    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case("graph", tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            for _ in range(10):
+                await case.ask(home)
+            before, share = home.plan, operators_of(home)
+            case.fleet.slow["a"] = 3.0
+            for _ in range(15):
+                await case.ask(home)
+            await home.until_replanned(before)
+            assert home.said("a takes 3.00x its time: changing the plan") == 1
+            assert operators_of(home)["a"] < share["a"]
+            case.fleet.slow["a"] = 1.0  # against the plan, which knows of it now
+            home.now += 2 * REPLAN_SECONDS
+            for _ in range(20):
+                await case.ask(home)
+            await home.looks()
+            assert home.said("changing the plan") == 1
+
+    asyncio.run(main())
+
+
+def test_a_device_that_comes_joins_a_graph_while_requests_go_on(
+    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Case("graph", tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            there = case.fleet.devices["b"]
+            home.kill("b")
+            await home.until(lambda: home.ready and home.names() == "a")
+            home.now = 100.0
+            case.fleet.devices["b"] = there
+            await home.looks()
+            assert home.names() == "a"
+            home.now += STAY_SECONDS
+
+            async def ask() -> None:
+                for _ in range(30):
+                    await case.ask(home)
+
+            asking = asyncio.gather(*(ask() for _ in range(3)))  # none of them fails
+            await home.until(lambda: home.ready and home.names() == "ab")
+            await asking
+            assert home.controller.requests.failed == 0
+            assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
+            kinds = [type(message) for _, message in case.fleet.asked]
+            assert kinds.index(Unload) < len(kinds) - 1 - kinds[::-1].index(Run)
+
+    asyncio.run(main())
+
+
+def test_the_history_is_told_in_words(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph)
+        async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+            home.now = 7.0
+            home.kill("b")
+            await home.until(lambda: home.ready)
+            home.now = 10.0
+            history = home.controller.history()
+            assert [(move.phase, move.seconds_ago, move.cause) for move in history[6:9]] == [
+                ("serving", 10.0, "a first request ran"),
+                ("settling", 3.0, "The device b was lost: no answer."),
+                ("profiling", 3.0, "devices: a"),
+            ]
+            assert home.controller.state.startswith("serving")
+
+    asyncio.run(main())
