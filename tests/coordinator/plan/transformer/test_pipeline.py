@@ -178,7 +178,7 @@ def test_pipelines_fit_and_cover_the_model_or_name_the_missing_bytes(
     st.sampled_from([1e-4, 5e-3, 5e-2]),
 )
 @settings(max_examples=12, deadline=None)
-def test_auto_is_never_worse_than_any_one_strategy(
+def test_auto_is_never_worse_than_any_strategy_but_for_fewer_devices(
     devices: list[tuple[float, int]], spec: ModelSpec, mbit: float, rtt: float
 ) -> None:
     budgets = [mib << 20 for _, mib in devices]
@@ -194,7 +194,11 @@ def test_auto_is_never_worse_than_any_one_strategy(
             pass
     if not found:
         return
-    assert seconds_of(plan_for(asked)) <= 1.0101 * min(map(seconds_of, found))
+    chosen, best = plan_for(asked), min(found, key=seconds_of)
+    if chosen.num_ranks < best.num_ranks:  # one more device must bring 4 %
+        assert seconds_of(chosen) <= 1.0401 * seconds_of(best)
+    else:
+        assert seconds_of(chosen) <= 1.0101 * seconds_of(best)
 
 
 def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
