@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coordinator.models.graph_file import Kind, parse_dims
-from coordinator.plan.graph.request import DEFAULT_SECONDS, check_strategy
+from coordinator.plan.graph.request import DEFAULT_SECONDS
 from coordinator.plan.limits import parse_limit
+from coordinator.plan.registry import REGISTRY
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.transformer import STRATEGIES
 from hearth.plan.value_formats import VALUE_NAMES
 
 
@@ -26,7 +26,7 @@ def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
 
 def transformer_goal(model: Path, options: Mapping[str, Any]) -> TransformerGoal:
     """Raises BadSetting."""
-    _check_choice("--strategy", options["strategy"], ("auto", *STRATEGIES))
+    REGISTRY["transformer"].check(options["strategy"], "latency")
     common = _common(options)
     _check_choice("--weights", options["weights"], get_args(WeightFormat))
     budget = options.get("accuracy_budget")
@@ -44,7 +44,7 @@ def transformer_goal(model: Path, options: Mapping[str, Any]) -> TransformerGoal
 def graph_goal(model: Path, options: Mapping[str, Any]) -> GraphGoal:
     """Raises BadSetting."""
     objective = options["objective"] or "latency"
-    check_strategy(options["strategy"], objective)
+    REGISTRY["graph"].check(options["strategy"], objective)
     return GraphGoal(
         model_file=str(model.resolve()),
         dims=parse_dims(options["dim"]),

@@ -9,9 +9,10 @@ from typing import Annotated, Optional, get_args
 import typer
 
 from coordinator.models.graph_file import Kind, kind_of
-from coordinator.plan.graph.request import DEFAULT_SECONDS, LATENCY, THROUGHPUT
+from coordinator.plan.graph.request import DEFAULT_SECONDS
+from coordinator.plan.registry import REGISTRY
 from hearth.errors import BadSetting
-from hearth.plan.transformer import STRATEGIES
+from hearth.plan.graph import Objective as GraphObjective
 from hearth.plan.value_formats import VALUE_NAMES
 
 # Optional[]: typer reads the annotations on Python 3.10.
@@ -43,11 +44,13 @@ def interface_list(interfaces: str | None) -> list[str] | None:
 
 # ---- what to plan: `plan` and `serve` -----------------------------------------------------------------------------------
 
+_LATENCY, _THROUGHPUT = (", ".join(REGISTRY["graph"].names(objective)) for objective in get_args(GraphObjective))
 Strategy = Annotated[
     str,
     typer.Option(
         "--strategy",
-        help=f"auto, {', '.join(STRATEGIES)}: how the devices share the work. For a graph: see --objective.",
+        help=f"auto, {', '.join(REGISTRY['transformer'].names())}: how the devices share the work. "
+        "For a graph: see --objective.",
         metavar="NAME",
     ),
 ]
@@ -55,8 +58,8 @@ Objective = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
         "--objective",
-        help=f"(graph) Minimise the latency of one request (default; strategies {', '.join(LATENCY)}), or maximise the "
-        f"throughput of a full pipeline ({', '.join(THROUGHPUT)}).",
+        help=f"(graph) Minimise the latency of one request (default; strategies {_LATENCY}), or maximise the "
+        f"throughput of a full pipeline ({_THROUGHPUT}).",
         metavar="WHAT",
     ),
 ]

@@ -13,8 +13,7 @@ from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.limits import Named, with_limits
-from coordinator.plan.transformer.make import GenerationRequest, PlanRequest
-from coordinator.plan.transformer.request import DEFAULT_SEQUENCES
+from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal

@@ -17,7 +17,8 @@ from coordinator.models.graph_file import open_graph
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.auto import seconds_now
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
-from coordinator.plan.graph.request import check_strategy, seconds_of
+from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.request import seconds_of
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import Handler, Revision, Tools
 from coordinator.serve.requests import Requests, failure_of
@@ -44,7 +45,7 @@ class GraphKind:
     usage = "the model is a graph of operators; ask it with `hearth infer` or home.infer()"
 
     def __init__(self, goal: GraphGoal, tools: Tools, requests: Requests[GraphDeployment]) -> None:
-        check_strategy(goal.strategy, goal.objective)
+        GRAPH_METHODS.check(goal.strategy, goal.objective)
         self.graph = open_graph(Path(goal.model_file), goal.dims)
         if self.graph.model is None:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")

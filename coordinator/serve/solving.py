@@ -9,8 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.solution import Planned
 from hearth.errors import DeadlineExceeded, InternalError, error_from_wire
+from hearth.plan.plan import GraphPlan
 from hearth.platform.child import run_module
 
 # Beside the time limit, which is for the search alone: the interpreter, the model of the problem, heuristics.
@@ -18,10 +20,10 @@ _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
 MARK = "planning: "  # before a strategy's name, on the child's standard error
 REQUEST: TypeAdapter[GraphRequest] = TypeAdapter(GraphRequest)
-PLANNED: TypeAdapter[Planned] = TypeAdapter(Planned)
+PLANNED: TypeAdapter[Planned[GraphPlan]] = TypeAdapter(Planned[GraphPlan])
 
 
-async def solve(request: GraphRequest, progress: Callable[[str], None] = lambda line: None) -> Planned:
+async def solve(request: GraphRequest, progress: Callable[[str], None] = lambda line: None) -> Planned[GraphPlan]:
     """As `plan_graph`, in a child process that is gone when this ends. Raises also DeadlineExceeded."""
     return await _child(REQUEST.dump_python(request, mode="json"), request.time_limit_seconds, progress)
 
@@ -32,13 +34,15 @@ async def solve_instance(
     congestion: bool,
     time_limit_seconds: float,
     progress: Callable[[str], None] = lambda line: None,
-) -> Planned:
+) -> Planned[GraphPlan]:
     """As `plan_instance`, for a placement instance in a file. Raises also BadGraph, DeadlineExceeded."""
     fields = {"path": path, "strategy": strategy, "congestion": congestion, "time_limit_seconds": time_limit_seconds}
     return await _child(fields, time_limit_seconds, progress)
 
 
-async def _child(fields: dict[str, Any], time_limit_seconds: float, progress: Callable[[str], None]) -> Planned:
+async def _child(
+    fields: dict[str, Any], time_limit_seconds: float, progress: Callable[[str], None]
+) -> Planned[GraphPlan]:
     def listen(line: str) -> None:
         if line.startswith(MARK):
             progress(line.removeprefix(MARK))

@@ -14,7 +14,6 @@ from hearth.plan.graph import Objective
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import Plan, migrated
-from hearth.plan.transformer import Strategy
 from hearth.protocol import DEFAULT_DEPLOYMENT
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class _Goal(BaseModel):
 class TransformerGoal(_Goal):
     kind: Literal["transformer"] = "transformer"
     model_dir: str
-    strategy: Strategy | Literal["auto"] = "auto"
+    strategy: str = "auto"  # a name of `coordinator.plan.registry`
     seq_len: int | None = None
     # Of models that generate: tokens of one sequence, and how many such sequences have room at once.
     context: int | None = Field(default=None, ge=1, le=1 << 24)

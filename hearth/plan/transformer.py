@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, spans
+from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_for, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.value_formats import Values
 
@@ -140,6 +140,10 @@ class _TransformerBody(BaseModel, ABC):
         """Heads and columns of its layers that a rank decodes with."""
 
     @abstractmethod
+    def step_rows(self, rank: int) -> int:
+        """Rows of a step of `seq_len` rows that the rank computes norms and residuals of."""
+
+    @abstractmethod
     def has_rows(self, rank: int) -> bool:
         """Whether the rank normalises rows of a step."""
 
@@ -216,6 +220,11 @@ class TensorParallel(_TransformerBody):
         return self.seq_len
 
     @property
+    def attends_by_rows(self) -> bool:
+        """Whether the strategy splits attention by rows, with all heads and columns on every rank."""
+        return self.traits.mode.attention == "rows"
+
+    @property
     def may_cut_prefill(self) -> bool:
         """Whether a prefill step may be cut into micro-batches."""
         return self.traits.micro_batches and not any(mode.attention == "rows" for mode in self.modes)
@@ -240,6 +249,9 @@ class TensorParallel(_TransformerBody):
 
     def own_share(self, rank: int) -> tuple[Span, Span]:
         return spans(self.heads)[rank], spans(self.columns)[rank]
+
+    def step_rows(self, rank: int) -> int:
+        return self.seq_len if self.traits.repeats_rows else rows_for(self.row_weights, self.seq_len)[rank]
 
     def has_rows(self, rank: int) -> bool:
         return self.traits.repeats_rows or self.row_weights[rank] > 0
@@ -361,6 +373,9 @@ class Pipeline(_TransformerBody):
 
     def own_share(self, rank: int) -> tuple[Span, Span]:
         return Span(0, self.heads[rank]), Span(0, self.columns[rank])
+
+    def step_rows(self, rank: int) -> int:
+        return self.seq_len
 
     def has_rows(self, rank: int) -> bool:
         return self.row_weights[rank] > 0

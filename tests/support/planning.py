@@ -10,19 +10,21 @@ from unittest import mock
 from coordinator.cli.planning import graph, problem
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
-from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.solution import Planned
+from hearth.plan.plan import GraphPlan
 
 
 @contextmanager
 def graphs_planned_here() -> Iterator[None]:
     """`hearth plan` of a graph starts no process while this lasts."""
 
-    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> Planned:
+    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> Planned[GraphPlan]:
         return plan_graph(request, time.monotonic, progress)
 
     async def solve_instance(
         path: str, strategy: str, congestion: bool, seconds: float, progress: Callable[[str], None]
-    ) -> Planned:
+    ) -> Planned[GraphPlan]:
         return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
 
     with mock.patch.object(graph, "solve", solve), mock.patch.object(problem, "solve_instance", solve_instance):

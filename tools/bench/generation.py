@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.models.checkpoint.families import FAMILIES
-from coordinator.plan.transformer.make import PlanRequest, make_plan
-from coordinator.plan.transformer.request import GenerationRequest, on_subset, price
+from coordinator.plan.transformer.make import make_plan
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan

@@ -10,7 +10,7 @@ import typer
 from rich.status import Status
 
 from coordinator.models.graph_file import kind_of, open_graph, parse_dims
-from coordinator.plan.graph.request import THROUGHPUT, check_strategy
+from coordinator.plan.graph.methods import GRAPH_METHODS
 from hearth.errors import BadSetting
 from hearth.plan.value_formats import Values
 from tools.bench.findings import Finding
@@ -49,7 +49,8 @@ def graphs(
     mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=0.1)] = 60.0,
     slow_mbit: Annotated[float, typer.Option(help="For latency as well: a slow link.", min=0.1)] = 4.0,
     strategies: Annotated[
-        str, typer.Option(help=f"For throughput, of auto, {', '.join(THROUGHPUT)}.", metavar="LIST")
+        str,
+        typer.Option(help=f"For throughput, of auto, {', '.join(GRAPH_METHODS.names('throughput'))}.", metavar="LIST"),
     ] = "pipeline-exact",
     wires: Annotated[
         str, typer.Option(help=f"For throughput, of {', '.join(get_args(Values))}.", metavar="LIST")
@@ -158,7 +159,7 @@ def _strategies(text: str) -> list[str]:
     if not found:
         raise BadSetting(setting="--strategies", reason="it names none")
     for strategy in found:
-        check_strategy(strategy, "throughput")
+        GRAPH_METHODS.check(strategy, "throughput")
     if ONE_DEVICE in found:
         raise BadSetting(setting="--strategies", reason=f"{ONE_DEVICE} is what the others are compared with")
     return found

@@ -174,7 +174,7 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
     coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
     coarsening_seconds = time.monotonic() - began
     coarse_placed = solve(coarse, time_limit, time.monotonic)
-    refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.schedule)
+    refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.assignment)
     baselines, coarse_baselines = _baselines(fine), _baselines(coarse)
     return CoarseningRow(
         network=network,
@@ -183,19 +183,19 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
         num_kernels=profiled.num_kernels,
         run_seconds=profiled.run_seconds,
         bound=placed.bound,
-        fine_makespan=placed.makespan,
-        fine_proven=placed.proven_optimal,
-        fine_planning_seconds=placed.planning_seconds,
+        fine_makespan=placed.value,
+        fine_proven=placed.proven,
+        fine_planning_seconds=placed.seconds,
         coarse_makespan=refined.makespan,
-        coarse_own_makespan=coarse_placed.makespan,
-        coarse_proven=coarse_placed.proven_optimal,
-        coarse_planning_seconds=coarsening_seconds + coarse_placed.planning_seconds,
+        coarse_own_makespan=coarse_placed.value,
+        coarse_proven=coarse_placed.proven,
+        coarse_planning_seconds=coarsening_seconds + coarse_placed.seconds,
         local_makespan=baselines["local"],
         best_baseline=min(baselines.values()),
         best_coarse_baseline=min(coarse_baselines.values()),
         violations=[
-            *violations(fine, placed.schedule),
-            *violations(coarse, coarse_placed.schedule),
+            *violations(fine, placed.assignment),
+            *violations(coarse, coarse_placed.assignment),
             *violations(fine, refined),
         ],
     )

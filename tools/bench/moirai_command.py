@@ -15,9 +15,11 @@ from rich.status import Status
 from coordinator.cli.output import err, out
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
+from coordinator.plan.graph.latency.baselines import solve as solve_baseline
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Placement
+from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
 from tools.bench.rows import check_files
@@ -98,23 +100,21 @@ def measure(problem: PlacementProblem, strategy: str, time_limit: float, workers
     return row.model_copy(update=_figures(problem, placement, strategy))
 
 
-def _place(problem: PlacementProblem, strategy: str, time_limit: float, workers: int) -> Placement:
+def _place(problem: PlacementProblem, strategy: str, time_limit: float, workers: int) -> Solution[Schedule]:
     if strategy == "moirai":
         return solve(problem, time_limit, time.monotonic, workers)
-    began = time.monotonic()
-    schedule = BASELINES[strategy](problem)
-    return Placement(strategy, schedule, planning_seconds=time.monotonic() - began)
+    return solve_baseline(strategy, problem, SearchOptions(time_limit, 0, time.monotonic))
 
 
-def _figures(problem: PlacementProblem, placement: Placement, strategy: str) -> dict[str, object]:
+def _figures(problem: PlacementProblem, placement: Solution[Schedule], strategy: str) -> dict[str, object]:
     bounded = strategy == "moirai"
     return {
-        "makespan": placement.makespan,
+        "makespan": placement.value,
         "bound": placement.bound if bounded else None,
         "gap": placement.gap if bounded else None,
-        "proven_optimal": placement.proven_optimal,
-        "planning_seconds": placement.planning_seconds,
-        "violations": violations(problem, placement.schedule),
+        "proven_optimal": placement.proven,
+        "planning_seconds": placement.seconds,
+        "violations": violations(problem, placement.assignment),
     }
 
 

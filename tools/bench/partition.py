@@ -199,10 +199,10 @@ def _one_run(problem: PipelineProblem, cuts: Partitioning, chance: Random, plans
     found.planning.setdefault(PIPELINE, []).append(seconds)
     deadline = time.perf_counter() + plans.time_limit
     answer, seconds = timed(lambda: best_stages(problem, chance, lambda: time.perf_counter() > deadline, [published]))
-    problem.check(answer.stages)
-    exact = problem.bottleneck_seconds(answer.stages)
+    problem.check(answer.assignment)
+    exact = problem.bottleneck_seconds(answer.assignment)
     note(EXACT, exact)
-    note(BOUND, min(answer.bound_seconds, exact))
+    note(BOUND, min(answer.bound, exact))
     found.planning.setdefault(EXACT, []).append(seconds)
     note(RANDOM, problem.bottleneck_seconds(random_stages(problem, chance)))
     note(JOINT, problem.bottleneck_seconds(joint_stages(problem)))

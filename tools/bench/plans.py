@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coordinator.plan.transformer.make import PlanRequest, make_plan
-from coordinator.plan.transformer.request import on_subset, price
+from coordinator.plan.transformer.make import make_plan
+from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat

@@ -11,11 +11,11 @@ from coordinator.cli.output import err, out
 from coordinator.cli.planning.flow import Source
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.graph_tables import (
-    answer_as_json,
     candidates_table,
     explanation_lines,
     graph_plan_tables,
     one_device_line,
+    planned_as_json,
     prediction_line,
     proof_line,
     segment_lines,
@@ -28,7 +28,8 @@ from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profi
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.price import Price, predicted_timeline, price
-from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.solution import Planned
 from coordinator.serve.goal import graph_request
 from coordinator.serve.solving import solve
 from coordinator.serve.state import GraphGoal
@@ -44,13 +45,12 @@ NUM_OTHERS = 4  # candidates that are shown without --explain
 class PlannedGraph:
     """A `Planned`."""
 
-    answer: Planned
+    found: Planned[GraphPlan]
     request: GraphRequest
 
     @property
     def plan(self) -> GraphPlan:
-        assert self.answer.chosen.plan is not None
-        return self.answer.chosen.plan
+        return self.found.plan
 
     @property
     def price(self) -> Price:
@@ -77,7 +77,7 @@ class PlannedGraph:
     def as_json(self, explain: bool) -> dict[str, Any]:
         asked = self.request
         return {
-            **answer_as_json(self.answer, asked, [device.name for device in asked.cluster.devices], "s"),
+            **planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
             "predicted": self.plan.predicted.model_dump(mode="json"),
             "bottleneck": " to ".join(map(str, self.price.bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
@@ -87,19 +87,19 @@ class PlannedGraph:
         plan, spec, objective = self.plan, self.request.spec, self.request.objective
         out.print(*graph_plan_tables(plan), sep="\n")
         out.print(prediction_line(plan), soft_wrap=True)
-        out.print(proof_line(self.answer, "s"), soft_wrap=True)
-        if line := one_device_line(self.answer):
+        out.print(proof_line(self.found.chosen, "s"), soft_wrap=True)
+        if line := one_device_line(self.found):
             out.print(line, soft_wrap=True)
         if explain:
             out.print(*explanation_lines(plan, spec, self.price), sep="\n", markup=False, soft_wrap=True)
             out.print("segments:", *segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
-            out.print(candidates_table(self.answer, objective, "s"))
-        elif len(self.answer.candidates) > 1:
-            out.print(candidates_table(self.answer, objective, "s", NUM_OTHERS))
+            out.print(candidates_table(self.found, objective, "s"))
+        elif self.found.others:
+            out.print(candidates_table(self.found, objective, "s", NUM_OTHERS))
 
     async def best_of_each_strategy(self) -> list[GraphPlan]:
         """This plan first. Strategies that found the same plan share one, whose `planner` names them all."""
-        found = self.answer
+        found = self.found
         if self.request.strategy != "auto":
             found = await solve(replace(self.request, strategy="auto"), report_strategy)
         plans = {self.plan.planner: self.plan}

@@ -7,7 +7,7 @@ from pathlib import Path
 from coordinator.cli.output import out, print_json
 from coordinator.cli.planning.flow import Output
 from coordinator.cli.planning.graph import NUM_OTHERS, report_strategy
-from coordinator.cli.render.graph_tables import answer_as_json, candidates_table, proof_line
+from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
 from coordinator.cli.render.picture import check_picture, drawing_of, save_picture
 from coordinator.devices.cluster_file import read_instance
 from coordinator.serve.solving import solve_instance
@@ -25,27 +25,28 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
         check_picture(output.picture)
     problem = read_instance(path, goal.congestion)
     planned = await solve_instance(str(path), goal.strategy, goal.congestion, goal.time_limit_seconds, report_strategy)
-    answer = planned.chosen.answer
-    assert answer is not None
-    used = problem.memory_of(answer.assignment)
+    solution = planned.chosen.solution
+    assert solution is not None
+    assignment = solution.assignment.devices
+    used = problem.memory_of(assignment)
     busy = [0.0] * problem.num_devices
-    for operator, device in enumerate(answer.assignment):
+    for operator, device in enumerate(assignment):
         busy[device] += problem.seconds[operator][device]
     rows = [
-        f"{name}: {answer.assignment.count(device)} operators, busy {busy[device]:.6g}, "
+        f"{name}: {assignment.count(device)} operators, busy {busy[device]:.6g}, "
         f"memory {used[device]} of {problem.budget_bytes[device]}"
         for device, name in enumerate(problem.devices)
     ]
     if output.picture is not None:
-        title = f"{problem.name} by {answer.strategy}: {answer.objective_value:.6g}"
+        title = f"{problem.name} by {planned.chosen.strategy}: {solution.value:.6g}"
         edges = [(flow.source, target) for flow in problem.flows for target in flow.targets]
-        save_picture(output.picture, drawing_of(title, rows, problem.operators, (), answer.assignment, edges))
+        save_picture(output.picture, drawing_of(title, rows, problem.operators, (), assignment, edges))
     if output.as_json:
-        print_json({**answer_as_json(planned, goal, problem.devices, "as in the file"), "model": problem.name})
+        print_json({**planned_as_json(planned, goal, problem.devices, "as in the file"), "model": problem.name})
         return
     out.print(f"{problem.name}: {problem.num_operators} operators on {problem.num_devices} devices")
     out.print(*rows, sep="\n", markup=False)
-    out.print(proof_line(planned, ""))
+    out.print(proof_line(planned.chosen, ""))
     out.print(candidates_table(planned, "latency", "", None if output.explain else NUM_OTHERS))
     if output.picture is not None:
         out.print(f"drew {output.picture}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,12 @@ from coordinator.cli.planning.live import Live
 from coordinator.cli.render.tables import print_plan
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
+from coordinator.plan.solution import Planned
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predicted_timeline
-from coordinator.plan.transformer.explain import best_of_each_strategy, option_as_json, options
-from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json
+from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.goal import open_model, plan_request
 from coordinator.serve.state import TransformerGoal
 from hearth.plan.plan import TransformerPlan
@@ -27,8 +28,12 @@ from hearth.wire.messages import DeviceTrace
 class PlannedTransformer:
     """A `Planned`."""
 
-    plan: TransformerPlan
+    found: Planned[TransformerPlan]
     request: PlanRequest
+
+    @property
+    def plan(self) -> TransformerPlan:
+        return self.found.plan
 
     def timeline(self) -> Sequence[DeviceTrace]:
         plan = self.plan
@@ -41,17 +46,15 @@ class PlannedTransformer:
     def as_json(self, explain: bool) -> dict[str, Any]:
         found = self.plan.model_dump(mode="json")
         if explain:
-            cluster, asked_for = self.request.cluster, self.request.strategy
-            priced = options(self.request, self.plan)
-            found["priced"] = [option_as_json(option, self.plan, cluster, asked_for) for option in priced]
+            found["priced"] = [candidate_as_json(each, self.request.cluster) for each in self.found.candidates]
         return found
 
     def show(self, explain: bool) -> None:
-        print_plan(self.plan, self.request, explain)
+        print_plan(self.found, self.request, explain)
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:
         """This plan first."""
-        return best_of_each_strategy(await asyncio.to_thread(options, self.request, self.plan))
+        return best_of_each_strategy(self.found)
 
 
 class TransformerPlanning:
@@ -72,4 +75,4 @@ class TransformerPlanning:
 
     async def plan(self, cluster: ClusterProfile) -> PlannedTransformer:
         request = plan_request(self.goal, self.model, cluster)
-        return PlannedTransformer(make_plan(request), request)
+        return PlannedTransformer(plan_transformer(request), request)

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
+from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.price import Price, transfers_of
-from coordinator.plan.graph.request import Candidate, GraphRequest, Planned, seconds_of
+from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.simulator import ResourceKind
+from coordinator.plan.solution import Candidate, Planned
 from coordinator.serve.state import GraphGoal
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
@@ -56,45 +58,39 @@ def prediction_line(plan: GraphPlan) -> str:
     )
 
 
-def proof_line(planned: Planned, unit: str) -> str:
-    """What the planner says of its own answer."""
-    answer = planned.chosen.answer
-    assert answer is not None
-    value = _amount(answer.objective_value, unit)
-    took = f"found in {format_seconds(answer.planning_seconds)}"
-    if answer.proven_optimal:
-        return f"{answer.strategy}: {value}, proven optimal, {took}"
-    if answer.bound > 0:
-        gap = answer.objective_value / answer.bound - 1
-        return f"{answer.strategy}: {value}, at most {gap:.1%} above the optimum (bound {_amount(answer.bound, unit)}), {took}"
-    return f"{answer.strategy}: {value}, {took}"
+def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
+    """What the planner says of its own solution."""
+    solution = chosen.solution
+    assert solution is not None
+    value, took = _amount(solution.value, unit), f"found in {format_seconds(solution.seconds)}"
+    if solution.proven:
+        return f"{chosen.strategy}: {value}, proven optimal, {took}"
+    if solution.bound > 0:
+        bound = _amount(solution.bound, unit)
+        return f"{chosen.strategy}: {value}, at most {solution.gap:.1%} above the optimum (bound {bound}), {took}"
+    return f"{chosen.strategy}: {value}, {took}"
 
 
-def one_device_line(planned: Planned) -> str:
+def one_device_line(planned: Planned[GraphPlan]) -> str:
     """Say so where one device is as good as several; empty otherwise."""
-    chosen, plan = planned.chosen, planned.chosen.plan
-    shared = [each for each in planned.candidates if each.plan is not None and each.plan.num_ranks > 1]
-    free = [each for each in planned.candidates if each.answer is not None and each.answer.strategy != "local"]
-    if plan is None or plan.num_ranks > 1 or not free:
+    found = [each for each in planned.candidates if each.plan is not None]
+    shared = [each for each in found if each.num_devices > 1]
+    if planned.chosen.num_devices > 1 or all(each.strategy == LOCAL for each in found):
         return ""
     if not shared:
         return "one device is faster: every strategy that may share the work keeps it on one"
-    objective = plan.body.objective
-    best = min(shared, key=lambda each: each.seconds(objective))
-    seconds, alone = best.seconds(objective), chosen.seconds(objective)
-    if alone <= seconds:
-        factor = f"{seconds / alone:.2f}x as long" if alone > 0 else "longer"
+    best, alone = min(shared, key=lambda each: each.seconds), planned.chosen.seconds
+    if alone <= best.seconds:
+        factor = f"{best.seconds / alone:.2f}x as long" if alone > 0 else "longer"
         return f"one device is faster: the best plan on several ({best.label}) takes {factor}"
-    return (
-        f"one device is as fast but for a hair: the best plan on several ({best.label}) takes {format_seconds(seconds)}"
-    )
+    took = format_seconds(best.seconds)
+    return f"one device is as fast but for a hair: the best plan on several ({best.label}) takes {took}"
 
 
-def candidates_table(planned: Planned, objective: Objective, unit: str, most: int | None = None) -> Table:
-    """All candidates, the chosen one first; at most `most` others."""
-    others = [each for each in planned.candidates if each.label != planned.chosen.label]
-    shown = others if most is None else others[:most]
-    left = len(others) - len(shown)
+def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: str, most: int | None = None) -> Table:
+    """All candidates, the chosen one first; with `most`, only that number of the others."""
+    shown = planned.candidates if most is None else planned.others[:most]
+    left = 0 if most is None else len(planned.others) - len(shown)
     table = Table(
         title="Priced, all by the same simulator" if most is None else "Not taken",
         title_justify="left",
@@ -108,26 +104,12 @@ def candidates_table(planned: Planned, objective: Objective, unit: str, most: in
         table.add_column("devices", justify="right")
         table.add_column("planned in", justify="right")
     table.add_column("why")
-    reasons = {
-        other.strategy: other.reason for other in (planned.chosen.plan.alternatives if planned.chosen.plan else ())
-    }
-    for each in ([planned.chosen] if most is None else []) + list(shown):
-        seconds = _amount(each.seconds(objective), unit) if each.answer else "-"
-        why = "[green]chosen[/]" if each is planned.chosen else reasons.get(each.label) or _slower(each, planned)
-        more = (
-            (str(each.num_devices or "-"), format_seconds(each.answer.planning_seconds) if each.answer else "-")
-            if most is None
-            else ()
-        )
-        table.add_row(each.label, seconds, *more, why)
+    for each in shown:
+        seconds = _amount(each.seconds, unit) if each.solution else "-"
+        took = format_seconds(each.solution.seconds) if each.solution else "-"
+        more = (str(each.num_devices or "-"), took) if most is None else ()
+        table.add_row(each.label, seconds, *more, "[green]chosen[/]" if each is planned.chosen else each.reason)
     return table
-
-
-def _slower(each: Candidate, planned: Planned) -> str:
-    if each.answer is None or planned.chosen.answer is None:
-        return each.reason
-    factor = each.answer.objective_value / planned.chosen.answer.objective_value
-    return f"slower by {factor:.2f}x" if factor > 1 else "the same"
 
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:
@@ -170,32 +152,32 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
     return lines
 
 
-def answer_as_json(
-    planned: Planned, asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
+def planned_as_json(
+    planned: Planned[GraphPlan], asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
 ) -> dict[str, Any]:
     """For programs."""
-    answer = planned.chosen.answer
-    assert answer is not None
+    chosen, solution = planned.chosen, planned.chosen.solution
+    assert solution is not None
     return {
         "objective": asked.objective,
-        "strategy": answer.strategy,
+        "strategy": chosen.strategy,
         "asked_for": asked.strategy,
         "congestion": asked.congestion,
         "unit": unit,
-        "objective_value": answer.objective_value,
-        "bound": answer.bound,
-        "proven_optimal": answer.proven_optimal,
-        "planning_seconds": answer.planning_seconds,
+        "objective_value": solution.value,
+        "bound": solution.bound,
+        "proven_optimal": solution.proven,
+        "planning_seconds": solution.seconds,
         "devices": list(devices),
-        "assignment": list(answer.assignment),
-        "starts": list(answer.starts),
+        "assignment": list(solution.assignment.devices),
+        "starts": list(solution.assignment.starts),
         "candidates": [
             {
                 "strategy": each.label,
-                "objective_value": each.answer.objective_value if each.answer else None,
-                "bound": each.answer.bound if each.answer else None,
-                "predicted_seconds": each.seconds(asked.objective) if each.plan else None,
-                "planning_seconds": each.answer.planning_seconds if each.answer else None,
+                "objective_value": each.solution.value if each.solution else None,
+                "bound": each.solution.bound if each.solution else None,
+                "predicted_seconds": each.seconds if each.plan else None,
+                "planning_seconds": each.solution.seconds if each.solution else None,
                 "num_devices": each.num_devices,
                 "reason": each.reason or None,
             }

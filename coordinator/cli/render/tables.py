@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 
 from coordinator.cli.output import out
+from coordinator.plan.solution import Planned
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.explain import Option, bottleneck, decoding_rate, options, unit_of, why_lost, why_won
-from coordinator.plan.transformer.make import PlanRequest
-from hearth.plan.geometry import rows_for
+from coordinator.plan.transformer.explain import bottleneck, decoding_rate, unit_of, why_lost, why_won
+from coordinator.plan.transformer.request import PlanRequest
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
+from hearth.plan.transformer import Pipeline
 from hearth.platform.units import format_age, format_bytes, format_rate, format_seconds
 from hearth.wire.messages import DeviceInfo, PhaseEntered
 
@@ -93,7 +94,8 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
     memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
     shares.add_column("device", overflow="fold")
     memory.add_column("device", overflow="fold")
-    staged = plan.body.strategy == "pipeline"
+    body = plan.body
+    staged = isinstance(body, Pipeline)
     for heading in ("layers", "rows", "vocabulary", "busy") if staged else _SHARED:
         shares.add_column(heading, justify="right")
     # One more kind for a decoder, and one column less, so that it fits a terminal of 80 columns.
@@ -103,19 +105,18 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
         memory.add_column(heading, justify="right", no_wrap=True)
     if peaks:
         memory.add_column("peak\nso far", justify="right", no_wrap=True)
-    rows = rows_for(plan.body.row_weights, plan.body.seq_len)
-    whole = plan.body.strategy == "sp" and not decodes  # a decoder decodes with its share
+    whole = not isinstance(body, Pipeline) and body.attends_by_rows and not decodes  # a decoder decodes with its share
     for rank, device in enumerate(plan.devices):
-        stage = plan.body.layers_of(rank, plan.model.num_layers)
+        stage = body.layers_of(rank, plan.model.num_layers)
         of_layers = [
-            str(plan.model.num_heads if whole else plan.body.heads[rank]),
-            str(plan.model.ffn_size if whole else plan.body.columns[rank]),
+            str(plan.model.num_heads if whole else body.heads[rank]),
+            str(plan.model.ffn_size if whole else body.columns[rank]),
         ]
         shares.add_row(
             device.name,
             *([f"{stage.start} to {stage.stop - 1}"] if staged else of_layers),
-            str(plan.body.seq_len if staged or plan.body.strategy == "megatron-tp" else rows[rank]),
-            str(plan.body.vocabulary[rank]),
+            str(body.step_rows(rank)),
+            str(body.vocabulary[rank]),
             format_seconds(device.compute_seconds),
         )
         use = device.memory
@@ -127,8 +128,9 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
     return shares, memory
 
 
-def print_plan(made: TransformerPlan, request: PlanRequest, explain: bool) -> None:
+def print_plan(planned: Planned[TransformerPlan], request: PlanRequest, explain: bool) -> None:
     """All of `hearth plan`."""
+    made = planned.plan
     out.print(*plan_tables(made), sep="\n")
     predicted = made.predicted
     out.print(
@@ -141,9 +143,8 @@ def print_plan(made: TransformerPlan, request: PlanRequest, explain: bool) -> No
     if made.body.exact_links:
         out.print(f"activations: {_formats(made)}")
     if explain:
-        priced = options(request, made)
-        out.print(f"\n{why_won(priced, request.cluster, request.strategy)}")
-        out.print(options_list(priced, request.cluster, request.strategy))
+        out.print(f"\n{why_won(planned, request.cluster, request.strategy)}")
+        out.print(candidates_list(planned, request.cluster))
     elif made.alternatives:
         out.print(alternatives_table(made, _NUM_OTHERS))
 
@@ -192,25 +193,23 @@ def alternatives_table(plan: TransformerPlan, most: int) -> Table:
     return table
 
 
-def options_list(priced: Sequence[Option], cluster: ClusterProfile, asked_for: str) -> Table:
+def candidates_list(planned: Planned[TransformerPlan], cluster: ClusterProfile) -> Table:
     """Every priced plan, the chosen one first: its time, what bounds it, and why it was not chosen."""
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True, min_width=9)
     table.add_column(overflow="fold")
-    chosen = priced[0].plan
-    assert chosen is not None
-    for option in priced:
+    for each in planned.candidates:
         table.add_row("", "")
-        text = f"[bold]{option.strategy}[/] on {', '.join(option.devices)}\n"
-        if option.plan is None:
-            table.add_row("-", text + why_lost(option, chosen, cluster, asked_for))
+        if each.plan is None:
+            table.add_row("-", f"[bold]{each.label}[/]\n{why_lost(each, cluster)}")
             continue
-        bound = bottleneck(option.plan, cluster)
+        bound = bottleneck(each.plan, cluster)
         parts = f"busiest device {format_seconds(bound.device_seconds)} ({bound.device})"
         if bound.link:
             parts += f", busiest link {format_seconds(bound.link_seconds)} ({bound.link})"
-        why = "[green]chosen[/]" if option is priced[0] else why_lost(option, chosen, cluster, asked_for)
-        if rate := decoding_rate(option.plan):
+        if rate := decoding_rate(each.plan):
             parts += f", decodes {rate}"
-        table.add_row(format_seconds(option.seconds), f"{text}{why}\n[dim]{parts}[/]")
+        why = "[green]chosen[/]" if each is planned.chosen else why_lost(each, cluster)
+        text = f"[bold]{each.plan.body.title}[/] on {', '.join(each.devices)}\n"
+        table.add_row(format_seconds(each.seconds), f"{text}{why}\n[dim]{parts}[/]")
     return table

@@ -5,27 +5,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.latency import moirai
-from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
-from coordinator.plan.graph.latency.schedule import Placement
+from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.graph.memory import memory_use, reserved_bytes
+from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.price import home_seconds, price, segment_seconds, transfers_of
 from coordinator.plan.graph.rebalance import balanced
-from coordinator.plan.graph.request import AUTO, Answer, Candidate, GraphRequest, Planned, check_strategy, seconds_of
-from coordinator.plan.graph.throughput.planners import SearchOptions, plan_pipeline
+from coordinator.plan.graph.request import GraphRequest, seconds_of
+from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.graph.wire import on_wire
+from coordinator.plan.methods import Method
+from coordinator.plan.solution import Assigned, Candidate, Planned, SearchOptions, Solution, choose, explained
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import Alternative, MemoryUse, PlannedDevice, Prediction
+from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
@@ -34,24 +35,32 @@ _A_HAIR = 1.01  # one more device is one more that can fail
 _MAX_REFITS = 4  # what a device holds beside weights is known only when it is known what runs there
 _PROVEN = 1 + 1e-6
 Clock = Callable[[], float]
+Found = Candidate[GraphPlan]
 
 
 # ---- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def plan_graph(request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None) -> Planned:
+def plan_graph(
+    request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None
+) -> Planned[GraphPlan]:
     """The plan that was asked for, beside "one device" and what else was looked at.
 
     Raises ModelDoesNotFit, BadSetting.
     """
-    check_strategy(request.strategy, request.objective)
-    asked = AUTO[request.objective] if request.strategy == "auto" else (request.strategy,)
+    options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     found = [*_locals(request)]
-    for strategy in asked:
-        if strategy != "local" and len(request.cluster.devices) > 1:
-            progress(strategy)
-            found.append(_candidate(request, strategy, clock))
-    return _choose(request, found)
+    for each in GRAPH_METHODS.asked(request.strategy, request.objective):
+        if each.name != LOCAL and len(request.cluster.devices) > 1:
+            progress(each.name)
+            found.append(_candidate(request, each, options))
+    chosen = choose(found, lambda each: each.plan is not None and request.strategy in ("auto", each.strategy), _A_HAIR)
+    if chosen is None and len(request.cluster.devices) == 1:  # there is nothing to share
+        chosen = choose(found, lambda each: each.plan is not None, _A_HAIR)
+    if chosen is None:
+        raise _why_none(request)
+    others = [each for each in found if each is not chosen]
+    return explained(_with_bound(chosen, found), others, request.strategy)
 
 
 def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
@@ -61,61 +70,24 @@ def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
     return priced.latency_seconds if plan.body.objective == "latency" else priced.bottleneck_seconds
 
 
-def _choose(request: GraphRequest, found: Sequence[Candidate]) -> Planned:
-    """Of the plans that may be taken the best; of those as good but for a hair, the one on the fewest devices."""
-    objective = request.objective
-    ordered = sorted(found, key=lambda each: each.seconds(objective))
-    takes = [each for each in ordered if each.answer and request.strategy in ("auto", each.answer.strategy)]
-    if not takes and len(request.cluster.devices) == 1:  # there is nothing to share
-        takes = [each for each in ordered if each.answer]
-    if not takes:
-        raise _why_none(request)
-    least = takes[0].seconds(objective)
-    chosen = min(
-        (each for each in takes if each.seconds(objective) <= _A_HAIR * least),
-        key=lambda each: (each.num_devices, each.seconds(objective)),
-    )
-    bound = max((each.answer.bound for each in found if each.answer), default=0.0)
-    chosen = _with_bound(chosen, bound)
-    others = tuple(
-        Alternative(
-            strategy=each.label,
-            predicted_seconds=each.seconds(objective) if each.answer else None,
-            reason=_why_not(each, chosen, request),
-        )
-        for each in ordered
-        if each.label != chosen.label
-    )
-    assert chosen.plan is not None
-    chosen = chosen._replace(plan=chosen.plan.model_copy(update={"alternatives": others}))
-    return Planned(chosen, tuple(chosen if each.label == chosen.label else each for each in ordered))
-
-
-def _with_bound(chosen: Candidate, bound: float) -> Candidate:
-    """What any strategy has proven holds for all of them."""
-    answer, plan = chosen.answer, chosen.plan
-    assert answer is not None
-    assert plan is not None
-    bound = min(bound, answer.objective_value)
-    proven = answer.proven_optimal or (bound > 0 and answer.objective_value <= bound * _PROVEN)
+def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
+    """A bound that any planner has proven holds for all of them."""
+    solution, plan = chosen.solution, chosen.plan
+    assert solution is not None
+    bound = min(max(each.solution.bound for each in found if each.solution), solution.value)
+    proven = solution.proven or (bound > 0 and solution.value <= bound * _PROVEN)
+    chosen = replace(chosen, solution=replace(solution, bound=bound, proven=proven))
+    if plan is None:
+        return chosen
     predicted = plan.predicted.model_copy(
         update={"bound_seconds": bound or None, "proven_optimal": bound > 0 and seconds_of(plan) <= bound * _PROVEN}
     )
-    return chosen._replace(
-        answer=answer._replace(bound=bound, proven_optimal=proven),
-        plan=plan.model_copy(update={"predicted": predicted}),
-    )
+    return replace(chosen, plan=plan.model_copy(update={"predicted": predicted}))
 
 
-def _why_not(other: Candidate, chosen: Candidate, request: GraphRequest) -> str:
-    if other.answer is None:
-        return other.reason
-    seconds, best = other.seconds(request.objective), chosen.seconds(request.objective)
-    if request.strategy not in ("auto", other.answer.strategy) and seconds < best:
-        return f"'{request.strategy}' was asked for"
-    if seconds > best:
-        return f"slower by {seconds / best:.2f}x" if best > 0 else "slower"
-    return "the same" if other.num_devices == chosen.num_devices else "no faster worth mentioning, on more devices"
+def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[Assigned]) -> Found:
+    names = tuple(device.name for device in plan.devices)
+    return Candidate(label, strategy, names, seconds_of(plan), plan, solution)
 
 
 def _why_none(request: GraphRequest) -> HearthError:
@@ -154,34 +126,36 @@ def _alone(request: GraphRequest) -> list[_Alone]:
     ]
 
 
-def _locals(request: GraphRequest) -> list[Candidate]:
-    found = []
+def _locals(request: GraphRequest) -> list[Found]:
+    found: list[Found] = []
     for alone in _alone(request):
         label = f"local on {request.cluster.devices[alone.device].name}"
         if lacking := _lacking(alone):
-            found.append(Candidate(label, reason=f"does not fit: {format_bytes(lacking)} are missing"))
+            reason = f"does not fit: {format_bytes(lacking)} are missing"
+            found.append(Candidate(label, LOCAL, missing_bytes=lacking, reason=reason))
             continue
         seconds = sum(row[alone.device] for row in request.cluster.seconds)
-        answer = Answer("local", (alone.device,) * request.spec.num_operators, seconds)
-        found.append(Candidate(label, answer, _build(request, answer)))
+        solution = Solution(Assigned((alone.device,) * request.spec.num_operators), seconds)
+        found.append(_planned(label, LOCAL, _build(request, solution, LOCAL), solution))
     return found
 
 
 # ---- strategies -------------------------------------------------------------------------------------------------------
 
 
-def _candidate(request: GraphRequest, strategy: str, clock: Clock) -> Candidate:
+def _candidate(request: GraphRequest, asked: Method, options: SearchOptions) -> Found:
     """Ask one strategy; where its plan holds more than weights and finds no room, once more with less of it."""
+    name = asked.name
     request = _with_rooms(request)
     try:
         for _ in range(_MAX_REFITS):
-            answer = _answer(request, strategy, clock)
-            plan = _build(request, answer)
+            solution = _solve(request, asked, options)
+            plan = _build(request, solution, name)
             if too_large := _cannot_travel(request, plan):
-                return Candidate(strategy, reason=too_large)
+                return Candidate(name, name, reason=too_large)
             over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
             if max(over.values()) <= 0:
-                return Candidate(strategy, answer, plan)
+                return _planned(name, name, plan, solution)
             request = replace(
                 request,
                 cluster=request.cluster.with_rooms(
@@ -192,8 +166,8 @@ def _candidate(request: GraphRequest, strategy: str, clock: Clock) -> Candidate:
                 ),
             )
     except (ModelDoesNotFit, NoPlacement) as error:
-        return Candidate(strategy, reason=_no_plan(error))
-    return Candidate(strategy, reason="does not fit: what it holds beside weights finds no room")
+        return Candidate(name, name, reason=_no_plan(error))
+    return Candidate(name, name, reason="does not fit: what it holds beside weights finds no room")
 
 
 def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
@@ -217,7 +191,7 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
     return replace(request, cluster=request.cluster.with_rooms(reserved))
 
 
-def _answer(request: GraphRequest, strategy: str, clock: Clock) -> Answer:
+def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[Assigned]:
     """For latency, operators that onnxruntime runs as one are placed as one, and bounds are of such placements. Raises
     ModelDoesNotFit, NoPlacement."""
     spec, cluster = request.spec, request.cluster
@@ -234,21 +208,14 @@ def _answer(request: GraphRequest, strategy: str, clock: Clock) -> Answer:
             cluster.latency_seconds,
             request.congestion,
         )
-        answer = place(problem, strategy, request.time_limit_seconds, clock)
-        assignment = coarse.spread(answer.assignment)
-        return answer._replace(assignment=assignment, starts=coarse.starts(answer.starts, assignment, cluster.seconds))
+        solution = _placed(problem, asked, options)
+        devices = coarse.spread(solution.assignment.devices)
+        starts = coarse.starts(solution.assignment.starts, devices, cluster.seconds)
+        return replace(solution, assignment=Assigned(devices, starts))
     seconds = _with_home(request.spec, cluster)
-    options = SearchOptions(request.time_limit_seconds, request.seed, clock)
-    placed = plan_pipeline(spec, seconds, rooms, cluster.bytes_per_second, strategy, options)
-    answer = Answer(
-        strategy,
-        tuple(placed.assignment),
-        placed.bottleneck_seconds,
-        placed.bound_seconds,
-        placed.proven_optimal,
-        placed.planning_seconds,
-    )
-    return balanced(request, answer, rooms) if strategy == "pipeline-exact" and cluster.measured else answer
+    found = plan_pipeline(spec, seconds, rooms, cluster.bytes_per_second, asked.name, options)
+    solution = Solution(Assigned(found.assignment), found.value, found.bound, found.proven, found.seconds)
+    return balanced(request, solution, rooms) if asked.rebalances and cluster.measured else solution
 
 
 def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
@@ -264,23 +231,11 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     return seconds
 
 
-def place(problem: PlacementProblem, strategy: str, time_limit_seconds: float, clock: Clock) -> Answer:
+def _placed(problem: PlacementProblem, asked: Method, options: SearchOptions) -> Solution[Assigned]:
     """Ask one strategy for a schedule. Raises ModelDoesNotFit, NoPlacement."""
-    if strategy == "moirai":
-        placed = moirai.solve(problem, time_limit_seconds, clock)
-    else:
-        began = clock()
-        schedule = BASELINES[strategy](problem)
-        placed = Placement(strategy, schedule, planning_seconds=clock() - began)
-    return Answer(
-        strategy,
-        tuple(placed.assignment),
-        placed.makespan,
-        placed.bound,
-        placed.proven_optimal,
-        placed.planning_seconds,
-        placed.schedule.starts,
-    )
+    found: Solution[Schedule] = asked.solve(problem, options)
+    assigned = Assigned(tuple(found.assignment.assignment), found.assignment.starts)
+    return Solution(assigned, found.value, found.bound, found.proven, found.seconds)
 
 
 def plan_instance(
@@ -289,39 +244,37 @@ def plan_instance(
     time_limit_seconds: float,
     clock: Clock,
     progress: Callable[[str], None] = lambda strategy: None,
-) -> Planned:
-    """As `plan_graph` for a placement problem without a graph. Raises ModelDoesNotFit, BadSetting."""
-    check_strategy(strategy, "latency")
-    found: list[Candidate] = []
-    for each in AUTO["latency"] if strategy == "auto" else (strategy,):
-        progress(each)
+) -> Planned[GraphPlan]:
+    """As `plan_graph` for a placement problem without a graph: candidates have no plan. Raises ModelDoesNotFit,
+    BadSetting."""
+    found: list[Found] = []
+    for each in GRAPH_METHODS.asked(strategy, "latency"):
+        progress(each.name)
         try:
-            found.append(Candidate(each, place(problem, each, time_limit_seconds, clock)))
+            solution = _placed(problem, each, SearchOptions(time_limit_seconds, 0, clock))
+            used = tuple(problem.devices[device] for device in dict.fromkeys(solution.assignment.devices))
+            found.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
         except (ModelDoesNotFit, NoPlacement) as error:
-            found.append(Candidate(each, reason=_no_plan(error)))
+            found.append(Candidate(each.name, each.name, reason=_no_plan(error)))
             failure = error
-    ordered = sorted(found, key=lambda each: each.seconds("latency"))
-    if ordered[0].answer is None:
+    chosen = min(found, key=lambda each: each.seconds)
+    if chosen.solution is None:
         raise failure
-    bound = max(each.answer.bound for each in found if each.answer)
-    best = ordered[0].answer
-    proven = best.proven_optimal or (bound > 0 and best.objective_value <= bound * _PROVEN)
-    chosen = ordered[0]._replace(answer=best._replace(bound=min(bound, best.objective_value), proven_optimal=proven))
-    return Planned(chosen, (chosen, *ordered[1:]))
+    return explained(_with_bound(chosen, found), (each for each in found if each is not chosen), strategy)
 
 
 # ---- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _build(request: GraphRequest, answer: Answer) -> GraphPlan:
-    """Cut the graph as the answer says; ranks are the devices in use, in the order in which they begin.
+def _build(request: GraphRequest, solution: Solution[Assigned], planner: str) -> GraphPlan:
+    """Cut the graph by the assignment; ranks are the devices in use, in the order in which they begin.
 
     For latency, of a cut into few segments and one in which no result waits the faster; a pipeline is busy anyway.
     """
     spec, cluster = request.spec, request.cluster
-    members = list(dict.fromkeys(answer.assignment))
+    members = list(dict.fromkeys(solution.assignment.devices))
     ranks = {member: rank for rank, member in enumerate(members)}
-    assignment = [ranks[device] for device in answer.assignment]
+    assignment = [ranks[device] for device in solution.assignment.devices]
     ways = (False, True) if request.objective == "latency" and len(members) > 1 else (False,)
     cuts = [cut(spec, assignment, eager=eager) for eager in ways]
     values = request.wire.values
@@ -336,7 +289,7 @@ def _build(request: GraphRequest, answer: Answer) -> GraphPlan:
             inputs=tuple(tensor.name for tensor in spec.inputs),
             outputs=tuple(tensor.name for tensor in spec.outputs),
         ),
-        planner=answer.strategy,
+        planner=planner,
         devices=tuple(
             PlannedDevice(
                 device_id=cluster.devices[member].device_id,

@@ -8,22 +8,24 @@ too much work then, and hand some on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.price import price
-from coordinator.plan.graph.request import Answer, GraphRequest
+from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.points import fine_chain
+from coordinator.plan.solution import Assigned, Solution
 
 _FURTHEST = 24  # operators that a cut is moved by at once
 _MOST_SWEEPS = 4
 _GAIN = 0.998  # of the bottleneck: less is not worth a move
 
 
-def balanced(request: GraphRequest, answer: Answer, room_bytes: Sequence[int]) -> Answer:
+def balanced(request: GraphRequest, answer: Solution[Assigned], room_bytes: Sequence[int]) -> Solution[Assigned]:
     """The answer of a pipeline planner with the bottleneck that the simulator gives it, or a better one beside it. Its bound
     holds: cores that transfers take only add to it."""
     order = fine_chain(request.spec).points
-    devices = [answer.assignment[operator] for operator in order]
+    devices = [answer.assignment.devices[operator] for operator in order]
     ends = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
     stages = [devices[0], *(devices[end] for end in ends)]
     if len(set(stages)) < len(stages):  # not a pipeline of this chain
@@ -62,4 +64,4 @@ def balanced(request: GraphRequest, answer: Answer, room_bytes: Sequence[int]) -
         if best == before:
             break
     bound = min(answer.bound, best)
-    return answer._replace(assignment=assigned(ends), objective_value=best, bound=bound, proven_optimal=bound >= best)
+    return replace(answer, assignment=Assigned(assigned(ends)), value=best, bound=bound, proven=bound >= best)

@@ -2,113 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from coordinator.plan.solution import Candidate, Planned, choose, explained
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners.exact import ExactPlanner
-from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
+from coordinator.plan.transformer.planners import planner_of
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.refine.replicate import replicate, rough_seconds
-from coordinator.plan.transformer.request import PlanRequest, missing_bytes, on_subset, price
-from coordinator.plan.transformer.ring import best_ring
-from coordinator.plan.transformer.shares import body_of, capacity, row_capacity
+from coordinator.plan.transformer.request import PlanRequest, on_subset
+from coordinator.plan.transformer.shares import by_capacity
+from coordinator.plan.transformer.strategies import STRATEGIES, strategy_of
+from coordinator.plan.transformer.strategies.base import Strategy
 from hearth.errors import BadPlan, BadSetting, ModelDoesNotFit
-from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
-from hearth.plan.parts import Alternative
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.transformer import ShareStrategy, Strategy, TransformerBody
 from hearth.platform.units import format_bytes
 
-_SHARING: tuple[Strategy, ...] = ("hmp", "sp", "megatron-tp")
-_MAX_LEAVE_ONE_OUT = 6
-_STEP = 1.35
-_A_HAIR = 1.04  # one more device is one more that can fail, and predictions are off by more than that
-_MICRO_BATCH_FROM = 2
+Found = Candidate[TransformerPlan]
+
+TIE_TOLERANCE = 1.04  # one more device is one more that can fail, and predictions are off by more than that
+_MAX_LEAVE_ONE_OUT = 6  # devices; each is one more plan
+_STEP = 1.35  # between numbers of devices: many plans of nearly as many devices tell little
+_MICRO_BATCH_FROM = 2  # plans; each costs a simulation of many layers
 _REPLICATE_FROM = 2  # plans; each costs some twenty simulations
 
 
-class AutoPlanner:
-    """Tries `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
-    devices that suit it best."""
-
-    name = "auto"
-
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        plans: list[tuple[str, TransformerPlan]] = []
-        failures: list[tuple[str, ModelDoesNotFit]] = []
-        for label, make in _candidates(request):
-            try:
-                plans.append((label, make()))
-            except ModelDoesNotFit as error:
-                failures.append((label, error))
-        if not plans:
-            least = min(failures, key=lambda failure: failure[1].missing_bytes)
-            raise least[1]
-        plans += self._replicating(request, plans)
-        plans += self._in_micro_batches(request, plans)
-        best_label, best = _choose(plans)
-        lost = [
-            Alternative(
-                strategy=label,
-                predicted_seconds=seconds_of(plan),
-                reason=_slower(seconds_of(plan), seconds_of(best)),
-            )
-            for label, plan in sorted(plans, key=lambda plan: seconds_of(plan[1]))
-            if label != best_label
-        ]
-        lost += [
-            Alternative(
-                strategy=label,
-                predicted_seconds=None,
-                reason=f"does not fit: {format_bytes(error.missing_bytes)} are missing",
-            )
-            for label, error in failures
-        ]
-        if len(request.cluster.devices) > 1 and not request.attention_by_rows:
-            lost.append(Alternative(strategy="sp", predicted_seconds=None, reason=request.why_not_by_rows))
-        planner = f"{self.name}: {best.planner}"
-        return best.model_copy(update={"planner": planner, "alternatives": tuple(lost)})
-
-    def _replicating(
-        self, request: PlanRequest, plans: list[tuple[str, TransformerPlan]]
-    ) -> list[tuple[str, TransformerPlan]]:
-        """The most promising `hmp` plans, with spare memory spent on less traffic.
-
-        With that, more devices pay than without: what is slower sharded may be the fastest in the end.
-        """
-        subsets = [
-            (on_subset(request, tuple(device.device_id for device in plan.devices)), plan)
-            for _, plan in plans
-            if plan.body.strategy == "hmp"
-        ]
-        found = []
-        for subset, plan in sorted(subsets, key=lambda each: rough_seconds(*each))[:_REPLICATE_FROM]:
-            better = replicate(subset, plan)
-            if better is not plan:
-                found.append((f"hmp replicating on {len(plan.devices)} devices", better))
-        return found
-
-    def _in_micro_batches(
-        self, request: PlanRequest, plans: list[tuple[str, TransformerPlan]]
-    ) -> list[tuple[str, TransformerPlan]]:
-        """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
-        sharing = [each for each in plans if each[1].num_ranks > 1 and each[1].body.strategy in ("hmp", "megatron-tp")]
-        parallel = sorted(sharing, key=lambda each: seconds_of(each[1]))
-        found = []
-        for label, plan in parallel[:_MICRO_BATCH_FROM]:
-            better = in_micro_batches(request, plan)
-            if better is not plan:
-                found.append((f"{label}, {better.body.micro_batches} micro-batches", better))
-        return found
+def plan_auto(request: PlanRequest) -> Planned[TransformerPlan]:
+    """Try `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
+    devices that suit it best. Raises ModelDoesNotFit."""
+    found = [_candidate(*trial) for trial in _trials(request)]
+    if all(each.plan is None for each in found):
+        least = min(found, key=lambda each: each.missing_bytes)
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=least.missing_bytes)
+    found += list(_replicating(request, found))
+    found += list(_in_micro_batches(request, found))
+    if len(request.cluster.devices) > 1:
+        for strategy in STRATEGIES.values():
+            if reason := ruled_out(request, strategy):
+                found.append(Candidate(strategy.name, strategy.name, reason=reason))
+    chosen = choose(found, lambda each: each.plan is not None, TIE_TOLERANCE)
+    assert chosen is not None
+    assert chosen.plan is not None
+    plan = chosen.plan.model_copy(update={"planner": f"auto: {chosen.plan.planner}"})
+    return explained(replace(chosen, plan=plan), (each for each in found if each is not chosen), "auto")
 
 
-def _choose(plans: list[tuple[str, TransformerPlan]]) -> tuple[str, TransformerPlan]:
-    """The fastest; of those that are as fast but for a hair, the one on the fewest devices."""
-    least = min(seconds_of(plan) for _, plan in plans)
-    close = [found for found in plans if seconds_of(found[1]) <= _A_HAIR * least]
-    return min(close, key=lambda found: (found[1].num_ranks, seconds_of(found[1])))
+def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
+    """The best plan of one strategy over all the request's devices (`local`: over its one device).
+
+    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for a strategy that is ruled out.
+    """
+    strategy = STRATEGIES[name]
+    if reason := ruled_out(request, strategy):
+        raise BadSetting(setting="--strategy", reason=f"{name} {reason}")
+    if strategy.max_devices(request.spec) == 1 < len(request.cluster.devices):
+        raise BadPlan(reason=f"the strategy {name} takes exactly one device")
+    return planner_of(strategy).plan(request)
+
+
+def ruled_out(request: PlanRequest, strategy: Strategy[Any]) -> str:
+    """Why a strategy is impossible for this request; empty where it is not."""
+    return request.why_not_by_rows if strategy.whole_prompts and not request.attention_by_rows else ""
+
+
+def candidate_of(label: str, plan: TransformerPlan) -> Found:
+    names = tuple(device.name for device in plan.devices)
+    return Candidate(label, plan.body.strategy, names, seconds_of(plan), plan)
+
+
+def _candidate(label: str, strategy: Strategy[Any], make: Callable[[], TransformerPlan]) -> Found:
+    try:
+        return candidate_of(label, make())
+    except ModelDoesNotFit as error:
+        reason = f"does not fit: {format_bytes(error.missing_bytes)} are missing"
+        return Candidate(label, strategy.name, missing_bytes=error.missing_bytes, reason=reason)
+
+
+def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable[[], TransformerPlan]]]:
+    """What is worth pricing: a label, the strategy, and how to plan it."""
+    devices, spec = request.cluster.devices, request.spec
+    usable = [each for each in STRATEGIES.values() if not ruled_out(request, each)]
+    sharing = [each for each in usable if each.max_devices(spec) > 1]
+    for strategy in (each for each in usable if each.max_devices(spec) == 1):
+        for device in devices:
+            alone = on_subset(request, (device.device_id,))
+            yield f"{strategy.name} on {device.name}", strategy, partial(planner_of(strategy).plan, alone)
+    for count in _counts(len(devices)):
+        where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
+        for strategy in (each for each in sharing if count <= each.max_devices(spec)):
+            yield f"{strategy.name} {where}", strategy, partial(planner_of(strategy).on_some, request, count)
+    if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:
+        slowest = by_capacity(request)[-1]
+        for strategy in (each for each in sharing if each.leaves_one_out):
+            for left_out in (device for device in devices if device is not slowest):
+                rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))
+                yield f"{strategy.name} without {left_out.name}", strategy, partial(planner_of(strategy).plan, rest)
 
 
 def _counts(num_devices: int) -> list[int]:
@@ -121,83 +111,30 @@ def _counts(num_devices: int) -> list[int]:
     return sorted(count for count in counts if count >= 2)
 
 
-def plan_strategy(request: PlanRequest, strategy: Strategy) -> TransformerPlan:
-    """The best plan of one strategy over all the request's devices (`local`: over its one device).
+def _replicating(request: PlanRequest, found: Sequence[Found]) -> Iterator[Found]:
+    """The most promising plans, with spare memory spent on less traffic.
 
-    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for `sp` where a decoder rules it out.
+    With that, more devices pay than without: what is slower sharded may be the fastest in the end.
     """
-    if strategy == "pipeline":
-        return PipelinePlanner().plan(request)
-    request = replace(request, cluster=best_ring(request.cluster))
-    if strategy in ("hmp", "megatron-tp"):
-        return ExactPlanner(strategy).plan(request)
-    if strategy == "local" and len(request.cluster.devices) > 1:
-        raise BadPlan(reason="the strategy local takes exactly one device")
-    if strategy == "sp" and not request.attention_by_rows:
-        raise BadSetting(setting="--strategy", reason=f"sp {request.why_not_by_rows}")
-    bodies = [_whole(request, strategy, rows) for rows in _splits(request)]
-    missing = [missing_bytes(request, body) for body in bodies]
-    if min(missing):
-        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-    plans = [price(request, body, "rows") for body, lacks in zip(bodies, missing, strict=True) if not lacks]
-    return min(plans, key=seconds_of)
+    subsets = [
+        (on_subset(request, tuple(device.device_id for device in each.plan.devices)), each.plan)
+        for each in found
+        if each.plan is not None and "replicate" in strategy_of(each.plan.body).refines
+    ]
+    for subset, plan in sorted(subsets, key=lambda each: rough_seconds(*each))[:_REPLICATE_FROM]:
+        better = replicate(subset, plan)
+        if better is not plan:
+            yield candidate_of(f"{plan.body.strategy} replicating on {plan.num_ranks} devices", better)
 
 
-def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
-    """Rows in equal parts, and by speed where devices differ."""
-    speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
-    equal = (1.0,) * len(speeds)
-    return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]
-
-
-def _whole(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]) -> TransformerBody:
-    """All weights on one device, or (sp) everywhere; the vocabulary in equal parts.
-
-    A decoder decodes with a share of them on every device, and caches the keys and values of it: by how fast they read.
-    """
-    spec, num_ranks = request.spec, len(request.cluster.devices)
-    everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
-    if request.generation is not None:
-        rates = [device.blocks.decode_seconds_per_byte for device in request.cluster.devices]
-        everything = evenly = [1.0 / rate for rate in rates] if min(rates) > 0 else evenly
-    body = body_of(
-        request,
-        strategy,
-        largest_remainder(everything, spec.num_kv_heads),
-        largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN)),
-        largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
-        rows,
-    )
-    return body.model_copy(update={"overlap": strategy != "sp"})
-
-
-def _candidates(request: PlanRequest) -> Iterator[tuple[str, Callable[[], TransformerPlan]]]:
-    """What is worth pricing: a label, and how to plan it."""
-    devices = request.cluster.devices
-    for device in devices:
-        alone = on_subset(request, (device.device_id,))
-        yield f"local on {device.name}", partial(plan_strategy, alone, "local")
-    fastest = sorted(devices, key=lambda device: -capacity(request, device.blocks))
-    for count in _counts(len(devices)):
-        chosen = {device.device_id for device in fastest[:count]}
-        subset = on_subset(request, tuple(d.device_id for d in devices if d.device_id in chosen))
-        where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
-        for strategy in _SHARING:
-            if strategy == "sp" and not request.attention_by_rows:
-                continue
-            yield f"{strategy} {where}", partial(plan_strategy, subset, strategy)
-        if count <= request.spec.num_layers:
-            yield f"pipeline {where}", partial(PipelinePlanner().on_some, request, count)
-    if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:  # the slow link may belong to a fast device
-        for left_out in devices:
-            rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))
-            if left_out is not fastest[-1]:
-                yield f"hmp without {left_out.name}", partial(plan_strategy, rest, "hmp")
-
-
-def _slower(seconds: float, best_seconds: float) -> str:
-    return (
-        f"slower by {seconds / best_seconds:.2f}x"
-        if seconds > best_seconds
-        else "no faster worth mentioning, on more devices"
-    )
+def _in_micro_batches(request: PlanRequest, found: Sequence[Found]) -> Iterator[Found]:
+    """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
+    sharing = [
+        (each.label, each.plan)
+        for each in sorted(found, key=lambda each: each.seconds)
+        if each.plan is not None and each.plan.num_ranks > 1 and "micro-batches" in strategy_of(each.plan.body).refines
+    ]
+    for label, plan in sharing[:_MICRO_BATCH_FROM]:
+        better = in_micro_batches(request, plan)
+        if better is not plan:
+            yield candidate_of(f"{label}, {better.body.micro_batches} micro-batches", better)

@@ -1,62 +1,51 @@
-"""Planners: one file each, one protocol (`base.Planner`)."""
+"""The plan that the user asked for: by a named strategy or planner over all devices, or the best of all. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
+from coordinator.plan.solution import Planned, explained
+from coordinator.plan.transformer.auto import candidate_of, plan_auto
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners.exact import ExactPlanner
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
-from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
+from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
 from coordinator.plan.transformer.refine.exact_links import exact_where_free
-from coordinator.plan.transformer.request import GenerationRequest, Planner, PlanRequest, on_subset
-from coordinator.plan.transformer.shares import capacity
+from coordinator.plan.transformer.request import PlanRequest
 from hearth.errors import ModelDoesNotFit
-from hearth.plan.parts import Alternative
 from hearth.plan.plan import TransformerPlan
-
-__all__ = [
-    "AutoPlanner",
-    "ExactPlanner",
-    "GalaxyPlanner",
-    "GenerationRequest",
-    "PipelinePlanner",
-    "PlanRequest",
-    "Planner",
-    "make_plan",
-    "plan_strategy",
-]
 
 
 def make_plan(request: PlanRequest) -> TransformerPlan:
-    """The plan that the user asked for: of one strategy over all devices, or the best of all.
+    """Raises ModelDoesNotFit, BadSetting."""
+    return plan_transformer(request).plan
 
-    A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit.
+
+def plan_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
+    """The chosen plan and all candidates that were priced for it.
+
+    A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit,
+    BadSetting.
     """
-    plan = _made(request)
-    return exact_where_free(request, plan) if request.spare_accuracy else plan
+    planned = plan_auto(request) if request.strategy == "auto" else _named(request)
+    if not request.spare_accuracy:
+        return planned
+    plan = exact_where_free(request, planned.plan)
+    return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=seconds_of(plan)))
 
 
-def _made(request: PlanRequest) -> TransformerPlan:
-    if request.strategy == "auto":
-        return AutoPlanner().plan(request)
-    chosen = request
-    if request.strategy == "local":
-        fastest = max(request.cluster.devices, key=lambda device: capacity(request, device.blocks))
-        chosen = on_subset(request, (fastest.device_id,))
-    plan = plan_strategy(chosen, request.strategy)
+def _named(request: PlanRequest) -> Planned[TransformerPlan]:
+    (asked,) = TRANSFORMER_METHODS.asked(request.strategy, "latency")
+    plan: TransformerPlan = asked.solve(request)
+    chosen = replace(candidate_of(f"{plan.body.strategy} on {_names(plan)}", plan), strategy=request.strategy)
     try:
-        best = AutoPlanner().plan(replace(request, strategy="auto"))
+        auto = plan_auto(replace(request, strategy="auto"))
     except ModelDoesNotFit:
-        return plan
-    others = [
-        Alternative(
-            strategy=f"{best.body.strategy} on {', '.join(device.name for device in best.devices)}",
-            predicted_seconds=seconds_of(best),
-            reason=f"'{request.strategy}' was asked for",
-        ),
-        *(other for other in best.alternatives if other.predicted_seconds != seconds_of(plan)),
-    ]
-    same = seconds_of(best) >= seconds_of(plan)
-    return plan.model_copy(update={"alternatives": tuple(others[1:] if same else others)})
+        return Planned(chosen)
+    others = [each for each in auto.others if each.seconds != chosen.seconds]
+    if auto.chosen.seconds < chosen.seconds:
+        best = replace(auto.chosen, label=f"{auto.plan.body.strategy} on {_names(auto.plan)}")
+        others.insert(0, best)
+    return explained(chosen, others, request.strategy)
+
+
+def _names(plan: TransformerPlan) -> str:
+    return ", ".join(device.name for device in plan.devices)

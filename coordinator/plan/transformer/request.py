@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict
+from coordinator.plan.transformer.ring import best_ring
 from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Alternative, PlannedDevice, WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.transformer import GenerationLimits, Strategy, TransformerBody
+from hearth.plan.transformer import GenerationLimits, TransformerBody
 
 DEFAULT_SEQUENCES = 4
 DEFAULT_NEW_TOKENS = 128
@@ -53,7 +54,7 @@ class PlanRequest:
     cluster: ClusterProfile
     seq_len: int
     wire: WireFormat = field(default_factory=WireFormat)
-    strategy: Strategy | Literal["auto"] = "auto"
+    strategy: str = "auto"  # a name of the registry
     spare_accuracy: bool = False
     generation: GenerationRequest | None = None
 
@@ -88,16 +89,24 @@ class PlanRequest:
 
 
 class Planner(Protocol):
-    """Finds a plan. Raises ModelDoesNotFit that says how many bytes are missing."""
+    """Finds a plan over all devices of the request. Raises ModelDoesNotFit that says how many bytes are missing."""
 
     name: str
 
     def plan(self, request: PlanRequest) -> TransformerPlan: ...
 
+    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
+        """The same over some devices, which the planner chooses."""
+
 
 def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
     """The same request for some of the devices, in this order."""
     return replace(request, cluster=request.cluster.subset(device_ids))
+
+
+def in_ring(request: PlanRequest) -> PlanRequest:
+    """The same request with its devices in the best order for a ring."""
+    return replace(request, cluster=best_ring(request.cluster))
 
 
 def price(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
@@ -14,10 +15,11 @@ from coordinator.plan.transformer.cost.memory import (
     logit_values,
     mlp_values,
 )
-from coordinator.plan.transformer.request import PlanRequest
+from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.strategies import memory_use
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
-from hearth.plan.profile import BlockProfile
+from hearth.plan.plan import TransformerPlan
+from hearth.plan.profile import BlockProfile, DeviceProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
@@ -79,6 +81,24 @@ def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
 def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d for rows: decoding has none to split."""
     return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
+
+
+def by_capacity(request: PlanRequest) -> list[DeviceProfile]:
+    """The devices, the fastest first."""
+    return sorted(request.cluster.devices, key=lambda device: -capacity(request, device.blocks))
+
+
+class OnFastest(ABC):
+    """A planner that shares among the fastest devices when it is to use some of them."""
+
+    @abstractmethod
+    def plan(self, request: PlanRequest) -> TransformerPlan: ...
+
+    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
+        """Raises ModelDoesNotFit."""
+        fastest = {device.device_id for device in by_capacity(request)[:num_devices]}
+        ids = tuple(each.device_id for each in request.cluster.devices if each.device_id in fastest)
+        return self.plan(on_subset(request, ids))
 
 
 class Budget:

@@ -34,16 +34,17 @@ from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import AUTO, LATENCY, GraphRequest
+from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.transformer.explain import (
     best_of_each_strategy,
     bottleneck,
-    option_as_json,
-    options,
+    candidate_as_json,
     why_lost,
     why_won,
 )
-from coordinator.plan.transformer.make import PlanRequest, make_plan
+from coordinator.plan.transformer.make import make_plan, plan_transformer
+from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.goal import Model
 from hearth.errors import StepFailed
 from hearth.plan.model_spec import ModelSpec
@@ -92,19 +93,19 @@ def same_kind(a: TransformerPlan, b: TransformerPlan) -> bool:
 
 def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_first() -> None:
     asked = request(home_of((1, 2, 3), 1000))
-    chosen = make_plan(asked)
-    priced = options(asked, chosen)
-    assert priced[0].plan is chosen
-    assert len({option.label for option in priced}) == len(priced)
-    assert [option.seconds for option in priced[1:]] == sorted(option.seconds for option in priced[1:])
-    assert {option.strategy for option in priced} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
-    assert {option.devices for option in priced if option.strategy == "local"} == {(name,) for name in NAMES}
-    best = best_of_each_strategy(priced)
-    assert best[0] is chosen
+    planned = plan_transformer(asked)
+    priced = planned.candidates
+    assert priced[0] is planned.chosen
+    assert len({each.label for each in priced}) == len(priced)
+    assert [each.seconds for each in priced[1:]] == sorted(each.seconds for each in priced[1:])
+    assert {each.strategy for each in priced} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
+    assert {each.devices for each in priced if each.strategy == "local"} == {(name,) for name in NAMES}
+    best = best_of_each_strategy(planned)
+    assert best[0] is planned.plan
     assert len({plan.body.strategy for plan in best}) == 5
     assert 5 <= len(best) <= 6  # replicating is one more, where it is worth anything
     for plan in best[1:]:
-        same = [option.seconds for option in priced[1:] if option.plan and same_kind(option.plan, plan)]
+        same = [each.seconds for each in priced[1:] if each.plan and same_kind(each.plan, plan)]
         assert plan.predicted.latency_seconds == min(same)
 
 
@@ -125,29 +126,34 @@ def test_a_slow_link_and_a_slow_device_are_named() -> None:
 
 def test_the_reasons_are_sentences_for_people_and_fields_for_programs() -> None:
     asked = request(home_of((3, 1), 20, (8 << 30, 320 << 20)))
-    chosen = make_plan(asked)
-    priced = options(asked, chosen)
-    assert priced[0].label == "local on kitchen"
-    reasons = {option.label: why_lost(option, chosen, asked.cluster, "auto") for option in priced[1:]}
+    planned = plan_transformer(asked)
+    assert planned.chosen.label == "local on kitchen"
+    reasons = {each.label: why_lost(each, asked.cluster) for each in planned.others}
     assert reasons["local on attic"].startswith("does not fit: ")
-    assert reasons["hmp on kitchen, attic"].endswith(", bound by the link kitchen → attic")
-    assert "x slower" in reasons["hmp on kitchen, attic"]
-    won = why_won(priced, asked.cluster, "auto")
+    assert re.fullmatch(r"slower by .*x, bound by the link kitchen → attic", reasons["hmp on all 2 devices"])
+    won = why_won(planned, asked.cluster, "auto")
     assert "bound by the compute of kitchen" in won
     assert "Sharing, by hmp on kitchen, attic, would take" in won
-    for option in priced:
-        fields = option_as_json(option, chosen, asked.cluster, "auto")
-        assert (fields["why_not"] is None) == (option.plan is chosen)
+    for each in planned.candidates:
+        fields = candidate_as_json(each, asked.cluster)
+        assert (fields["why_not"] is None) == (each is planned.chosen)
         assert (fields["predicted_seconds"] is None) == (fields["missing_bytes"] > 0)
+
+
+def test_an_explanation_shows_the_alternatives_of_the_plan_and_nothing_else() -> None:
+    for strategy in ("auto", "hmp", "local"):
+        planned = plan_transformer(request(home_of((1, 2, 3), 1000, (8 << 30, 320 << 20, 8 << 30)), strategy))
+        priced = [(each.label, each.seconds if each.plan else None, each.reason) for each in planned.others]
+        kept = [(each.strategy, each.predicted_seconds, each.reason) for each in planned.plan.alternatives]
+        assert priced == kept
 
 
 def test_a_strategy_that_was_asked_for_is_not_said_to_have_won() -> None:
     asked = request(home_of((3, 1), 20), "hmp")
-    chosen = make_plan(asked)
-    priced = options(asked, chosen)
-    assert "hmp was asked for" in why_won(priced, asked.cluster, "hmp")
-    assert priced[1].seconds < chosen.predicted.latency_seconds
-    assert "faster, but hmp was asked for" in why_lost(priced[1], chosen, asked.cluster, "hmp")
+    planned = plan_transformer(asked)
+    assert "hmp was asked for" in why_won(planned, asked.cluster, "hmp")
+    assert planned.others[0].seconds < planned.chosen.seconds
+    assert "faster, but 'hmp' was asked for" in why_lost(planned.others[0], asked.cluster)
 
 
 # ---- offline --------------------------------------------------------------------------------------------------------
@@ -351,7 +357,7 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
     model_dir = write_model(folder / "model")
     spec = read_spec(model_dir)
     home = cluster([device_profile(index, 1.0, spec, 16) for index in range(2)], 1000)
-    plans = best_of_each_strategy(options(PlanRequest(spec, home, 16), make_plan(PlanRequest(spec, home, 16))))
+    plans = best_of_each_strategy(plan_transformer(PlanRequest(spec, home, 16)))
     links = {(link.source, link.target): link for link in home.links}
 
     site = Site(fleet, links, folder / "cache", encrypt=True)  # type: ignore[arg-type]
@@ -437,8 +443,8 @@ def test_strategies_of_a_graph_that_found_one_plan_share_a_run(strategy: str) ->
         plans = asyncio.run(planned.best_of_each_strategy())
     assert plans[0].body == planned.plan.body
     assert plans[0].planner.split(", ")[0] == planned.plan.planner
-    assert sorted(name for plan in plans for name in plan.planner.split(", ")) == sorted(LATENCY)
-    assert len({(plan.body, plan.devices) for plan in plans}) == len(plans) < len(LATENCY)
+    assert sorted(name for plan in plans for name in plan.planner.split(", ")) == sorted(GRAPH_METHODS.names("latency"))
+    assert len({(plan.body, plan.devices) for plan in plans}) == len(plans) < len(GRAPH_METHODS.names("latency"))
 
 
 @pytest.mark.processes
@@ -462,7 +468,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["objective"], found["rounds"]) == (objective, 2)
-    asked = LATENCY if objective == "latency" else AUTO["throughput"]
+    asked = [each.name for each in GRAPH_METHODS.asked("auto", objective)]
     assert {name for plan in found["plans"] for name in plan["strategy"].split(", ")} == set(asked), done.stderr
     for plan in found["plans"]:
         assert plan["failure"] is None

@@ -23,7 +23,8 @@ from coordinator.deploy.graph_chunks import Pieces
 from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.solution import Planned
 from coordinator.serve import graph as graph_kind
 from coordinator.serve.graph import arrays_of, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
@@ -38,7 +39,7 @@ from hearth.errors import (
     StepFailed,
 )
 from hearth.plan.graph_spec import Tensor
-from hearth.plan.plan import Plan
+from hearth.plan.plan import GraphPlan, Plan
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ArrayInfo,
@@ -164,7 +165,7 @@ async def house(
     folder: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
-    async def here(request: GraphRequest) -> Planned:  # the planner's process is tested with the plans
+    async def here(request: GraphRequest) -> Planned[GraphPlan]:  # the planner's process is tested with the plans
         return plan_graph(request, time.monotonic)
 
     monkeypatch.setattr(graph_kind, "solve", here)

@@ -10,6 +10,7 @@ from coordinator.plan.graph.latency.heft import critical_path, heft
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 from coordinator.plan.graph.latency.sct import m_sct
+from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 
 _SEED = 0  # fixed, so that the same problem gives the same plan
@@ -24,6 +25,13 @@ def local(problem: PlacementProblem) -> Schedule:
     if not fitting:
         raise NoPlacement(graph=problem.name, strategy="local")
     return min((best_schedule(problem, each, range(n)) for each in fitting), key=lambda each: each.makespan)
+
+
+def solve(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
+    """By one of `BASELINES`, which know no bound. Raises NoPlacement."""
+    began = options.clock()
+    schedule = BASELINES[name](problem)
+    return Solution(schedule, schedule.makespan, seconds=options.clock() - began)
 
 
 BASELINES: Mapping[str, Baseline] = {

@@ -23,8 +23,9 @@ from coordinator.plan.graph.latency.fitting import fit
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.paths import shortest_paths
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Item, Placement, Schedule, best_schedule
+from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
 from coordinator.plan.graph.latency.windows import improve
+from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
 _SEGMENT = 60  # operators; larger segments are cut at near cuts
@@ -34,7 +35,7 @@ _PATH_SHARE = 0.5  # of the time, where the path is only a bound
 
 def solve(
     problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int = 1
-) -> Placement:
+) -> Solution[Schedule]:
     """The best placement found within the time limit, with a bound.
 
     `num_workers` threads search; with one, the same limit on the same machine gives the same answer unless the clock
@@ -43,7 +44,7 @@ def solve(
     """
     search = _Search(problem, time_limit_seconds, clock, num_workers)
     search.run()
-    return search.placement()
+    return search.solution()
 
 
 class _Search:
@@ -97,17 +98,17 @@ class _Search:
                 if self._is_done():
                     break
 
-    def placement(self) -> Placement:
+    def solution(self) -> Solution[Schedule]:
         if self._best is None or self._known is None:
             if self._missing == 0:  # neither found nor ruled out in time
                 raise NoPlacement(graph=self._problem.name, strategy="moirai")
             raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing)
-        return Placement(
-            "moirai",
+        return Solution(
             self._best,
+            self._best.makespan,
             bound=min(self._lower / self._ticks_per_unit, self._best.makespan),
-            proven_optimal=self._is_done(),
-            planning_seconds=self._clock() - self._began,
+            proven=self._is_done(),
+            seconds=self._clock() - self._began,
         )
 
     @property

@@ -69,32 +69,6 @@ def by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
     return [item for *_, item in sorted(items, key=lambda each: (*each[:3], isinstance(each[3], Send)))]
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A planner's answer. `bound`: no schedule ends before; 0 where the planner knows none."""
-
-    strategy: str
-    schedule: Schedule
-    bound: float = 0.0
-    proven_optimal: bool = False
-    planning_seconds: float = 0.0
-
-    @property
-    def assignment(self) -> tuple[int, ...]:
-        return self.schedule.assignment
-
-    @property
-    def makespan(self) -> float:
-        return self.schedule.makespan
-
-    @property
-    def gap(self) -> float:
-        """How far above the bound the makespan is, as a part of it; infinite without a bound."""
-        if self.makespan <= self.bound:
-            return 0.0
-        return self.makespan / self.bound - 1 if self.bound > 0 else float("inf")
-
-
 def with_sends(problem: PlacementProblem, assignment: Sequence[int], order: Iterable[Item]) -> list[Item]:
     """The order, with each transfer that it lacks just before the first operator that waits for it.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from coordinator.plan.graph.throughput.baselines import joint_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages
 from coordinator.plan.graph.throughput.published import published_stages
 from coordinator.plan.graph.throughput.search import Decision, Reaches, TooMuchWork
+from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit
 
 if TYPE_CHECKING:
@@ -30,16 +31,9 @@ if TYPE_CHECKING:
 _CLOSE = 1.002  # where nothing can be proven, the search ends this close to what is open
 
 
-class Answer(NamedTuple):
-    """`bound_seconds`: no pipeline's bottleneck is below it."""
-
-    stages: Stages
-    bound_seconds: float
-
-
 def best_stages(
     problem: PipelineProblem, chance: Random, stop: Callable[[], bool], known: Sequence[Stages] = ()
-) -> Answer:
+) -> Solution[Stages]:
     """Search until the best is proven, or until `stop()`. Raises ModelDoesNotFit.
 
     `known` are pipelines to start from, of which the published planner's should be one; without, it is made here.
@@ -78,7 +72,7 @@ def best_stages(
             proven = middle + 1
         else:
             best, top = found, bisect_left(values, problem.bottleneck_seconds(found))
-    return Answer(best, values[proven])
+    return Solution(best, problem.bottleneck_seconds(best), values[proven])
 
 
 def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:

@@ -140,22 +140,6 @@ class PipelineProblem:
         return int(self.stage_bytes[first, -1])
 
 
-@dataclass(frozen=True)
-class PipelinePlacement:
-    """`bound_seconds` is what no pipeline of this problem can be below; `assignment` gives each operator its device."""
-
-    stages: Stages
-    assignment: tuple[int, ...]
-    bottleneck_seconds: float
-    bound_seconds: float
-    proven_optimal: bool
-    planning_seconds: float
-
-    @property
-    def gap(self) -> float:
-        return self.bottleneck_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
-
-
 def pipeline_problem(
     spec: GraphSpec,
     seconds: Matrix,

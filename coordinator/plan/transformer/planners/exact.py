@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 import numpy as np
 
 from coordinator.plan.linear import Rows
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
+from coordinator.plan.solution import Solution
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes, price
 from coordinator.plan.transformer.shares import Budget, Work, body_of
 from hearth.errors import ModelDoesNotFit
@@ -34,19 +33,12 @@ _MAX_PROGRAMS = 120  # along the border; a count, not a time, so that a plan rep
 _SOLVE_SECONDS = 0.2  # one integer program; a few dozen variables take milliseconds
 
 
-@dataclass(frozen=True)
-class Shares:
-    """`seconds` is the objective of one layer, `bound_seconds` what no plan can be below; equal when proven best."""
+class Shares(NamedTuple):
+    """Grains of each device."""
 
     groups: tuple[int, ...]
     columns: tuple[int, ...]
     vocabulary: tuple[int, ...]
-    seconds: float
-    bound_seconds: float
-
-    @property
-    def gap(self) -> float:
-        return self.seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
 
 
 class ExactPlanner:
@@ -58,22 +50,20 @@ class ExactPlanner:
         self._strategy = strategy
 
     def plan(self, request: PlanRequest) -> TransformerPlan:
-        """The proven shares, or Galaxy's where the simulator finds those faster. Raises ModelDoesNotFit."""
-        shares = best_shares(request, self._strategy)
-        proof = "proven best" if shares.gap < 1e-9 else f"within {shares.gap:.1%} of the bound"
-        body = body_of(request, self._strategy, shares.groups, shares.columns, shares.vocabulary)
+        """Raises ModelDoesNotFit."""
+        best = best_shares(request, self._strategy)
+        proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
+        body = body_of(request, self._strategy, *best.assignment)
         if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
             raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
-        plans = [price(request, body, f"{self.name} ({proof})")]
-        try:
-            plans.append(GalaxyPlanner(self._strategy).plan(request))
-        except ModelDoesNotFit:  # its balancing can miss what the integer program finds
-            pass
-        return min(plans, key=seconds_of)
+        return price(request, body, f"{self.name} ({proof})")
 
 
-def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Shares:
-    """Minimise objective (5); stops after a while with the best so far and its gap. Raises ModelDoesNotFit."""
+def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Shares]:
+    """Minimise objective (5), seconds of one layer; stops after a count of programs with the best so far.
+
+    Raises ModelDoesNotFit.
+    """
     spec = request.spec
     num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
     num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
@@ -106,7 +96,7 @@ class _Problem:
         self._num = len(group_seconds)
         self._head_seconds = [seconds / max(head_seconds) for seconds in head_seconds] if any(head_seconds) else []
 
-    def solve(self, model: str) -> Shares:
+    def solve(self, model: str) -> Solution[Shares]:
         least = [self._least_threshold(kind) for kind in (0, 1)]
         bound = sum(self._thresholds[kind][least[kind]] for kind in (0, 1))
         free = [self._balanced(0), self._balanced(1), self._vocabulary()]
@@ -184,8 +174,8 @@ class _Problem:
             for d in range(self._num)
         )
 
-    def _shares(self, found: list[tuple[int, ...]], seconds: float, bound: float) -> Shares:
-        return Shares(found[0], found[1], found[2], max(seconds, bound), bound)
+    def _shares(self, found: list[tuple[int, ...]], seconds: float, bound: float) -> Solution[Shares]:
+        return Solution(Shares(*found), max(seconds, bound), bound, seconds <= bound)
 
     def _objective(self, found: list[tuple[int, ...]]) -> float:
         return sum(

@@ -35,9 +35,14 @@ class Strategy(ABC, Generic[B]):
     name: transformer.Strategy
     summary: str  # one line for people
     search: Literal["rows", "shares", "stages"]
+    whole_prompts: bool = False  # a decoder's prompt must be prefilled in one step
     # Also tried without each device in turn: the slow link may belong to a fast device.
     leaves_one_out: bool = False
     refines: tuple[Literal["replicate", "micro-batches"], ...] = ()
+
+    def max_devices(self, spec: ModelSpec) -> int:
+        """The most devices that can share."""
+        return 256
 
     @abstractmethod
     def tasks(self, layout: Layout[B]) -> list[Task]:

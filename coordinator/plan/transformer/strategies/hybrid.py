@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from coordinator.plan.transformer.cost.ring_tasks import RingTasks
 from coordinator.plan.transformer.strategies.tensor_parallel import TensorParallelStrategy
+from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import LayerMode
 
@@ -31,8 +32,13 @@ class Hybrid(TensorParallelStrategy):
         ring.connective(Work.CONNECTIVE_MLP, ring.rows)
 
 
-LOCAL = Hybrid("local", "the whole model on one device", search="rows")
-SP = Hybrid("sp", "sequence parallelism: all weights on every device, rows shared", search="rows")
+class _Local(Hybrid):
+    def max_devices(self, spec: ModelSpec) -> int:
+        return 1
+
+
+LOCAL = _Local("local", "the whole model on one device", search="rows")
+SP = Hybrid("sp", "sequence parallelism: all weights on every device, rows shared", search="rows", whole_prompts=True)
 HMP = Hybrid(
     "hmp",
     "hybrid model parallelism (Galaxy): heads and columns shared inside a layer, rows between",

@@ -42,6 +42,9 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
 
 @dataclass(frozen=True)
 class Stages(Strategy[Pipeline]):
+    def max_devices(self, spec: ModelSpec) -> int:
+        return spec.num_layers
+
     def tasks(self, layout: Layout[Pipeline]) -> list[Task]:
         """Every stage runs the chunks in order, and hands each to the next when it is done with it.
 

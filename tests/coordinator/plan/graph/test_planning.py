@@ -21,8 +21,9 @@ from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.memory import memory_use
+from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, tasks_of, transfers_of
-from coordinator.plan.graph.request import LATENCY, THROUGHPUT, GraphRequest, check_strategy, seconds_of
+from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_of, send_of, sides_of, simulate
 from coordinator.serve.solving import solve
@@ -163,12 +164,12 @@ def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, object
         assert spec.parameter_bytes(range(spec.num_operators)) > budget
         return
     for each in planned.candidates:
-        if each.plan is None or each.answer is None:
+        if each.plan is None or each.solution is None:
             assert each.reason
             continue
         check_segments(spec, each.plan.body.segments)
         assert all(device.memory.total <= device.budget_bytes for device in each.plan.devices)
-        assert seconds_of(each.plan) >= (each.answer.bound or 0.0) - 1e-6
+        assert seconds_of(each.plan) >= each.solution.bound - 1e-6
     chosen = planned.chosen.plan
     assert chosen is not None
     least = min(seconds_of(each.plan) for each in planned.candidates if each.plan)
@@ -196,16 +197,16 @@ def test_auto_shares_the_work_where_that_pays_and_only_there(
     assert len(plan.alternatives) == len(planned.candidates) - 1
 
 
-@pytest.mark.parametrize("strategy", [*LATENCY, *THROUGHPUT])
+@pytest.mark.parametrize("strategy", GRAPH_METHODS.names())
 def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
     spec = two_branches()
-    objective: Any = "latency" if strategy in LATENCY else "throughput"
+    objective: Any = "latency" if strategy in GRAPH_METHODS.names("latency") else "throughput"
     request = GraphRequest(spec, cluster_of(spec, [1.0, 3.0], 50.0), objective, strategy, time_limit_seconds=1.0)
     chosen = plan_graph(request, time.monotonic).chosen
     assert chosen.plan is not None
-    assert chosen.answer is not None
-    assert chosen.answer.strategy == chosen.plan.planner == strategy
-    assert set(chosen.answer.assignment) <= {0, 1}
+    assert chosen.solution is not None
+    assert chosen.strategy == chosen.plan.planner == strategy
+    assert set(chosen.solution.assignment.devices) <= {0, 1}
 
 
 def test_a_model_larger_than_all_devices_says_by_how_many_bytes() -> None:
@@ -239,7 +240,7 @@ def test_what_no_message_has_room_for_is_not_sent() -> None:
 )
 def test_a_wish_that_cannot_be_is_named(strategy: str, objective: str, reason: str) -> None:
     with pytest.raises(BadSetting, match=reason):
-        check_strategy(strategy, objective)
+        GRAPH_METHODS.check(strategy, objective)
 
 
 def test_the_planners_process_gives_what_planning_here_gives() -> None:
@@ -250,9 +251,9 @@ def test_the_planners_process_gives_what_planning_here_gives() -> None:
     there, here = asyncio.run(solve(request, seen.append)), plan_graph(request, time.monotonic)
     assert there.chosen.plan == here.chosen.plan
     assert [each.label for each in there.candidates] == [each.label for each in here.candidates]
-    assert there.chosen.answer is not None
-    assert here.chosen.answer is not None
-    assert there.chosen.answer._replace(planning_seconds=0) == here.chosen.answer._replace(planning_seconds=0)
+    assert there.chosen.solution is not None
+    assert here.chosen.solution is not None
+    assert replace(there.chosen.solution, seconds=0) == replace(here.chosen.solution, seconds=0)
     assert seen == ["pipeline-exact", "pipeline", "joint"]
 
 
@@ -371,13 +372,12 @@ def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
     spec = from_edges("branches", operators, [100] * 6, edges, [Parameter(f"w{index}", 10) for index in range(6)])
     cluster = cluster_of(spec, [1.0, 0.9], bytes_per_second=1000.0)
     planned = plan_graph(GraphRequest(spec, cluster, "latency", strategy=strategy), time.monotonic)
-    answer = planned.chosen.answer
-    assert answer is not None
-    device = answer.assignment
+    assert planned.chosen.solution is not None
+    device, starts = planned.chosen.solution.assignment
     assert (device[1], device[3]) == (device[2], device[4])
     assert device[1] != device[3]
     for first, second in ((1, 2), (3, 4)):
-        assert answer.starts[second] == pytest.approx(answer.starts[first] + cluster.seconds[first][device[first]])
+        assert starts[second] == pytest.approx(starts[first] + cluster.seconds[first][device[first]])
     assert planned.chosen.plan is not None
     assert sum(len(segment.operators) for segment in planned.chosen.plan.body.segments) == 6
 
@@ -389,14 +389,14 @@ def test_a_stage_that_receives_and_sends_gets_less_to_compute(seconds_of_an_end:
     wire = WireCost(encrypted_seconds_per_byte=seconds_of_an_end / 100 / 4)
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=1e6, wire=wire)
     planned = plan_graph(GraphRequest(spec, cluster, "throughput", strategy="pipeline-exact"), time.monotonic)
-    answer, plan = planned.chosen.answer, planned.chosen.plan
-    assert answer is not None
+    solution, plan = planned.chosen.solution, planned.chosen.plan
+    assert solution is not None
     assert plan is not None
     least = min(
         price(spec, cut(spec, [0] * a + [1] * (b - a) + [2] * (14 - b)), cluster, [0, 1, 2]).bottleneck_seconds
         for a in range(1, 13)
         for b in range(a + 1, 14)
     )
-    assert answer.objective_value == pytest.approx(least)
+    assert solution.value == pytest.approx(least)
     assert seconds_of(plan) == pytest.approx(least)
-    assert 14 / 3 <= answer.bound <= least
+    assert 14 / 3 <= solution.bound <= least

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from support.onnx_models import random_inputs, run_segments, run_whole
 
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import LATENCY, THROUGHPUT, GraphRequest
+from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.request import GraphRequest
 from hearth.errors import ModelDoesNotFit, NoPlacement
+from hearth.plan.graph import Objective
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers")
@@ -36,8 +39,8 @@ def test_plans_of_every_planner_give_what_one_session_gives(name: str, tmp_path:
         # No device holds the model alone, and links are quick: there is something to place.
         budget = int(weights / num_devices * 1.8)
         cluster = cluster_of(spec, SPEEDS[:num_devices], bytes_per_second=1e9, budget_bytes=budget)
-        for objective, strategies in (("latency", LATENCY), ("throughput", THROUGHPUT)):
-            for strategy in strategies:
+        for objective in get_args(Objective):
+            for strategy in GRAPH_METHODS.names(objective):
                 request = GraphRequest(spec, cluster, objective, strategy=strategy, time_limit_seconds=0.3)
                 try:
                     plan = plan_graph(request, time.monotonic).chosen.plan

@@ -20,14 +20,15 @@ from coordinator.cli.output import out
 from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.simulator import sides_of
+from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
-from coordinator.plan.transformer.explain import bottleneck, option_as_json, options, why_lost, why_won
-from coordinator.plan.transformer.make import GenerationRequest, PlanRequest, plan_strategy
+from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, why_lost, why_won
 from coordinator.plan.transformer.make import make_plan as plan_for
+from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.refine.replicate import replicate
-from coordinator.plan.transformer.request import over_budget
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, over_budget
 from coordinator.plan.transformer.shares import Budget, body_of
 from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from coordinator.serve.goal import open_model, plan_request
@@ -525,17 +526,14 @@ def test_tables_show_the_cache_the_rate_and_the_promise() -> None:
 
 def test_an_explanation_says_what_a_decoder_is_bound_by() -> None:
     asked = request([1.0, 1.0], 10_000)
-    chosen = plan_for(asked)
-    found = options(asked, chosen)
-    assert [option.seconds for option in found[1:]] == sorted(option.seconds for option in found[1:])
-    assert bottleneck(chosen, asked.cluster).sentence == "decoding, token by token"
-    won = why_won(found, asked.cluster, "auto")
+    planned = plan_transformer(asked)
+    assert [each.seconds for each in planned.others] == sorted(each.seconds for each in planned.others)
+    assert bottleneck(planned.plan, asked.cluster).sentence == "decoding, token by token"
+    won = why_won(planned, asked.cluster, "auto")
     assert "for 512 tokens of prompt and 128 of answer" in won
-    ruled_out = [option for option in found if option.strategy == "sp"]
-    assert ruled_out
-    for option in ruled_out:
-        assert why_lost(option, chosen, asked.cluster, "auto").startswith("needs a context")
-        assert option_as_json(option, chosen, asked.cluster, "auto")["predicted_seconds"] is None
+    (ruled_out,) = (each for each in planned.candidates if each.strategy == "sp")
+    assert why_lost(ruled_out, asked.cluster).startswith("needs a context")
+    assert candidate_as_json(ruled_out, asked.cluster)["predicted_seconds"] is None
     prompts = replace(asked, generation=GenerationRequest(2048, new_tokens=1))
     assert bottleneck(plan_for(prompts), asked.cluster).sentence.startswith("the compute of")
 

@@ -8,7 +8,7 @@ import pytest
 from support.plans import LLAMA_1B, cluster, device_profile, sized
 
 from coordinator.plan.simulator import compute_of
-from coordinator.plan.transformer.auto import AutoPlanner, plan_strategy
+from coordinator.plan.transformer.auto import plan_auto, plan_strategy
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
@@ -79,7 +79,7 @@ def test_where_nothing_is_hidden_there_is_one() -> None:
 def test_auto_is_never_slower_for_them() -> None:
     for mbit in (60, 500):
         asked = request(mbit)
-        plan = AutoPlanner().plan(asked)
+        plan = plan_auto(asked).plan
         one = plan.body.model_copy(update={"micro_batches": 1})
         subset = asked.cluster.subset(tuple(device.device_id for device in plan.devices))
         in_one_piece = predict(Layout(SPEC, sized(one, 256), subset, asked.wire))[0].latency_seconds

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from coordinator.cli.app import app
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
+from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
-from coordinator.plan.transformer.explain import options
-from coordinator.plan.transformer.make import GenerationRequest, PipelinePlanner, PlanRequest, plan_strategy
 from coordinator.plan.transformer.make import make_plan as plan_for
-from coordinator.plan.transformer.planners.pipeline import Split, best_split
-from coordinator.plan.transformer.request import on_subset, price
+from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.planners.pipeline import PipelinePlanner, Split, best_split
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
 from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.errors import BadPlan, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
@@ -226,7 +226,7 @@ def test_an_encoder_that_fits_no_device_is_staged_over_slow_links() -> None:
     assert plan.body.strategy == "pipeline"
     assert sum(plan.body.layers) == 24
     assert plan.body.chunk_rows == 0  # its rows see each other
-    assert {option.strategy for option in options(asked, plan)} == set(STRATEGIES)
+    assert {each.strategy for each in plan_transformer(asked).candidates} == set(STRATEGIES)
 
 
 def test_more_devices_than_layers_are_not_all_used() -> None:

@@ -105,9 +105,9 @@ def test_brute_force_agrees_on_small_graphs(problem: PlacementProblem) -> None:
             solve(problem, 20, time.monotonic)
         return
     found = solve(problem, 20, time.monotonic)
-    assert found.proven_optimal
-    assert found.makespan == found.bound == best
-    assert violations(problem, found.schedule) == []
+    assert found.proven
+    assert found.value == found.bound == best
+    assert violations(problem, found.assignment) == []
 
 
 @settings(max_examples=40)
@@ -125,9 +125,9 @@ def test_it_is_never_worse_than_a_baseline_and_every_schedule_passes_the_checker
     if not baselines:
         return
     best = solve(problem, 10, time.monotonic)
-    assert best.makespan <= min(baselines)
-    assert best.bound <= best.makespan
-    assert violations(problem, best.schedule) == []
+    assert best.value <= min(baselines)
+    assert best.bound <= best.value
+    assert violations(problem, best.assignment) == []
 
 
 @settings(max_examples=25)
@@ -318,8 +318,8 @@ def instances() -> Path:
 def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(congestion: bool) -> None:
     problem = read_instance(instances() / "example-1.json", congestion)
     found = solve(problem, 20, time.monotonic)
-    assert (found.makespan, found.bound, found.proven_optimal) == (30.0, 30.0, True)
-    assert violations(problem, found.schedule) == []
+    assert (found.value, found.bound, found.proven) == (30.0, 30.0, True)
+    assert violations(problem, found.assignment) == []
     assert problem.memory_of(found.assignment) == problem.budget_bytes
 
 

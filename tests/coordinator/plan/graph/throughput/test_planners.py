@@ -81,9 +81,9 @@ def test_exact_finds_and_proves_what_trying_everything_finds(seed: int) -> None:
         assert error.value.missing_bytes > 0
         return
     found = PLANNERS["pipeline-exact"](problem, SearchOptions(60.0, seed, time.monotonic))
-    assert found.proven_optimal
-    assert found.bottleneck_seconds == pytest.approx(min(values))
-    assert found.bound_seconds == pytest.approx(min(values))
+    assert found.proven
+    assert found.value == pytest.approx(min(values))
+    assert found.bound == pytest.approx(min(values))
 
 
 @given(SEEDS)
@@ -97,11 +97,11 @@ def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> Non
                 planner(problem, SearchOptions(60.0, seed, time.monotonic))
             continue
         found = planner(problem, SearchOptions(60.0, seed, time.monotonic))
-        problem.check(found.stages)
-        assert found.bottleneck_seconds == pytest.approx(bottleneck(problem, found.stages))
-        assert found.bound_seconds <= min(values) + 1e-9, name
-        assert [found.assignment[block] for block in range(problem.num_blocks)] == [
-            stage.device for stage in found.stages for _ in range(stage.first, stage.last + 1)
+        problem.check(found.assignment)
+        assert found.value == pytest.approx(bottleneck(problem, found.assignment))
+        assert found.bound <= min(values) + 1e-9, name
+        assert list(problem.assignment(found.assignment)) == [
+            stage.device for stage in found.assignment for _ in range(stage.first, stage.last + 1)
         ]
 
 
@@ -141,10 +141,10 @@ def test_exact_is_never_worse_than_published_not_even_without_time(seed: int) ->
     published = published_stages(problem, Random(seed))
     for stop in (lambda: True, lambda: False):
         answer = best_stages(problem, Random(seed), stop)
-        problem.check(answer.stages)
-        value = problem.bottleneck_seconds(answer.stages)
-        assert answer.bound_seconds <= value <= problem.bottleneck_seconds(published)
-    assert answer.bound_seconds == value  # with time, proven
+        problem.check(answer.assignment)
+        value = problem.bottleneck_seconds(answer.assignment)
+        assert answer.bound <= value <= problem.bottleneck_seconds(published)
+    assert answer.bound == value  # with time, proven
 
 
 def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> PipelineProblem:
@@ -160,13 +160,13 @@ def test_a_slow_device_is_left_out_and_a_fast_link_is_found() -> None:
     found = PLANNERS["pipeline-exact"](
         pipeline_problem(spec, seconds, [100] * 3, [[8.0] * 3] * 3), SearchOptions(10.0, 0, time.monotonic)
     )
-    assert {stage.device for stage in found.stages} == {0, 1}
-    assert (found.bottleneck_seconds, found.proven_optimal) == (2.0, True)
+    assert {stage.device for stage in found.assignment} == {0, 1}
+    assert (found.value, found.proven) == (2.0, True)
     slow = PLANNERS["pipeline-exact"](
         pipeline_problem(spec, seconds, [100] * 3, [[1.0] * 3] * 3), SearchOptions(10.0, 0, time.monotonic)
     )
-    assert len(slow.stages) == 1
-    assert slow.bottleneck_seconds == 3.0
+    assert len(slow.assignment) == 1
+    assert slow.value == 3.0
 
 
 # ---- partitions ---------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_shared_weights_are_held_once_by_a_stage() -> None:
     problem = pipeline_problem(spec, [[1.0]] * 3, [9], [[1.0]], compression=2.0)
     assert problem.stage_bytes.tolist() == [[7, 9, 9], [0, 2, 9], [0, 0, 7]]
     assert problem.boundary_bytes == (0.5, 0.5)
-    assert PLANNERS["pipeline"](problem, SearchOptions(1.0, 0, time.monotonic)).stages == (Stage(0, 2, 0),)
+    assert PLANNERS["pipeline"](problem, SearchOptions(1.0, 0, time.monotonic)).assignment == (Stage(0, 2, 0),)
 
 
 # ---- k-paths ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""What planners answer, and how one plan is chosen among candidates: the same for both kinds of model. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+from hearth.plan.parts import Alternative
+from hearth.plan.plan import Plan
+
+A = TypeVar("A", covariant=True)
+P = TypeVar("P", bound=Plan)
+
+
+@dataclass(frozen=True)
+class Solution(Generic[A]):
+    """An assignment and its `value` under the planner's objective; nothing is better than `bound` (0: unknown)."""
+
+    assignment: A
+    value: float
+    bound: float = 0.0
+    proven: bool = False  # optimal
+    seconds: float = 0.0  # that planning took
+
+    @property
+    def gap(self) -> float:
+        """How far the value is above the bound, as a part of it; infinite without a bound."""
+        if self.value <= self.bound:
+            return 0.0
+        return self.value / self.bound - 1 if self.bound > 0 else math.inf
+
+
+class Assigned(NamedTuple):
+    """The device of each operator of a graph, by index; and when each starts, where the planner makes a schedule."""
+
+    devices: tuple[int, ...]
+    starts: tuple[float, ...] = ()
+
+
+class SearchOptions(NamedTuple):
+    """`clock` returns seconds; the search ends when `time_limit_seconds` have passed on it. `seed` makes it repeatable."""
+
+    time_limit_seconds: float
+    seed: int
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[P]):
+    """A plan that was priced, or the reason why there is none."""
+
+    label: str  # as in `Plan.alternatives`
+    strategy: str
+    devices: tuple[str, ...] = ()  # names, by rank
+    seconds: float = math.inf  # what candidates are compared by
+    plan: P | None = None  # none: there is none, or the problem has no graph
+    solution: Solution[Assigned] | None = None  # of a graph
+    missing_bytes: int = 0
+    reason: str = ""  # why it was not chosen
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Planned(Generic[P]):
+    """The chosen candidate, and the others in the order of their seconds."""
+
+    chosen: Candidate[P]
+    others: tuple[Candidate[P], ...] = ()
+
+    @property
+    def plan(self) -> P:
+        assert self.chosen.plan is not None
+        return self.chosen.plan
+
+    @property
+    def candidates(self) -> tuple[Candidate[P], ...]:
+        return (self.chosen, *self.others)
+
+
+def choose(
+    found: Sequence[Candidate[P]], may_take: Callable[[Candidate[P]], bool], tolerance: float
+) -> Candidate[P] | None:
+    """The fastest that may be taken; of those within `tolerance` times its seconds, the one on the fewest devices."""
+    ordered = sorted(filter(may_take, found), key=lambda each: each.seconds)
+    if not ordered:
+        return None
+    close = (each for each in ordered if each.seconds <= tolerance * ordered[0].seconds)
+    return min(close, key=lambda each: (each.num_devices, each.seconds))
+
+
+def explained(chosen: Candidate[P], others: Iterable[Candidate[P]], asked_for: str) -> Planned[P]:
+    """The others with the reason why each was not chosen, which the plan keeps as its alternatives.
+
+    `asked_for` is the strategy that the user named, or auto.
+    """
+    ordered = sorted(others, key=lambda each: each.seconds)
+    ordered = [replace(each, reason=_why_not(each, chosen, asked_for)) for each in ordered]
+    if chosen.plan is not None:
+        alternatives = tuple(
+            Alternative(
+                strategy=each.label,
+                predicted_seconds=each.seconds if math.isfinite(each.seconds) else None,
+                reason=each.reason,
+            )
+            for each in ordered
+        )
+        chosen = replace(chosen, plan=chosen.plan.model_copy(update={"alternatives": alternatives}))
+    return Planned(chosen, tuple(ordered))
+
+
+def _why_not(other: Candidate[P], chosen: Candidate[P], asked_for: str) -> str:
+    if not math.isfinite(other.seconds):
+        return other.reason
+    if asked_for != "auto" and other.seconds < chosen.seconds:
+        return f"faster, but '{asked_for}' was asked for"
+    if other.seconds > chosen.seconds:
+        return f"slower by {other.seconds / chosen.seconds:.2f}x" if chosen.seconds > 0 else "slower"
+    if other.num_devices == chosen.num_devices:
+        return "the same"
+    return "not meaningfully faster, and uses more devices"
