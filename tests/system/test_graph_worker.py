@@ -22,17 +22,20 @@ pytest.importorskip("onnx")
 from support.graph_engines import random_array, random_cut, random_model, reference, segment_files
 
 from agent.worker.graph.schedule import routes_of
-from hearth.errors import BadPlan, BadRequest, HearthError, QueueFull, StepFailed, WorkerDied
+from hearth.errors import BadPlan, BadRequest, HearthError, LeaseLost, QueueFull, StepFailed, WorkerDied
 from hearth.plan.plan import GraphPlan
 from hearth.platform.security import agent_access, load_credential
+from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     Abort,
     AcquireLease,
+    AgentState,
     ConnectPeers,
     FindMissing,
     GenerateTokens,
     GraphProfile,
+    Heartbeat,
     Load,
     Message,
     OperatorsOf,
@@ -40,6 +43,7 @@ from hearth.wire.messages import (
     Profile,
     Profiled,
     PutChunk,
+    ReleaseLease,
     Run,
     RunDone,
     SegmentParts,
@@ -56,7 +60,8 @@ HOLDER = "test"
 class Agents:
     """What a coordinator is to two agents, as far as a graph needs it."""
 
-    def __init__(self, house: TestHome, names: Sequence[str]) -> None:
+    def __init__(self, house: TestHome, names: Sequence[str], deployment: str = DEFAULT_DEPLOYMENT) -> None:
+        self.command = {"holder": HOLDER, "deployment": deployment}
         self._context = zmq.asyncio.Context()
         access = agent_access(load_credential(house.key))
         self._clients = [
@@ -64,7 +69,7 @@ class Agents:
         ]
 
     async def __aenter__(self) -> Agents:
-        await self.all(AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0))
+        await self.all(AcquireLease(**self.command, holder_name=HOLDER, seconds=60.0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -88,15 +93,15 @@ class Agents:
 
         loads = [
             Load(
-                holder=HOLDER, plan=plan, rank=rank, plan_token=bytes(range(16)),
+                **self.command, plan=plan, rank=rank, plan_token=bytes(range(16)),
                 parts=SegmentParts(files=segment_files(model, plan, rank, put), max_in_flight=max_in_flight),
             )
             for rank in range(plan.num_ranks)
         ]  # fmt: skip
         for rank, load in enumerate(loads):
-            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.parts.hashes))).message
+            missing = (await self.ask(rank, FindMissing(**self.command, hashes=load.parts.hashes))).message
             for name in missing.hashes:  # type: ignore[union-attr]
-                await self.ask(rank, PutChunk(holder=HOLDER, hash=name), [chunks[name]])
+                await self.ask(rank, PutChunk(**self.command, hash=name), [chunks[name]])
         bound = await asyncio.gather(*(self.ask(rank, load) for rank, load in enumerate(loads)))
         peers = []
         for rank, reply in enumerate(bound):
@@ -109,7 +114,7 @@ class Agents:
             )  # fmt: skip
         for rank in range(plan.num_ranks):
             others = tuple(peer for peer in peers if peer.rank != rank)
-            await self.ask(rank, ConnectPeers(holder=HOLDER, epoch=plan.epoch, peers=others))
+            await self.ask(rank, ConnectPeers(**self.command, epoch=plan.epoch, peers=others))
 
     async def run(self, plan: GraphPlan, step: int, feeds: dict[str, Any], timeout: float = 30.0) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -117,7 +122,7 @@ class Agents:
         async def one(rank: int) -> None:
             names = tuple(sorted(routes_of(plan, rank).fed))
             request = Run(
-                holder=HOLDER, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
+                **self.command, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
             )  # fmt: skip
             reply = await self.ask(rank, request, [frame for name in names for frame in pack_array(feeds[name])])
             assert isinstance(reply.message, RunDone)
@@ -235,3 +240,29 @@ def test_an_agent_profiles_a_graph_and_says_what_it_cannot(house: TestHome) -> N
 
     with_agents(house, scenario)
     assert not list((house.folder / "a" / "store").glob("profile-*"))
+
+
+def test_an_agent_keeps_a_worker_and_a_lease_for_each_deployment(house: TestHome) -> None:
+    rng = random.Random(3)
+    model = random_model(rng, 20)
+    feeds = {"x": random_array(1), "z": random_array(100)}
+    plan = random_cut(model, rng, 6, 2)
+    expected = reference(model, feeds)
+
+    async def scenario() -> None:
+        async with Agents(house, ("a", "b"), "one") as one, Agents(house, ("a", "b"), "two") as two:
+            await one.deploy(model, plan)
+            await two.deploy(model, plan)  # the same epoch: epochs are counted by deployment
+            for agents, step in ((one, 1), (two, 1), (one, 2)):
+                found = await agents.run(plan, step, feeds)
+                assert all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4) for name in expected)
+            state = (await one.ask(0, Heartbeat(holder=HOLDER))).message
+            assert isinstance(state, AgentState)
+            assert {"one": "ready", "two": "ready"}.items() <= {w.deployment: w.state for w in state.workers}.items()
+            await one.all(ReleaseLease(**one.command))
+            with pytest.raises(LeaseLost):
+                await one.run(plan, 3, feeds)
+            assert (await two.run(plan, 2, feeds)).keys() == expected.keys()
+            await two.all(ReleaseLease(**two.command))
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
