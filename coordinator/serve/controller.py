@@ -168,7 +168,7 @@ class Controller:
             failure = failure_of(error)
             self.requests.last_error = str(failure)
             event = cycle.WorkFailed(failure)
-        if event is not None:
+        if event is not None and self._work is asyncio.current_task():  # else another event came in the same moment
             self.handle(event)
 
     async def _do(self, action: cycle.Action) -> cycle.Event | None:

@@ -53,8 +53,8 @@ def history_table(history: Sequence[PhaseEntered]) -> Table:
     """The life cycle of a deployment, the newest move last."""
     table = Table(title="History", title_justify="left", show_edge=False)
     table.add_column("ago", justify="right", no_wrap=True)
-    table.add_column("began", no_wrap=True)
-    table.add_column("since", overflow="fold")
+    table.add_column("phase", no_wrap=True)
+    table.add_column("because", overflow="fold")
     for move in history:
         times = f" ({move.times} times)" if move.times > 1 else ""
         table.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)

@@ -19,7 +19,8 @@ from support.waiting import turns
 
 from coordinator.models.graph_file import Graph, open_graph
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.request import GraphRequest, Planned
+from coordinator.plan.graph.request import GraphRequest
+from coordinator.plan.solution import Planned
 from coordinator.serve import graph as graph_kind
 from coordinator.serve import lifecycle
 from coordinator.serve.drift import REPLAN_SECONDS, STAY_SECONDS
@@ -37,6 +38,7 @@ from hearth.errors import (
     StoreFull,
     UnsupportedWeights,
 )
+from hearth.plan.plan import GraphPlan
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Infer, Run, Unload
 
@@ -73,7 +75,7 @@ class Case:
 def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's process is tested with the plans."""
 
-    async def here(request: GraphRequest) -> Planned:
+    async def here(request: GraphRequest) -> Planned[GraphPlan]:
         return plan_graph(request, time.monotonic)
 
     monkeypatch.setattr(graph_kind, "solve", here)
@@ -201,6 +203,27 @@ def test_a_stop_before_it_serves_ends_it_at_once(tmp_path: Path, graph: Graph) -
             await asyncio.wait_for(running, 60)
             with pytest.raises(NotServing, match="stopped"):
                 await home.kind.hidden_states(np.ones(1, np.int32), 1.0)
+
+    asyncio.run(main())
+
+
+def test_work_that_ends_in_the_moment_of_a_stop_changes_nothing(tmp_path: Path, graph: Graph) -> None:
+    async def main() -> None:
+        case = Case("transformer", tmp_path, graph)
+        settling, settled = asyncio.Event(), asyncio.Event()
+
+        async def settle(*_: float) -> Any:
+            settling.set()
+            await settled.wait()
+
+        case.fleet.settle = settle  # type: ignore[method-assign]
+        home = House(case.fleet, tmp_path / "state", case.goal, None)
+        running = asyncio.create_task(home.controller.run())
+        await settling.wait()
+        settled.set()
+        home.controller.stop()
+        await asyncio.wait_for(running, 60)
+        assert home.phases() == ["settling", "idle"]
 
     asyncio.run(main())
 
