@@ -238,6 +238,7 @@ EVENTS = st.one_of(
     st.builds(PlanMade, PLANS, EPOCHS),
     st.builds(BetterPlanMade, PLANS, EPOCHS, EPOCHS),
     st.builds(DeploymentLost, EPOCHS, ERRORS),
+    st.one_of(*(st.builds(event, EPOCHS) for event in (ChunksPushed, WorkersLoaded, WarmedUp))),
     st.builds(WorkFailed, ERRORS),
     st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
 )
@@ -296,6 +297,7 @@ def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
         for action in actions:
             if isinstance(action, Admit):
                 admitting = True
+                assert state.phase == "warming"
                 assert [type(each) for each in completed] == [ChunksPushed, WorkersLoaded, WarmedUp][:2]
                 assert event == WarmedUp(after.epoch)
             elif isinstance(action, StopAdmitting):
