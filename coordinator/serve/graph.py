@@ -21,8 +21,8 @@ from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.request import seconds_of
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import Handler, Revision, Tools
+from coordinator.serve.planner_process import solve
 from coordinator.serve.requests import Requests, failure_of
-from coordinator.serve.solving import solve
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadModelFile, BadPlan, BadRequest, BadSetting, HearthError, StepFailed
 from hearth.plan.graph_spec import Tensor

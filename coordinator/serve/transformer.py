@@ -13,12 +13,12 @@ from coordinator.deploy.transformer import StepResult, TransformerDeployment, sh
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.make import make_plan
 from coordinator.plan.transformer.request import on_subset, price
 from coordinator.serve.accuracy import calibrate, choose, describe
 from coordinator.serve.generation import Generations, TextModel, warm_up
 from coordinator.serve.goal import check_plan, open_model, plan_request
 from coordinator.serve.kind import Handler, Revision, Tools
+from coordinator.serve.planner_process import solve_transformer
 from coordinator.serve.requests import Requests
 from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
 from coordinator.serve.state import TransformerGoal
@@ -97,13 +97,13 @@ class TransformerKind:
         return await block_cluster(self._tools.profiler, devices, self.workload)
 
     async def plan(self, cluster: ClusterProfile, recovering: bool) -> Plan:
-        return await asyncio.to_thread(make_plan, plan_request(self._goal, self.model, cluster, self._values))
+        return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values))).plan
 
     async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> Revision:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
-        new = await asyncio.to_thread(make_plan, request)
+        new = (await solve_transformer(request)).plan
         old = price(on_subset(request, members), deployed.body, deployed.planner)
         return Revision(new, seconds_of(new), seconds_of(old))
 

@@ -31,7 +31,7 @@ from coordinator.plan.graph.price import Price, predicted_timeline, price
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
 from coordinator.serve.goal import graph_request
-from coordinator.serve.solving import solve
+from coordinator.serve.planner_process import solve
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import GraphPlan

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import get_args
 
 import pytest
-from support.plans import BERT_LARGE, cluster, device_profile
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.registry import REGISTRY, Kind
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
-from coordinator.plan.transformer.request import PlanRequest
-from hearth.errors import BadSetting
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
+from coordinator.serve.planner_process import solve_transformer
+from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan.parts import WireFormat
 from hearth.plan.transformer import Strategy
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
+LLAMA_SMALL = LLAMA_1B.model_copy(update={"num_layers": 2})
 HOME = cluster([device_profile(index, speed) for index, speed in enumerate((1.0, 2.0, 1.5))], 1000)
 
 
@@ -53,3 +57,17 @@ def test_a_wrong_name_or_objective_is_told_with_the_right_ones() -> None:
         plan_transformer(PlanRequest(SMALL, HOME, 284, strategy="magic"))
     with pytest.raises(BadSetting, match="'throughput' is none of latency"):
         REGISTRY["transformer"].check("auto", "throughput")
+
+
+def test_the_planners_process_gives_what_planning_here_gives() -> None:
+    for wire, generation in ((WireFormat(), None), (WireFormat(values="int8"), GenerationRequest(512))):
+        spec = LLAMA_SMALL if generation else SMALL
+        home = cluster([device_profile(index, speed, spec) for index, speed in enumerate((1.0, 2.0))], 100)
+        request = PlanRequest(spec, home, 284, wire, spare_accuracy=True, generation=generation)
+        assert asyncio.run(solve_transformer(request)) == plan_transformer(request)
+    tight = PlanRequest(SMALL, cluster([device_profile(0, 1.0, budget_bytes=1 << 20)], 100), 284)
+    with pytest.raises(ModelDoesNotFit) as there:
+        asyncio.run(solve_transformer(tight))
+    with pytest.raises(ModelDoesNotFit) as here:
+        plan_transformer(tight)
+    assert there.value.missing_bytes == here.value.missing_bytes

@@ -26,7 +26,7 @@ from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, pric
 from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_of, send_of, sides_of, simulate
-from coordinator.serve.solving import solve
+from coordinator.serve.planner_process import solve
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import WireCost
