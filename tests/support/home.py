@@ -104,8 +104,11 @@ class TestHome:
     def worker_pid(self, agent: str) -> int | None:
         """The worker process of an agent, or None."""
         for child in psutil.Process(self.pid(agent)).children():
-            if "agent.worker.main" in child.cmdline():
-                return child.pid
+            try:
+                if "agent.worker.main" in child.cmdline():
+                    return child.pid
+            except psutil.NoSuchProcess:  # a profiler that has just ended
+                continue
         return None
 
     def kill(self, name: str) -> None:
