@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import logging.config
 import re
@@ -112,10 +111,9 @@ def impure_lines(tree: ast.AST) -> Iterator[str]:
 
 
 def path_of(module: str) -> Path:
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin)
+    """The source of a module, found without importing its parents: Python 3.10 has no torch here."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @pytest.mark.parametrize(

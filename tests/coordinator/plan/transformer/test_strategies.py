@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
 from agent.worker.transformer import strategies as running
 from coordinator.plan.transformer.strategies import STRATEGIES
 from hearth.plan.transformer import Strategy
