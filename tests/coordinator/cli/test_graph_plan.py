@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.checkpoints import write_model
+from support.graph_plans import make_graph_plan
 from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
 from support.planning import graphs_planned_here
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
+from coordinator.cli.render.graph_tables import proof_line
 from coordinator.devices.cluster_file import read_instance
 from coordinator.devices.profile_file import read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.latency.schedule import schedule
+from coordinator.plan.solution import Assigned, Candidate, Solution
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential
@@ -100,6 +104,17 @@ def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) ->
         assert text in " ".join(result.output.split())
     assert (files / "plan.svg").read_text().startswith("<svg")
     assert plan_from_json((files / "plan.json").read_text()).body.objective == "latency"
+
+
+def test_what_the_planner_proved_is_told_apart_from_the_prediction() -> None:
+    plan = make_graph_plan([(0, ["image"], ["scores"])], ["image"], ["scores"])
+    solution = Solution(Assigned((0,)), 0.0146, bound=0.0146, proven=True)
+    same = Candidate("moirai", "moirai", ("kitchen",), 0.0146, plan, solution)
+    assert proof_line(same, "s").startswith("moirai: 14.6 ms, proven optimal, found in ")
+    assert "prediction" not in proof_line(same, "s")
+    line = proof_line(replace(same, seconds=0.0203), "s")
+    assert line.startswith("moirai: 14.6 ms by its own objective (operators and transfers alone), proven optimal")
+    assert line.endswith("the prediction, with whole segments and the workers' overheads, is 39.0% above that")
 
 
 def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -> None:
