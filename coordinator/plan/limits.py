@@ -104,10 +104,7 @@ def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed
 
 
 def breach(
-    plan: Plan,
-    limits: Sequence[MemoryLimit],
-    exclude: Sequence[str],
-    offered_bytes: Mapping[str, int],
+    plan: Plan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
 ) -> str | None:
     """How a plan made elsewhere goes against the user's wishes, or None. `offered_bytes` is by device id."""
     for device in plan.devices:

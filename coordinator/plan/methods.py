@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective
 
 
 class Method(NamedTuple):
-    """`solve` takes a `PlanRequest` and gives a plan (Transformers); or takes a problem and `SearchOptions`, and gives a
-    `Solution` (graphs). Raises ModelDoesNotFit, NoPlacement."""
+    """One planner or strategy."""
 
     name: str
     objective: Objective
     summary: str  # one line for people
-    solve: Callable[..., Any]
     in_auto: bool = True  # `auto` asks it
     rebalances: bool = False  # graphs: on live devices, cuts are moved for costs that its search does not see
 
@@ -24,7 +21,7 @@ class Method(NamedTuple):
 class Methods(tuple[Method, ...]):
     """All of one kind of model, in the order in which `auto` asks them."""
 
-    def names(self, objective: Objective | None = None) -> tuple[str, ...]:
+    def names(self, objective: str | None = None) -> tuple[str, ...]:
         """The names that `--strategy` takes besides auto."""
         return tuple(dict.fromkeys(each.name for each in self if objective in (None, each.objective)))
 
@@ -39,10 +36,9 @@ class Methods(tuple[Method, ...]):
         objectives = [each for each in get_args(Objective) if self.names(each)]
         if objective not in objectives:
             raise BadSetting(setting="--objective", reason=f"'{objective}' is none of {', '.join(objectives)}")
-        allowed = self.names(objective)  # type: ignore[arg-type]  # checked
-        if name not in ("auto", *self.names()):
-            raise BadSetting(setting="--strategy", reason=f"'{name}' is none of auto, {', '.join(self.names())}")
+        allowed, known = self.names(objective), self.names()
+        if name not in ("auto", *known):
+            raise BadSetting(setting="--strategy", reason=f"'{name}' is none of auto, {', '.join(known)}")
         if name not in ("auto", *allowed):
-            raise BadSetting(
-                setting="--strategy", reason=f"{name} is not for {objective}; that takes auto, {', '.join(allowed)}"
-            )
+            reason = f"{name} is not for {objective}; that takes auto, {', '.join(allowed)}"
+            raise BadSetting(setting="--strategy", reason=reason)

@@ -9,8 +9,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from hearth.plan.parts import Alternative
 from hearth.plan.plan import Plan
+from hearth.platform.units import format_bytes
 
 A = TypeVar("A", covariant=True)
+B = TypeVar("B")
 P = TypeVar("P", bound=Plan)
 
 
@@ -30,6 +32,10 @@ class Solution(Generic[A]):
         if self.value <= self.bound:
             return 0.0
         return self.value / self.bound - 1 if self.bound > 0 else math.inf
+
+    def of(self, assignment: B) -> Solution[B]:
+        """The same figures for another form of the assignment."""
+        return Solution(assignment, self.value, self.bound, self.proven, self.seconds)
 
 
 class Assigned(NamedTuple):
@@ -63,6 +69,12 @@ class Candidate(Generic[P]):
     @property
     def num_devices(self) -> int:
         return len(self.devices)
+
+    @classmethod
+    def too_large(cls, label: str, strategy: str, missing_bytes: int) -> Candidate[P]:
+        """No plan, for want of so many bytes."""
+        reason = f"does not fit: {format_bytes(missing_bytes)} are missing"
+        return cls(label, strategy, missing_bytes=missing_bytes, reason=reason)
 
 
 @dataclass(frozen=True)

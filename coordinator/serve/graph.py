@@ -15,9 +15,9 @@ from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import open_graph
 from coordinator.models.onnx.cutting import check_segments
-from coordinator.plan.graph.auto import seconds_now
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.methods import GRAPH_METHODS
+from coordinator.plan.graph.price import seconds_now
 from coordinator.plan.graph.request import seconds_of
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import Handler, Revision, Tools

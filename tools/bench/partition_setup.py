@@ -95,9 +95,14 @@ def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_n
         np.zeros((spec.num_operators, num_nodes)).tolist(),
         [memory_bytes] * num_nodes,
         np.ones((num_nodes, num_nodes)).tolist(),
-        accounting.compression / accounting.transfer_share,
-        chain=chain,
-        resident_bytes=held,
+        chain,
+    )
+    compression = accounting.compression / accounting.transfer_share
+    ends = np.cumsum([0, *(sum(held[operator] for operator in block) for block in chain.blocks)])
+    problem = replace(
+        problem,
+        boundary_bytes=tuple(size / compression for size in problem.boundary_bytes),
+        stage_bytes=problem.stage_bytes + np.triu(ends[None, 1:] - ends[:-1, None]),
     )
     if accounting.for_each_consumer:
         times = [_num_consumers(spec, chain, cut) for cut in range(len(chain.crossing))]

@@ -1,5 +1,5 @@
 """What the paper says about its throughput planner, for comparison with what is planned: its own rule for partition points,
-its bound (Theorem 1), and its notebook's form of the joint baseline (Parthasarathy and Krishnamachari)."""
+its bound (Theorem 1), its notebook's form of the joint baseline (Parthasarathy and Krishnamachari); a check of pipelines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from coordinator.plan.graph.throughput.baselines import nearest
 from coordinator.plan.graph.throughput.partitions import Partitioning
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
 from hearth.plan.graph_spec import GraphSpec
 
 
@@ -40,14 +40,13 @@ def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices
 
     The paper's words (IV) let joint choose its partitions greedily; its authors' notebook gives it those of Algorithm 1.
     """
-    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
     found = []
     for start in devices:
         path, unused = [start], set(devices) - {start}
-        while len(path) < len(firsts):
+        while len(path) < len(partitioning.last):
             path.append(nearest(problem, path[-1], unused))
             unused.remove(path[-1])
-        found.append(tuple(map(Stage, firsts, partitioning.last, path)))
+        found.append(stages_at(partitioning.last, path))
     return min(found, key=problem.bottleneck_seconds)
 
 
@@ -55,6 +54,21 @@ def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float
     """Theorem 1: the largest transfer over the fastest link. No placement of these partitions is below it; one of other
     partitions may be. 0 for one partition."""
     return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
+
+
+def check_stages(problem: PipelineProblem, stages: Stages) -> None:
+    """Raises ValueError unless the stages are a pipeline: each block once, in order, each device once, within memory."""
+    if [stage.first for stage in stages] != [0, *(stage.last + 1 for stage in stages[:-1])]:
+        raise ValueError("the stages leave out blocks or run them twice")
+    if not stages or stages[-1].last != problem.num_blocks - 1:
+        raise ValueError("the last block is in no stage")
+    if any(stage.last < stage.first for stage in stages):
+        raise ValueError("a stage is empty")
+    if len({stage.device for stage in stages}) != len(stages):
+        raise ValueError("a device has two stages")
+    for stage in stages:
+        if problem.stage_bytes[stage.first, stage.last] > problem.memory_bytes[stage.device]:
+            raise ValueError(f"blocks {stage.first} to {stage.last} do not fit on device {stage.device}")
 
 
 def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:

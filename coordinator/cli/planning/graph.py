@@ -27,7 +27,7 @@ from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
-from coordinator.plan.graph.price import Price, predicted_timeline, price
+from coordinator.plan.graph.price import Price, predicted_timeline, price_of
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
 from coordinator.serve.goal import graph_request
@@ -54,9 +54,7 @@ class PlannedGraph:
 
     @property
     def price(self) -> Price:
-        plan, asked = self.plan, self.request
-        members = asked.cluster.members(plan)
-        return price(asked.spec, plan.body.segments, asked.cluster, members, asked.congestion, plan.wire.values)
+        return price_of(self.request, self.plan)
 
     def timeline(self) -> Sequence[DeviceTrace]:
         return predicted_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
-from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.graph.memory import memory_use, reserved_bytes
 from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.price import home_seconds, price, segment_seconds, transfers_of
@@ -24,9 +22,9 @@ from coordinator.plan.graph.wire import on_wire
 from coordinator.plan.methods import Method
 from coordinator.plan.solution import Assigned, Candidate, Planned, SearchOptions, Solution, choose, explained
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
-from hearth.plan.graph import GraphModel, GraphSegments, Segment
+from hearth.plan.graph import GraphModel, GraphSegments
 from hearth.plan.graph_spec import GraphSpec
-from hearth.plan.parts import MemoryUse, PlannedDevice, Prediction
+from hearth.plan.parts import PlannedDevice, Prediction
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
@@ -44,30 +42,27 @@ Found = Candidate[GraphPlan]
 def plan_graph(
     request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None
 ) -> Planned[GraphPlan]:
-    """The plan that was asked for, beside "one device" and what else was looked at.
+    """The plan that was asked for, beside "one device" and what else was looked at. A single device is taken whatever
+    strategy was asked for.
 
     Raises ModelDoesNotFit, BadSetting.
     """
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
-    found = [*_locals(request)]
+    shares = len(request.cluster.devices) > 1
+    found = list(_locals(request))
     for each in GRAPH_METHODS.asked(request.strategy, request.objective):
-        if each.name != LOCAL and len(request.cluster.devices) > 1:
+        if each.name != LOCAL and shares:
             progress(each.name)
             found.append(_candidate(request, each, options))
-    chosen = choose(found, lambda each: each.plan is not None and request.strategy in ("auto", each.strategy), _A_HAIR)
-    if chosen is None and len(request.cluster.devices) == 1:  # there is nothing to share
-        chosen = choose(found, lambda each: each.plan is not None, _A_HAIR)
+
+    def may_take(each: Found) -> bool:
+        return each.plan is not None and (not shares or request.strategy in ("auto", each.strategy))
+
+    chosen = choose(found, may_take, _A_HAIR)
     if chosen is None:
-        raise _why_none(request)
+        raise _why_none(request, found)
     others = [each for each in found if each is not chosen]
     return explained(_with_bound(chosen, found), others, request.strategy)
-
-
-def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
-    """Seconds of a plan on the request's cluster, which must have all of its devices; comparable with `seconds_of`."""
-    members = request.cluster.members(plan)
-    priced = price(request.spec, plan.body.segments, request.cluster, members, request.congestion, request.wire.values)
-    return priced.latency_seconds if plan.body.objective == "latency" else priced.bottleneck_seconds
 
 
 def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
@@ -90,54 +85,27 @@ def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[Assi
     return Candidate(label, strategy, names, seconds_of(plan), plan, solution)
 
 
-def _why_none(request: GraphRequest) -> HearthError:
+def _why_none(request: GraphRequest, found: Iterable[Found]) -> HearthError:
     """Nothing fits, or the one strategy that was asked for has no answer."""
     spec = request.spec
     weights = spec.parameter_bytes(range(spec.num_operators))
     missing = weights - sum(device.room_bytes(weights) for device in _with_rooms(request).cluster.devices)
     if missing > 0:
         return ModelDoesNotFit(model=spec.name, missing_bytes=missing)
-    if request.strategy == "local":
-        return ModelDoesNotFit(model=spec.name, missing_bytes=min(map(_lacking, _alone(request))))
+    if request.strategy == LOCAL:
+        return ModelDoesNotFit(model=spec.name, missing_bytes=min(each.missing_bytes for each in found))
     return NoPlacement(graph=spec.name, strategy=request.strategy)
 
 
-# ---- one device -------------------------------------------------------------------------------------------------------
-
-
-class _Alone(NamedTuple):
-    device: int
-    segments: tuple[Segment, ...]
-    memory: MemoryUse
-    budget_bytes: int
-
-
-def _lacking(alone: _Alone) -> int:
-    return max(alone.memory.total - alone.budget_bytes, 0)
-
-
-def _alone(request: GraphRequest) -> list[_Alone]:
+def _locals(request: GraphRequest) -> Iterator[Found]:
     """The whole graph on each device."""
-    spec, cluster = request.spec, request.cluster
-    segments = cut(spec, [0] * spec.num_operators)
-    return [
-        _Alone(index, segments, memory_use(spec, segments, cluster, [index])[0], device.budget_bytes)
-        for index, device in enumerate(cluster.devices)
-    ]
-
-
-def _locals(request: GraphRequest) -> list[Found]:
-    found: list[Found] = []
-    for alone in _alone(request):
-        label = f"local on {request.cluster.devices[alone.device].name}"
-        if lacking := _lacking(alone):
-            reason = f"does not fit: {format_bytes(lacking)} are missing"
-            found.append(Candidate(label, LOCAL, missing_bytes=lacking, reason=reason))
-            continue
-        seconds = sum(row[alone.device] for row in request.cluster.seconds)
-        solution = Solution(Assigned((alone.device,) * request.spec.num_operators), seconds)
-        found.append(_planned(label, LOCAL, _build(request, solution, LOCAL), solution))
-    return found
+    for index, device in enumerate(request.cluster.devices):
+        label = f"{LOCAL} on {device.name}"
+        seconds = sum(row[index] for row in request.cluster.seconds)
+        solution = Solution(Assigned((index,) * request.spec.num_operators), seconds)
+        plan = _build(request, solution, LOCAL)
+        lacking = plan.devices[0].memory.total - device.budget_bytes
+        yield Found.too_large(label, LOCAL, lacking) if lacking > 0 else _planned(label, LOCAL, plan, solution)
 
 
 # ---- strategies -------------------------------------------------------------------------------------------------------
@@ -151,22 +119,16 @@ def _candidate(request: GraphRequest, asked: Method, options: SearchOptions) -> 
         for _ in range(_MAX_REFITS):
             solution = _solve(request, asked, options)
             plan = _build(request, solution, name)
-            if too_large := _cannot_travel(request, plan):
-                return Candidate(name, name, reason=too_large)
+            if reason := _cannot_travel(request, plan):
+                return Candidate(name, name, reason=reason)
             over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
             if max(over.values()) <= 0:
                 return _planned(name, name, plan, solution)
-            request = replace(
-                request,
-                cluster=request.cluster.with_rooms(
-                    [
-                        device.reserved_bytes + max(over.get(device.device_id, 0), 0)
-                        for device in request.cluster.devices
-                    ]
-                ),
-            )
+            devices = request.cluster.devices
+            reserved = [each.reserved_bytes + max(over.get(each.device_id, 0), 0) for each in devices]
+            request = replace(request, cluster=request.cluster.with_rooms(reserved))
     except (ModelDoesNotFit, NoPlacement) as error:
-        return Candidate(name, name, reason=_no_plan(error))
+        return _without_plan(name, error)
     return Candidate(name, name, reason="does not fit: what it holds beside weights finds no room")
 
 
@@ -180,10 +142,10 @@ def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
     return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} are more than a message takes"
 
 
-def _no_plan(error: ModelDoesNotFit | NoPlacement) -> str:
+def _without_plan(name: str, error: ModelDoesNotFit | NoPlacement) -> Found:
     if isinstance(error, ModelDoesNotFit) and error.missing_bytes:
-        return f"does not fit: {format_bytes(error.missing_bytes)} are missing"
-    return "found no placement within the devices' memory"
+        return Found.too_large(name, name, error.missing_bytes)
+    return Candidate(name, name, reason="found no placement within the devices' memory")
 
 
 def _with_rooms(request: GraphRequest) -> GraphRequest:
@@ -194,28 +156,19 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
 def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[Assigned]:
     """For latency, operators that onnxruntime runs as one are placed as one, and bounds are of such placements. Raises
     ModelDoesNotFit, NoPlacement."""
-    spec, cluster = request.spec, request.cluster
+    spec, cluster, rates = request.spec, request.cluster, request.cluster.bytes_per_second
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
     spec = on_wire(spec, request.wire.values)
-    if request.objective == "latency":
-        coarse = coarsen(spec)
-        problem = problem_of(
-            coarse.spec,
-            coarse.seconds(cluster.seconds),
-            rooms,
-            cluster.bytes_per_second,
-            cluster.latency_seconds,
-            request.congestion,
-        )
-        solution = _placed(problem, asked, options)
-        devices = coarse.spread(solution.assignment.devices)
-        starts = coarse.starts(solution.assignment.starts, devices, cluster.seconds)
-        return replace(solution, assignment=Assigned(devices, starts))
-    seconds = _with_home(request.spec, cluster)
-    found = plan_pipeline(spec, seconds, rooms, cluster.bytes_per_second, asked.name, options)
-    solution = Solution(Assigned(found.assignment), found.value, found.bound, found.proven, found.seconds)
-    return balanced(request, solution, rooms) if asked.rebalances and cluster.measured else solution
+    if request.objective == "throughput":
+        solution = plan_pipeline(spec, _with_home(request.spec, cluster), rooms, rates, asked.name, options)
+        return balanced(request, solution, rooms) if asked.rebalances and cluster.measured else solution
+    coarse = coarsen(spec)
+    seconds = coarse.seconds(cluster.seconds)
+    problem = problem_of(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
+    solution = _placed(problem, asked.name, options)
+    devices = coarse.spread(solution.assignment.devices)
+    return solution.of(Assigned(devices, coarse.starts(solution.assignment.starts, devices, cluster.seconds)))
 
 
 def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
@@ -231,11 +184,18 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     return seconds
 
 
-def _placed(problem: PlacementProblem, asked: Method, options: SearchOptions) -> Solution[Assigned]:
-    """Ask one strategy for a schedule. Raises ModelDoesNotFit, NoPlacement."""
-    found: Solution[Schedule] = asked.solve(problem, options)
-    assigned = Assigned(tuple(found.assignment.assignment), found.assignment.starts)
-    return Solution(assigned, found.value, found.bound, found.proven, found.seconds)
+def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[Assigned]:
+    """By one strategy for latency. Solvers are imported when they are asked: they take half a second. Raises
+    ModelDoesNotFit, NoPlacement."""
+    if strategy == "moirai":
+        from coordinator.plan.graph.latency import moirai
+
+        found = moirai.solve(problem, options.time_limit_seconds, options.clock)
+    else:
+        from coordinator.plan.graph.latency import baselines
+
+        found = baselines.solve(strategy, problem, options)
+    return found.of(Assigned(found.assignment.assignment, found.assignment.starts))
 
 
 def plan_instance(
@@ -251,11 +211,11 @@ def plan_instance(
     for each in GRAPH_METHODS.asked(strategy, "latency"):
         progress(each.name)
         try:
-            solution = _placed(problem, each, SearchOptions(time_limit_seconds, 0, clock))
+            solution = _placed(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
             used = tuple(problem.devices[device] for device in dict.fromkeys(solution.assignment.devices))
             found.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
         except (ModelDoesNotFit, NoPlacement) as error:
-            found.append(Candidate(each.name, each.name, reason=_no_plan(error)))
+            found.append(_without_plan(each.name, error))
             failure = error
     chosen = min(found, key=lambda each: each.seconds)
     if chosen.solution is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def members(bits: int) -> Iterator[int]:
@@ -11,3 +11,12 @@ def members(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
+
+
+def reached(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[int]:
+    """By vertex, all that edges lead to from it, directly or not. In the `order` a vertex comes after its neighbours."""
+    found = [0] * len(neighbours)
+    for vertex in order:
+        for other in neighbours[vertex]:
+            found[vertex] |= found[other] | 1 << other
+    return found

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.plan.graph.cluster import GraphCluster
+from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, wire_bytes
 from coordinator.plan.simulator import (
     Resource,
@@ -83,12 +84,7 @@ def transfers_of(spec: GraphSpec, segments: Sequence[Segment], values: Values = 
             takers.setdefault(name, set()).add(segment.rank)
     return [
         Transfer(
-            name,
-            index,
-            segment.rank,
-            rank,
-            wire_bytes(tensors[name], values),
-            num_converted(tensors[name], values),
+            name, index, segment.rank, rank, wire_bytes(tensors[name], values), num_converted(tensors[name], values)
         )
         for index, segment in enumerate(segments)
         for name in segment.outputs
@@ -109,11 +105,10 @@ def tasks_of(
     On devices from a file, the graph's inputs lie where they are used. `values` is the format in which tensors travel.
     A task's `tile` is the number of its request.
     """
-    transfers = transfers_of(spec, segments, values)
     fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
     inputs = {tensor.name for tensor in spec.inputs}
     of_segment: list[list[Transfer]] = [[] for _ in segments]
-    for transfer in transfers:
+    for transfer in transfers_of(spec, segments, values):
         of_segment[transfer.segment].append(transfer)
     tasks: list[Task] = []
     for request in range(num_requests):
@@ -138,21 +133,16 @@ def tasks_of(
             for transfer in of_segment[index]:
                 source, target = members[transfer.source], members[transfer.target]
                 at[transfer.tensor, transfer.target] = len(tasks)
+                seconds = transfer.num_bytes / cluster.bytes_per_second[source][target]
+                ends = sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
+                delay = cluster.latency_seconds[source][target] + ends
+                sides = sides_of(transfer.source, transfer.target)
                 tasks.append(
                     Task(
-                        Phase.TENSOR,
-                        index,
-                        request,
-                        transfer.target,
-                        sides_of(transfer.source, transfer.target),
-                        transfer.num_bytes / cluster.bytes_per_second[source][target],
-                        (made,),
-                        cluster.latency_seconds[source][target]
-                        + _wire_seconds(cluster, transfer, source, target, values),
-                        transfer.num_bytes,
-                        transfer.tensor,
+                        Phase.TENSOR, index, request, transfer.target, sides, seconds, (made,), delay,
+                        transfer.num_bytes, transfer.tensor,
                     )
-                )
+                )  # fmt: skip
         for rank, num_bytes in given.items():
             delay = _home_delay(cluster, members[rank], num_bytes)
             seconds = num_bytes / _home_rate(cluster, members[rank])
@@ -180,9 +170,10 @@ def price(
             channel = sides_of(transfer.source, transfer.target)
             rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
             busy[channel] = busy.get(channel, 0.0) + transfer.num_bytes / rate
+    pieces = _SMALL_PIECES if cluster.measured else 1.0
     for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
         for rank in (transfer.source, transfer.target):
-            busy[compute_of(rank)] += _end_seconds(cluster, members[rank], transfer, values, _pieces(cluster))
+            busy[compute_of(rank)] += _end_seconds(cluster, members[rank], transfer, values, pieces)
     for each in (_fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)):
         for rank, num_bytes in each.items():
             busy[compute_of(rank)] += home_seconds(cluster, members[rank], num_bytes)
@@ -196,6 +187,18 @@ def price(
         busy_seconds=tuple(busy.get(compute_of(rank), 0.0) for rank in range(len(members))),
         transfer_seconds=max((busy[key] for key in busy if key[0].kind is not ResourceKind.COMPUTE), default=0.0),
     )
+
+
+def price_of(request: GraphRequest, plan: GraphPlan) -> Price:
+    """The price of a plan on the request's cluster, which must have all of its devices."""
+    members = request.cluster.members(plan)
+    return price(request.spec, plan.body.segments, request.cluster, members, request.congestion, plan.wire.values)
+
+
+def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
+    """Seconds of a plan on the request's cluster, which must have all of its devices; comparable with `seconds_of`."""
+    priced = price_of(request, plan)
+    return priced.latency_seconds if plan.body.objective == "latency" else priced.bottleneck_seconds
 
 
 def _simulated(tasks: Sequence[Task], congestion: bool = True) -> Timeline:
@@ -233,16 +236,15 @@ def in_flight(segments: Sequence[Segment]) -> int:
 def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
     """The most bytes of activations that are alive at once while these operators run in order."""
     own = set(operators)
-    last_use: dict[int, int] = {}
-    peak = alive = 0
+    alive = 0
     ends: dict[int, list[int]] = {}
-    for index, tensor in enumerate(spec.tensors):
+    for tensor in spec.tensors:
         uses = [consumer for consumer in tensor.consumers if consumer in own]
         if tensor.source in own or uses:
             # What leaves the segment stays until it ends.
             leaves = tensor.source in own and (tensor.is_output or len(uses) < len(tensor.consumers))
-            last_use[index] = max(own) if leaves or not uses else max(uses)
-            ends.setdefault(last_use[index], []).append(tensor.num_bytes)
+            last_use = max(own) if leaves or not uses else max(uses)
+            ends.setdefault(last_use, []).append(tensor.num_bytes)
             if tensor.source not in own:
                 alive += tensor.num_bytes
     peak = alive
@@ -251,14 +253,6 @@ def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
         peak = max(peak, alive)
         alive -= sum(ends.get(operator, ()))
     return peak
-
-
-def _wire_seconds(cluster: GraphCluster, transfer: Transfer, source: int, target: int, values: Values) -> float:
-    return sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
-
-
-def _pieces(cluster: GraphCluster) -> float:
-    return _SMALL_PIECES if cluster.measured else 1.0
 
 
 def _end_seconds(cluster: GraphCluster, device: int, transfer: Transfer, values: Values, pieces: float = 1.0) -> float:

@@ -9,16 +9,15 @@ from typing import Any
 
 from coordinator.plan.solution import Candidate, Planned, choose, explained
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners import planner_of
+from coordinator.plan.transformer.planners import plan_on_all, plan_on_some
 from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
 from coordinator.plan.transformer.refine.replicate import replicate, rough_seconds
 from coordinator.plan.transformer.request import PlanRequest, on_subset
 from coordinator.plan.transformer.shares import by_capacity
 from coordinator.plan.transformer.strategies import STRATEGIES, strategy_of
 from coordinator.plan.transformer.strategies.base import Strategy
-from hearth.errors import BadPlan, BadSetting, ModelDoesNotFit
+from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
-from hearth.platform.units import format_bytes
 
 Found = Candidate[TransformerPlan]
 
@@ -50,16 +49,16 @@ def plan_auto(request: PlanRequest) -> Planned[TransformerPlan]:
 
 
 def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
-    """The best plan of one strategy over all the request's devices (`local`: over its one device).
+    """The best plan of one strategy over all the request's devices; over the fastest where it takes no more than one.
 
     `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for a strategy that is ruled out.
     """
     strategy = STRATEGIES[name]
     if reason := ruled_out(request, strategy):
         raise BadSetting(setting="--strategy", reason=f"{name} {reason}")
-    if strategy.max_devices(request.spec) == 1 < len(request.cluster.devices):
-        raise BadPlan(reason=f"the strategy {name} takes exactly one device")
-    return planner_of(strategy).plan(request)
+    if strategy.max_devices(request.spec) == 1:
+        request = on_subset(request, (by_capacity(request)[0].device_id,))
+    return plan_on_all(request, strategy)
 
 
 def ruled_out(request: PlanRequest, strategy: Strategy[Any]) -> str:
@@ -76,8 +75,7 @@ def _candidate(label: str, strategy: Strategy[Any], make: Callable[[], Transform
     try:
         return candidate_of(label, make())
     except ModelDoesNotFit as error:
-        reason = f"does not fit: {format_bytes(error.missing_bytes)} are missing"
-        return Candidate(label, strategy.name, missing_bytes=error.missing_bytes, reason=reason)
+        return Found.too_large(label, strategy.name, error.missing_bytes)
 
 
 def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable[[], TransformerPlan]]]:
@@ -88,17 +86,17 @@ def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable
     for strategy in (each for each in usable if each.max_devices(spec) == 1):
         for device in devices:
             alone = on_subset(request, (device.device_id,))
-            yield f"{strategy.name} on {device.name}", strategy, partial(planner_of(strategy).plan, alone)
+            yield f"{strategy.name} on {device.name}", strategy, partial(plan_on_all, alone, strategy)
     for count in _counts(len(devices)):
         where = f"on {count} devices" if count < len(devices) else f"on all {count} devices"
         for strategy in (each for each in sharing if count <= each.max_devices(spec)):
-            yield f"{strategy.name} {where}", strategy, partial(planner_of(strategy).on_some, request, count)
+            yield f"{strategy.name} {where}", strategy, partial(plan_on_some, request, strategy, count)
     if 2 < len(devices) <= _MAX_LEAVE_ONE_OUT:
         slowest = by_capacity(request)[-1]
         for strategy in (each for each in sharing if each.leaves_one_out):
             for left_out in (device for device in devices if device is not slowest):
                 rest = on_subset(request, tuple(d.device_id for d in devices if d is not left_out))
-                yield f"{strategy.name} without {left_out.name}", strategy, partial(planner_of(strategy).plan, rest)
+                yield f"{strategy.name} without {left_out.name}", strategy, partial(plan_on_all, rest, strategy)
 
 
 def _counts(num_devices: int) -> list[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator.plan.solution import Planned, explained
-from coordinator.plan.transformer.auto import candidate_of, plan_auto
+from coordinator.plan.transformer.auto import candidate_of, plan_auto, plan_strategy
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
+from coordinator.plan.transformer.planners.exact import plan_exact
+from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.exact_links import exact_where_free
-from coordinator.plan.transformer.request import PlanRequest
+from coordinator.plan.transformer.request import PlanRequest, in_ring
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 
@@ -33,8 +35,7 @@ def plan_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
 
 
 def _named(request: PlanRequest) -> Planned[TransformerPlan]:
-    (asked,) = TRANSFORMER_METHODS.asked(request.strategy, "latency")
-    plan: TransformerPlan = asked.solve(request)
+    plan = _by_name(request)
     chosen = replace(candidate_of(f"{plan.body.strategy} on {_names(plan)}", plan), strategy=request.strategy)
     try:
         auto = plan_auto(replace(request, strategy="auto"))
@@ -49,3 +50,13 @@ def _named(request: PlanRequest) -> Planned[TransformerPlan]:
 
 def _names(plan: TransformerPlan) -> str:
     return ", ".join(device.name for device in plan.devices)
+
+
+def _by_name(request: PlanRequest) -> TransformerPlan:
+    """By one strategy or planner. Raises ModelDoesNotFit, BadSetting."""
+    TRANSFORMER_METHODS.check(request.strategy, "latency")
+    if request.strategy == "galaxy":
+        return plan_galaxy(in_ring(request), "hmp")
+    if request.strategy == "exact":
+        return plan_exact(in_ring(request), "hmp")
+    return plan_strategy(request, request.strategy)

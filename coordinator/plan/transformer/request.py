@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict
@@ -86,17 +85,6 @@ class PlanRequest:
             return f"needs whole matrices everywhere, and {self.spec.weights} does not decode with a part of one"
         context = self.generation.context if self.generation else 0
         return f"needs a context ({context} tokens) that is prefilled in one step (of {self.seq_len} rows)"
-
-
-class Planner(Protocol):
-    """Finds a plan over all devices of the request. Raises ModelDoesNotFit that says how many bytes are missing."""
-
-    name: str
-
-    def plan(self, request: PlanRequest) -> TransformerPlan: ...
-
-    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
-        """The same over some devices, which the planner chooses."""
 
 
 def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
-from coordinator.plan.transformer.cost.memory import (
-    COMPUTE_BYTES,
-    attention_values,
-    kv_bytes,
-    logit_values,
-    mlp_values,
-)
-from coordinator.plan.transformer.request import PlanRequest, on_subset
+from coordinator.plan.transformer.request import PlanRequest
 from coordinator.plan.transformer.strategies import memory_use
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
-from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, DeviceProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
@@ -68,8 +60,6 @@ class Work:
         return self.attention(blocks, self._spec.num_heads) + self.mlp(blocks, self._spec.ffn_size)
 
     def _seconds(self, blocks: BlockProfile, step_seconds: float, num_bytes: float) -> float:
-        if not self._tokens:
-            return step_seconds * self._steps
         return step_seconds * self._steps + self._tokens * num_bytes * blocks.decode_seconds_per_byte
 
 
@@ -88,54 +78,30 @@ def by_capacity(request: PlanRequest) -> list[DeviceProfile]:
     return sorted(request.cluster.devices, key=lambda device: -capacity(request, device.blocks))
 
 
-class OnFastest(ABC):
-    """A planner that shares among the fastest devices when it is to use some of them."""
-
-    @abstractmethod
-    def plan(self, request: PlanRequest) -> TransformerPlan: ...
-
-    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
-        """Raises ModelDoesNotFit."""
-        fastest = {device.device_id for device in by_capacity(request)[:num_devices]}
-        ids = tuple(each.device_id for each in request.cluster.devices if each.device_id in fastest)
-        return self.plan(on_subset(request, ids))
-
-
 class Budget:
     """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
 
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
-        spec, seq_len, limits = request.spec, request.seq_len, request.limits
-        num_ranks = len(request.cluster.devices)
-        empty = TensorParallel(
-            strategy=strategy,
-            seq_len=seq_len,
-            generation=limits,
-            heads=(0,) * num_ranks,
-            columns=(0,) * num_ranks,
-            row_weights=(1.0,) * num_ranks,
-            vocabulary=(0,) * num_ranks,
-        )
-        self._left = [
-            device.budget_bytes - memory_use(spec, empty, rank).total
-            for rank, device in enumerate(request.cluster.devices)
-        ]
+        spec, seq_len, limits, devices = request.spec, request.seq_len, request.limits, request.cluster.devices
+        nothing = (0,) * len(devices)
+        empty = body_of(request, strategy, nothing, nothing, nothing)
+        self._left = [device.budget_bytes - memory_use(spec, empty, rank).total for rank, device in enumerate(devices)]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
         head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
-        head_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
         # What attention takes without a head is in `empty` already.
-        head_activations = attention_values(spec, group, seq_len, limits) - attention_values(spec, 0, seq_len, limits)
-        self.head_grain = head_bytes + head_activations * COMPUTE_BYTES
+        head_values = memory.attention_values(spec, group, seq_len, limits)
+        head_values -= memory.attention_values(spec, 0, seq_len, limits)
+        self.head_grain = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
+        self.head_grain += head_values * memory.COMPUTE_BYTES
         if limits is not None:
-            self.head_grain += kv_bytes(spec, group, limits)
-        column_activations = mlp_values(spec, columns, seq_len, limits)
-        column_bytes = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
-        self.column_grain = column_bytes + column_activations * COMPUTE_BYTES
-        vocabulary_bytes = chunk_weights(spec, "vocabulary") * spec.word_bytes
+            self.head_grain += memory.kv_bytes(spec, group, limits)
+        self.column_grain = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
+        self.column_grain += memory.mlp_values(spec, columns, seq_len, limits) * memory.COMPUTE_BYTES
+        self.vocabulary_grain = chunk_weights(spec, "vocabulary") * spec.word_bytes
         if spec.has_separate_head:
-            vocabulary_bytes += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
-        logits = logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), limits)
-        self.vocabulary_grain = vocabulary_bytes + logits * COMPUTE_BYTES
+            self.vocabulary_grain += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
+        logits = memory.logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), limits)
+        self.vocabulary_grain += logits * memory.COMPUTE_BYTES
 
     def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
         used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain

@@ -10,7 +10,7 @@ from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.registry import REGISTRY, Kind
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
+from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.serve.planner_process import solve_transformer
 from hearth.errors import BadSetting, ModelDoesNotFit
@@ -45,7 +45,7 @@ def test_galaxy_and_exact_are_hmp_with_their_own_shares() -> None:
     )
     assert {galaxy.body.strategy, exact.body.strategy} == {"hmp"}
     assert galaxy.planner == "galaxy"
-    assert galaxy.body == GalaxyPlanner("hmp").plan(PlanRequest(SMALL, HOME, 284)).body
+    assert galaxy.body == plan_galaxy(PlanRequest(SMALL, HOME, 284), "hmp").body
     assert exact.planner == "exact (proven best)"
     assert hmp.body in (galaxy.body, exact.body)
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.bounds import earliest_ends, least_rests
-from coordinator.plan.graph.latency.problem import Flow, Matrix, PlacementProblem
+from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
+from coordinator.plan.graph.latency.problem import Matrix, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, by_start, schedule
 
 _MOST_DIGITS = 6
@@ -55,43 +56,37 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     """
     times = {time for row in problem.seconds for time in row} | {time for row in problem.latency for time in row}
     times.update(time for flow in problem.flows for row in flow.seconds for time in row)
-    total = max(sum(column) for column in zip(*problem.seconds, strict=True)) or max(times) or 1.0
+    totals = [sum(column) for column in zip(*problem.seconds, strict=True)]
+    total = max(totals) or max(times) or 1.0
     for digits in range(_MOST_DIGITS + 1):
         per_unit = 10.0**digits
         if total * per_unit < 2**40 and all(abs(t * per_unit - round(t * per_unit)) < 1e-6 for t in times):
             break
     else:
-        per_unit = _INEXACT_TICKS / (min(sum(column) for column in zip(*problem.seconds, strict=True)) or total)
+        per_unit = _INEXACT_TICKS / (min(totals) or total)
 
-    def ticks(rows: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+    def ticks(rows: Matrix) -> Matrix:
         return tuple(tuple(float(math.floor(time * per_unit + 1e-6)) for time in row) for row in rows)
 
-    known: dict[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]] = {}
-    flows = tuple(
-        Flow(flow.source, flow.targets, known.setdefault(flow.seconds, ticks(flow.seconds))) for flow in problem.flows
-    )
-    return (
-        replace(problem, seconds=ticks(problem.seconds), latency=ticks(problem.latency), flows=flows),
-        per_unit,
-    )
+    known = {seconds: ticks(seconds) for seconds in {flow.seconds for flow in problem.flows}}
+    flows = tuple(flow._replace(seconds=known[flow.seconds]) for flow in problem.flows)
+    return replace(problem, seconds=ticks(problem.seconds), latency=ticks(problem.latency), flows=flows), per_unit
 
 
 def solve_model(
     problem: PlacementProblem,
     effort: Effort,
+    below: int,
     pins: Mapping[int, int] | None = None,
     hint: Schedule | None = None,
-    below: int | None = None,
     context: Context | None = None,
 ) -> Answer:
     """Minimise the makespan of a problem in ticks, with some operators pinned to devices.
 
-    `below`: only schedules that end sooner count; where there are none, it is the bound. With a context the schedule's
+    Only schedules that end before `below` count; where there are none, it is the bound. With a context the schedule's
     order is the answer; its times know nothing of the context.
     """
     pins = pins or {}
-    if below is None:
-        below = _horizon(problem) + 1
     if below <= 0:
         return Answer(None, below)
     model = _Model(problem, pins, below - 1, context)
@@ -107,16 +102,8 @@ def solve_model(
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
         return Answer(None, below)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, max(0, math.ceil(solver.best_objective_bound - 1e-6)))
-    return Answer(model.read(solver), math.ceil(solver.best_objective_bound - 1e-6))
-
-
-def _horizon(problem: PlacementProblem) -> int:
-    """Ticks in which every placement can be run, one thing after another."""
-    slowest = sum(max(row) for row in problem.seconds)
-    carried = sum(len(set(flow.targets)) * max(map(max, flow.seconds)) for flow in problem.flows)
-    return round(slowest + carried + len(problem.flows) * max(map(max, problem.latency)))
+    bound = max(0, math.ceil(solver.best_objective_bound - 1e-6))
+    return Answer(model.read(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None, bound)
 
 
 class _Use(NamedTuple):
@@ -131,11 +118,7 @@ class _Use(NamedTuple):
 
 class _Model:
     def __init__(
-        self,
-        problem: PlacementProblem,
-        pins: Mapping[int, int],
-        most: int,
-        context: Context | None = None,
+        self, problem: PlacementProblem, pins: Mapping[int, int], most: int, context: Context | None = None
     ) -> None:
         self.model = cp_model.CpModel()
         self._problem, self._most = problem, most
@@ -195,19 +178,11 @@ class _Model:
 
     def _keep_memory(self) -> None:
         """(5), with shared weights once on each device that uses them."""
-        problem, model = self._problem, self.model
-        total = sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
+        total = total_bytes(self._problem)
         for k in self._devices:
-            if total <= problem.budget_bytes[k]:
-                continue
-            used = [problem.memory_bytes[i] * on[k] for i, on in enumerate(self._on) if k in on]
-            for group in problem.shared:
-                held = model.new_bool_var("")
-                for i in group.operators:
-                    if k in self._on[i]:
-                        model.add_implication(self._on[i][k], held)
-                used.append(group.num_bytes * held)
-            model.add(sum(used) <= problem.budget_bytes[k])
+            if total > self._problem.budget_bytes[k]:
+                held = held_bytes(self.model, self._problem, self._on, k)
+                self.model.add(held <= self._problem.budget_bytes[k])
 
     def _carry(self, index: int) -> None:
         """Targets start after the source's end and the way between the two devices (4a, 7); a side of a device carries

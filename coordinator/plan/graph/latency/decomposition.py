@@ -12,10 +12,10 @@ passes by is left out, and the path is a lower bound only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.bits import members, reached
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
@@ -37,13 +37,8 @@ class Reach:
 
     def __init__(self, problem: PlacementProblem) -> None:
         n = problem.num_operators
-        self.before, self.after = [0] * n, [0] * n
-        for i in range(n):
-            for other in problem.predecessors[i]:
-                self.before[i] |= self.before[other] | 1 << other
-        for i in reversed(range(n)):
-            for other in problem.successors[i]:
-                self.after[i] |= self.after[other] | 1 << other
+        self.before = reached(problem.predecessors, range(n))
+        self.after = reached(problem.successors, reversed(range(n)))
         self._all = (1 << n) - 1
 
     def beside(self, operator: int) -> int:
@@ -160,28 +155,18 @@ def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Seg
                     flows.append(Flow(local[operator], targets, flow.seconds))
                     kept.append(number)
         nothing = (0.0,) * problem.num_devices
-        found.append(
-            Segment(
-                PlacementProblem(
-                    name="",
-                    operators=tuple(map(str, range(len(operators)))),
-                    devices=problem.devices,
-                    seconds=tuple(
-                        nothing if has_entry and position == 0 else problem.seconds[operator]
-                        for position, operator in enumerate(operators)
-                    ),
-                    memory_bytes=(0,) * len(operators),
-                    budget_bytes=problem.budget_bytes,
-                    flows=tuple(flows),
-                    latency=problem.latency,
-                    congestion=problem.congestion,
-                ),
-                tuple(operators),
-                tuple(kept),
-                has_entry,
-                has_exit,
-            )
+        alone = replace(
+            problem,
+            operators=tuple(map(str, range(len(operators)))),
+            seconds=tuple(
+                nothing if has_entry and position == 0 else problem.seconds[operator]
+                for position, operator in enumerate(operators)
+            ),
+            memory_bytes=(0,) * len(operators),
+            flows=tuple(flows),
+            shared=(),
         )
+        found.append(Segment(alone, tuple(operators), tuple(kept), has_entry, has_exit))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
@@ -19,22 +20,34 @@ class Fit(NamedTuple):
     missing_bytes: int
 
 
+def held_bytes(
+    model: cp_model.CpModel, problem: PlacementProblem, on: Sequence[Mapping[int, cp_model.IntVar]], device: int
+) -> cp_model.LinearExprT:
+    """Bytes on a device, where `on[i][k]` is whether operator i runs on device k: shared weights once."""
+    used = [problem.memory_bytes[i] * where[device] for i, where in enumerate(on) if device in where]
+    for group in problem.shared:
+        held = model.new_bool_var("")
+        for i in group.operators:
+            if device in on[i]:
+                model.add_implication(on[i][device], held)
+        used.append(group.num_bytes * held)
+    return sum(used)
+
+
+def total_bytes(problem: PlacementProblem) -> int:
+    """Of the whole graph, shared weights once."""
+    return sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
+
+
 def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> Fit:
     """An assignment within all budgets, if one is found; else what is missing."""
-    model, ranks = cp_model.CpModel(), range(problem.num_devices)
-    on = [[model.new_bool_var("") for _ in ranks] for _ in problem.operators]
-    for row in on:
-        model.add_exactly_one(row)
-    total = sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
+    model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
+    on = [{k: model.new_bool_var("") for k in ranks} for _ in problem.operators]
+    for where in on:
+        model.add_exactly_one(where.values())
     over = [model.new_int_var(0, max(total, 1), "") for _ in ranks]
     for k in ranks:
-        used = [size * row[k] for size, row in zip(problem.memory_bytes, on, strict=True) if size]
-        for group in problem.shared:
-            held = model.new_bool_var("")
-            for i in group.operators:
-                model.add_implication(on[i][k], held)
-            used.append(group.num_bytes * held)
-        model.add(sum(used) <= problem.budget_bytes[k] + over[k])
+        model.add(held_bytes(model, problem, on, k) <= problem.budget_bytes[k] + over[k])
     model.minimize(sum(over))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.random_seed = num_workers, 0
@@ -44,4 +57,4 @@ def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> Fit:
     missing = max(0, math.ceil(solver.best_objective_bound - 1e-6)) if status != cp_model.UNKNOWN else 0
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:
         return Fit(None, max(missing, total - sum(problem.budget_bytes), 0))
-    return Fit(tuple(next(k for k in ranks if solver.boolean_value(row[k])) for row in on), 0)
+    return Fit(tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on), 0)

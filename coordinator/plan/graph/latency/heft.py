@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from random import Random
 
 from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
-
-if TYPE_CHECKING:
-    from random import Random
 
 
 def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Schedule:

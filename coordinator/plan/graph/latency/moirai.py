@@ -63,11 +63,7 @@ class _Search:
 
     def run(self) -> None:
         for baseline in BASELINES.values():
-            try:
-                placed = baseline(self._problem)
-            except NoPlacement:
-                continue
-            self._offer(placed.assignment, placed.order)
+            self._try(partial(baseline, self._problem))
         self._complete(Joined({}, {}, [], 0.0))
         if self._known is None:  # memory is short: list scheduling ran into it
             fitted = fit(self._problem, self._left, self._num_workers)
@@ -79,19 +75,16 @@ class _Search:
             return
         reach = Reach(self._ticked)
         cuts = exact_cuts(self._ticked, reach)
-        segments = segments_of(self._ticked, cuts, reach)
+        segments, share = segments_of(self._ticked, cuts, reach), 1.0
         if max(len(segment.operators) for segment in segments) > _SEGMENT:
             cuts = near_cuts(self._ticked, reach, cuts, _SEGMENT)
-            segments = segments_of(self._ticked, cuts, reach)
-            share = _PATH_SHARE
-        else:
-            share = 1.0
+            segments, share = segments_of(self._ticked, cuts, reach), _PATH_SHARE
         until = self._clock() + share * self._left
         for path in shortest_paths(self._ticked, segments, self._clock, until, self._num_workers):
             self._lower = max(self._lower, path.lower)
             self._complete(joined(segments, path.schedules))
-        if self._problem.num_operators <= _WHOLE and not self._is_done():
-            self._solve_whole()
+        if self._known is not None and self._problem.num_operators <= _WHOLE and not self._is_done():
+            self._solve_whole(self._known)
         if self._known is not None and not self._is_done():
             for better in improve(self._ticked, self._known, self._clock, self._until, self._num_workers):
                 self._offer(better.assignment, better.order)
@@ -127,6 +120,13 @@ class _Search:
             if known is None or found.makespan < known.makespan:
                 setattr(self, name, found)
 
+    def _try(self, strategy: Callable[[], Schedule]) -> None:
+        try:
+            found = strategy()
+        except NoPlacement:
+            return
+        self._offer(found.assignment, found.order)
+
     def _complete(self, part: Joined) -> None:
         """A schedule of some operators, with the others where they end first."""
         n, problem = self._problem.num_operators, self._ticked
@@ -134,23 +134,13 @@ class _Search:
             self._offer([part.assignment[i] for i in range(n)], part.order)
             return
         ranks = around(problem, part.starts, part.makespan)
-        strategies: tuple[Callable[[], Schedule], ...] = (
-            partial(heft, problem, part.assignment),
-            partial(contended_heft, problem, part.assignment),
-            partial(contended_heft, problem, part.assignment, ranks),
-        )
-        for strategy in strategies:
-            try:
-                found = strategy()
-            except NoPlacement:
-                continue
-            self._offer(found.assignment, found.order)
+        self._try(partial(heft, problem, part.assignment))
+        self._try(partial(contended_heft, problem, part.assignment))
+        self._try(partial(contended_heft, problem, part.assignment, ranks))
 
-    def _solve_whole(self) -> None:
-        below = None if self._known is None else round(self._known.makespan)
-        answer = solve_model(
-            self._ticked, Effort(self._left, num_workers=self._num_workers), hint=self._known, below=below
-        )
+    def _solve_whole(self, known: Schedule) -> None:
+        effort = Effort(self._left, num_workers=self._num_workers)
+        answer = solve_model(self._ticked, effort, round(known.makespan), hint=known)
         if answer.schedule is not None:
             self._offer(answer.schedule.assignment, answer.schedule.order)
         self._lower = max(self._lower, answer.bound)

@@ -91,7 +91,7 @@ class Arc:
         large = self._problem.num_operators > _LARGE
         linearization = 0 if (self._tries + large) % 2 == 0 else 2 if large and self._tries > 1 else 1
         effort = Effort(seconds, self._effort, num_workers, linearization)
-        answer = solve_model(self._problem, effort, self._pins, self.schedule, below)
+        answer = solve_model(self._problem, effort, below, self._pins, self.schedule)
         self._tries += 1
         if not self._tries % 2:
             self._effort *= 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.simulator import Resource, Task, Timeline, compute_of, sides_of, simulate
+from coordinator.plan.simulator import Resource, Task, compute_of, sides_of, simulate
 from hearth.plan.phases import Phase, TaskKind, Work
 
 
@@ -47,7 +47,6 @@ class Schedule:
     ends: tuple[float, ...]
     transfers: tuple[Transfer, ...]
     makespan: float
-    in_order: bool  # False: work-conserving
     sources: tuple[int, ...]  # of each flow, its operator
 
     @property
@@ -146,17 +145,17 @@ def schedule(
                 needs.append(ran[source] if assignment[source] == device else arrived[Send(index, device)])
             add(Work.OPERATOR, item, device, compute_of(device), problem.seconds[item][device], needs)
     timeline = simulate(tasks)
+    sources = tuple(flow.source for flow in problem.flows)
     return Schedule(
         assignment=tuple(assignment),
         starts=tuple(timeline.starts[ran[i]] for i in range(problem.num_operators)),
         ends=tuple(timeline.ends[ran[i]] for i in range(problem.num_operators)),
         transfers=tuple(
-            Transfer(send.flow, assignment[problem.flows[send.flow].source], send.device, *_span(timeline, task))
+            Transfer(send.flow, assignment[sources[send.flow]], send.device, timeline.starts[task], timeline.ends[task])
             for send, task in sent.items()
         ),
         makespan=timeline.makespan,
-        in_order=in_order,
-        sources=tuple(flow.source for flow in problem.flows),
+        sources=sources,
     )
 
 
@@ -166,7 +165,3 @@ def best_schedule(problem: PlacementProblem, assignment: Sequence[int], order: I
     return min(
         (schedule(problem, assignment, items, in_order) for in_order in (False, True)), key=lambda each: each.makespan
     )
-
-
-def _span(timeline: Timeline, task: int) -> tuple[float, float]:
-    return timeline.starts[task], timeline.ends[task]

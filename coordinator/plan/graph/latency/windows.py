@@ -9,6 +9,7 @@ is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.cpsat import Context, Effort, solve_model
@@ -60,7 +61,7 @@ class _Window(NamedTuple):
 def solve_window(problem: PlacementProblem, known: Schedule, inside: Sequence[int], effort: Effort) -> Schedule | None:
     """The schedule with the operators inside placed and ordered anew, or None when nothing better was found."""
     window = _window(problem, known, inside)
-    answer = solve_model(window.problem, effort, window.pins, below=round(known.makespan), context=window.context)
+    answer = solve_model(window.problem, effort, round(known.makespan), window.pins, context=window.context)
     if answer.schedule is None:
         return None
     where = list(known.assignment)
@@ -131,16 +132,13 @@ def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -
         if targets:
             flows.append(Flow(local[flow.source], targets, tuple(map(tuple, times))))
             kept.append(number)
-    part = PlacementProblem(
-        name=problem.name,
+    part = replace(
+        problem,
         operators=tuple(problem.operators[i] for i in operators),
-        devices=problem.devices,
         seconds=tuple(problem.seconds[i] if i in members else (0.0,) * len(ranks) for i in operators),
         memory_bytes=tuple(problem.memory_bytes[i] if i in members else 0 for i in operators),
         budget_bytes=_room(problem, known, outside),
         flows=tuple(flows),
-        latency=problem.latency,
-        congestion=problem.congestion,
         shared=tuple(
             SharedMemory(group.num_bytes, tuple(local[i] for i in group.operators if i in local))
             for group in problem.shared

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from random import Random
 
 from coordinator.plan.graph.throughput.partitions import fewest_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
-
-if TYPE_CHECKING:
-    from random import Random
 
 _ATTEMPTS = 200  # with devices of unequal memory a random order can come to a dead end
 

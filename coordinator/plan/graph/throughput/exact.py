@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from random import Random
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from coordinator.plan.graph.throughput.published import published_stages
 from coordinator.plan.graph.throughput.search import Decision, Reaches, TooMuchWork
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit
-
-if TYPE_CHECKING:
-    from random import Random
 
 _CLOSE = 1.002  # where nothing can be proven, the search ends this close to what is open
 
@@ -72,7 +70,9 @@ def best_stages(
             proven = middle + 1
         else:
             best, top = found, bisect_left(values, problem.bottleneck_seconds(found))
-    return Solution(best, problem.bottleneck_seconds(best), values[proven])
+    value = problem.bottleneck_seconds(best)
+    bound = min(values[proven], value)
+    return Solution(best, value, bound, bound >= value)
 
 
 def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:
@@ -84,14 +84,7 @@ def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:
 
 def _first_with_walk(reaches: Reaches, values: Sequence[float]) -> int:
     """The last value has a pipeline, so it has a walk."""
-    low, high = 0, len(values) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if Decision(reaches, values[middle]).has_walk:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(len(values) - 1), True, key=lambda index: Decision(reaches, values[index]).has_walk)
 
 
 def _values(problem: PipelineProblem, upper: float) -> list[float]:
@@ -110,20 +103,17 @@ def _values(problem: PipelineProblem, upper: float) -> list[float]:
 def _simple(reaches: Reaches, chance: Random, stop: Callable[[], bool]) -> list[Stages]:
     problem = reaches.problem
     found = []
-    try:
-        found.append(published_stages(problem, chance))
-    except ModelDoesNotFit:  # with devices as large as the smallest; unequal ones may do
-        pass
-    try:
-        found.append(joint_stages(problem))
-    except ModelDoesNotFit:
-        pass
+    searches: Sequence[Callable[[], Stages]] = (
+        lambda: published_stages(problem, chance),
+        lambda: joint_stages(problem),
+    )
+    for search in searches:
+        with suppress(ModelDoesNotFit):  # the published one counts every device as large as the smallest
+            found.append(search())
     if found:
         return found
-    try:
+    with suppress(TooMuchWork):
         any_at_all = Decision(reaches, math.inf).pipeline(set(), stop)
-    except TooMuchWork:
-        any_at_all = None
-    if any_at_all is None:
-        raise ModelDoesNotFit(model=problem.name, missing_bytes=problem.missing_bytes(problem.memory_bytes))
-    return [any_at_all]
+        if any_at_all is not None:
+            return [any_at_all]
+    raise ModelDoesNotFit(model=problem.name, missing_bytes=problem.missing_bytes(problem.memory_bytes))

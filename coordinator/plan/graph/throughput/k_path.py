@@ -11,18 +11,17 @@ A graph is a list of bit masks: bit b of `graph[a]` is set where an edge leads f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from random import Random
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.bits import members
 
-if TYPE_CHECKING:
-    from random import Random
-
+T = TypeVar("T")
 Graph = Sequence[int]
 _Words = NDArray[np.uint64]
 _Tables = dict[tuple[int, ...], _Words]  # by set of colours
@@ -166,36 +165,41 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
     return layers if union.bit_count() >= k else None
 
 
-def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
-    """Depth first, the vertex with the fewest ways on first; gives up after so many steps."""
-    k = len(layers)
-    path: list[int] = []
-    used = 0
-    todo = [_by_ways_on(graph, layers[0], layers, 0, 0)]
+def depth_first(
+    choices: Callable[[Sequence[T]], Iterator[T]], is_done: Callable[[Sequence[T]], bool], steps: int
+) -> list[T] | None:
+    """The first path that is done; None where there is none, or none was found in so many steps.
+
+    `choices` gives the ways on from a path, the best first.
+    """
+    path: list[T] = []
+    todo = [choices(path)]
     while todo and steps:
-        if not todo[-1]:
+        step = next(todo[-1], None)
+        if step is None:
             todo.pop()
-            if path:
-                used ^= 1 << path.pop()
+            del path[-1:]
             continue
         steps -= 1
-        vertex = todo[-1].pop()
-        path.append(vertex)
-        used |= 1 << vertex
-        if len(path) == k:
-            return tuple(path)
-        ahead = graph[vertex] & layers[len(path)] & ~used
-        todo.append(_by_ways_on(graph, ahead, layers, len(path), used))
+        path.append(step)
+        if is_done(path):
+            return path
+        todo.append(choices(path))
     return None
 
 
-def _by_ways_on(graph: Graph, mask: int, layers: Sequence[int], position: int, used: int) -> list[int]:
-    """The best last."""
-    after = layers[position + 1] & ~used if position + 1 < len(layers) else 0
-    ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in members(mask))
-    if after:
-        ranked = [pair for pair in ranked if pair[0]]
-    return [each for _, each in reversed(ranked)]
+def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
+    """Depth first, the vertex with the fewest ways on first; gives up after so many steps."""
+
+    def ways_on(path: Sequence[int]) -> Iterator[int]:
+        used = sum(1 << each for each in path)
+        ahead = layers[len(path)] & ~used & (graph[path[-1]] if path else -1)
+        after = layers[len(path) + 1] & ~used if len(path) + 1 < len(layers) else 0
+        ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in members(ahead))
+        return iter([each for ways, each in ranked if ways or not after])
+
+    found = depth_first(ways_on, lambda path: len(path) == len(layers), steps)
+    return tuple(found) if found else None
 
 
 # ---- tables of bit masks, one for each trial ----------------------------------------------------------------------------

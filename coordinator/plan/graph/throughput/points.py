@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from coordinator.plan.graph.bits import members, reached
 from hearth.plan.graph_spec import GraphSpec, Tensor
 
 # Integers up to this size carry shapes and indices of a graph, not activations.
@@ -189,11 +190,7 @@ def _between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
     """The operators on ways from the first point to the last."""
     if not points:
         return set()
-    after, before = {points[0]}, {points[-1]}
-    for operator in range(points[0] + 1, spec.num_operators):
-        if any(each in after for each in spec.predecessors[operator]):
-            after.add(operator)
-    for operator in range(points[-1] - 1, -1, -1):
-        if any(each in before for each in spec.successors[operator]):
-            before.add(operator)
-    return after & before
+    first, last = points[0], points[-1]
+    after = reached(spec.successors, reversed(range(spec.num_operators)))[first] | 1 << first
+    before = reached(spec.predecessors, range(spec.num_operators))[last] | 1 << last
+    return set(members(after & before))

@@ -10,7 +10,6 @@ A link's latency keeps neither the link nor a device busy, so it delays a reques
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,32 +35,22 @@ class Stage(NamedTuple):
 Stages = tuple[Stage, ...]
 
 
+def stages_at(last: Sequence[int], devices: Sequence[int]) -> Stages:
+    """The stages that end with these blocks, each on one of the devices."""
+    return tuple(map(Stage, [0, *(each + 1 for each in last[:-1])], last, devices))
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineProblem:
-    """N blocks of operators in order, K devices. Raises ValueError where shapes disagree or a number makes no sense."""
+    """N blocks of operators in order, K devices."""
 
     name: str
     blocks: tuple[tuple[int, ...], ...]  # [N], operators of each
-    boundary_bytes: tuple[float, ...]  # [N - 1], across the cut after each block, compressed
+    boundary_bytes: tuple[float, ...]  # [N - 1], across the cut after each block
     seconds: NDArray[np.float64]  # [N, K]; all 0: compute is left out, as in the paper
     stage_bytes: NDArray[np.int64]  # [N, N], that blocks i to j together hold; 0 below the diagonal
     memory_bytes: tuple[int, ...]  # [K], what each device may hold
     rate: NDArray[np.float64]  # [K, K] bytes per second from row to column, infinite on the diagonal
-
-    def __post_init__(self) -> None:
-        n, k = self.num_blocks, self.num_devices
-        if n == 0 or k == 0:
-            raise ValueError("a pipeline needs a block and a device")
-        if len(self.boundary_bytes) != n - 1 or self.stage_bytes.shape != (n, n):
-            raise ValueError(f"{n} blocks have {n - 1} cuts and {n} x {n} stages")
-        if self.seconds.shape != (n, k) or self.rate.shape != (k, k):
-            raise ValueError(f"{k} devices need {n} x {k} times and {k} x {k} rates")
-        if not np.isfinite(self.seconds).all() or (self.seconds < 0).any():
-            raise ValueError("a time is negative or not finite")
-        if not (self.rate > 0).all():
-            raise ValueError("a rate is not above 0")
-        if any(not (math.isfinite(size) and size >= 0) for size in self.boundary_bytes):
-            raise ValueError("a boundary's size is negative or not finite")
 
     @property
     def num_blocks(self) -> int:
@@ -70,10 +59,6 @@ class PipelineProblem:
     @property
     def num_devices(self) -> int:
         return len(self.memory_bytes)
-
-    @property
-    def num_operators(self) -> int:
-        return sum(map(len, self.blocks))
 
     @cached_property
     def elapsed(self) -> NDArray[np.float64]:
@@ -109,26 +94,12 @@ class PipelineProblem:
 
     def assignment(self, stages: Sequence[Stage]) -> tuple[int, ...]:
         """By operator, the device that runs it."""
-        found = [0] * self.num_operators
+        found = [0] * sum(map(len, self.blocks))
         for stage in stages:
             for block in self.blocks[stage.first : stage.last + 1]:
                 for operator in block:
                     found[operator] = stage.device
         return tuple(found)
-
-    def check(self, stages: Sequence[Stage]) -> None:
-        """Raises ValueError unless the stages are a pipeline: each block once, in order, each device once, within memory."""
-        if [stage.first for stage in stages] != [0, *(stage.last + 1 for stage in stages[:-1])]:
-            raise ValueError("the stages leave out blocks or run them twice")
-        if not stages or stages[-1].last != self.num_blocks - 1:
-            raise ValueError("the last block is in no stage")
-        if any(stage.last < stage.first for stage in stages):
-            raise ValueError("a stage is empty")
-        if len({stage.device for stage in stages}) != len(stages):
-            raise ValueError("a device has two stages")
-        for stage in stages:
-            if self.stage_bytes[stage.first, stage.last] > self.memory_bytes[stage.device]:
-                raise ValueError(f"blocks {stage.first} to {stage.last} do not fit on device {stage.device}")
 
     def missing_bytes(self, budgets: Sequence[int]) -> int:
         """Of the blocks that are left when devices of these budgets are filled one after the other, largest first."""
@@ -141,22 +112,13 @@ class PipelineProblem:
 
 
 def pipeline_problem(
-    spec: GraphSpec,
-    seconds: Matrix,
-    memory_bytes: Sequence[int],
-    rate: Matrix,
-    compression: float = 1.0,
-    *,
-    chain: Chain | None = None,
-    resident_bytes: Sequence[int] | None = None,
+    spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, chain: Chain | None = None
 ) -> PipelineProblem:
     """A graph on K devices: seconds [n][K] of each operator, bytes that each device may hold, bytes per second [K][K].
 
-    A stage holds the weights of its operators, shared ones once, and `resident_bytes` [n] where given (activations that
-    stay). `compression` (the paper's lambda) divides what crosses a cut. Raises ValueError for shapes that disagree.
+    A stage holds the weights of its operators, shared ones once. Without a `chain`, cuts are at candidate points. Raises
+    ValueError for shapes that disagree.
     """
-    if compression <= 0 or not math.isfinite(compression):
-        raise ValueError(f"a compression of {compression} is none")
     chain = chain or candidate_chain(spec)
     times = np.asarray(seconds, dtype=np.float64).reshape(spec.num_operators, len(memory_bytes))
     rates = np.array(rate, dtype=np.float64).reshape(len(memory_bytes), len(memory_bytes))
@@ -164,15 +126,15 @@ def pipeline_problem(
     return PipelineProblem(
         name=spec.name,
         blocks=chain.blocks,
-        boundary_bytes=tuple(num_bytes / compression for num_bytes in chain.boundary_bytes(spec)),
+        boundary_bytes=tuple(map(float, chain.boundary_bytes(spec))),
         seconds=np.array([times[list(block)].sum(axis=0) for block in chain.blocks]),
-        stage_bytes=_stage_bytes(spec, chain, resident_bytes),
+        stage_bytes=_stage_bytes(spec, chain),
         memory_bytes=tuple(memory_bytes),
         rate=rates,
     )
 
 
-def _stage_bytes(spec: GraphSpec, chain: Chain, resident_bytes: Sequence[int] | None) -> NDArray[np.int64]:
+def _stage_bytes(spec: GraphSpec, chain: Chain) -> NDArray[np.int64]:
     """[N, N]: all that blocks i to j use, less what is counted twice since two of them share it."""
     n = len(chain.blocks)
     users: dict[int, list[int]] = {}
@@ -185,8 +147,6 @@ def _stage_bytes(spec: GraphSpec, chain: Chain, resident_bytes: Sequence[int] | 
         alone[found] += num_bytes
         for first, second in zip(found, found[1:], strict=False):
             twice[first, second] += num_bytes
-    if resident_bytes is not None:
-        alone += [sum(resident_bytes[operator] for operator in block) for block in chain.blocks]
     # Pairs (a, b) with i <= a and b <= j.
     shared = np.cumsum(np.cumsum(twice[::-1], axis=0)[::-1], axis=1)
     ends = np.concatenate([[0], np.cumsum(alone)])

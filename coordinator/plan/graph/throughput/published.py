@@ -9,17 +9,14 @@ every device counts as large as the smallest. Where that is too small the smalle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from random import Random
 
 from coordinator.plan.graph.bits import members
 from coordinator.plan.graph.throughput.k_path import k_path
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.partitions import Partitioning, classes_of, least_transfers
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
 from hearth.errors import ModelDoesNotFit
-
-if TYPE_CHECKING:
-    from random import Random
 
 # The most that the paper tries, and what it finds best.
 NUM_CLASSES = 20
@@ -33,9 +30,9 @@ def published_stages(problem: PipelineProblem, chance: Random, num_classes: int 
         of_cut = classes_of(problem, partitioning.transfers, classes)
         nodes = match_paths(links, of_cut, chance)
         if nodes is not None:
-            return as_stages(partitioning, nodes)
+            return stages_at(partitioning.last, nodes)
     # Every probability of a miss came true: any order of the devices is a placement.
-    return as_stages(partitioning, devices[: len(partitioning.last)])
+    return stages_at(partitioning.last, devices[: len(partitioning.last)])
 
 
 def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int, ...]]:
@@ -50,11 +47,6 @@ def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int,
             return found, tuple(sorted(ranked[:count]))
         missing.append(problem.missing_bytes([budget] * count))
     raise ModelDoesNotFit(model=problem.name, missing_bytes=min(missing))
-
-
-def as_stages(partitioning: Partitioning, nodes: Sequence[int]) -> Stages:
-    firsts = [0, *(last + 1 for last in partitioning.last[:-1])]
-    return tuple(map(Stage, firsts, partitioning.last, nodes))
 
 
 # ---- Algorithms 2 and 3 ------------------------------------------------------------------------------------------------
@@ -89,12 +81,7 @@ def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _best_path(
-    links: Links,
-    unused: int,
-    k: int,
-    start: int | None,
-    end: int | None,
-    chance: Random,
+    links: Links, unused: int, k: int, start: int | None, end: int | None, chance: Random
 ) -> tuple[int, ...] | None:
     """Algorithm 2: binary search for the highest threshold whose links hold a path of k vertices."""
     low, high = 0, len(links.thresholds)

@@ -13,15 +13,16 @@ where its stage may end: it is enough to know until where it may.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.bits import members
-from coordinator.plan.graph.throughput.k_path import Graph, neighbours
+from coordinator.plan.graph.throughput.k_path import Graph, depth_first, neighbours
 from coordinator.plan.graph.throughput.links import Links
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
 
 _QUICK_STEPS = 300  # of the depth-first search
 _MAX_STATES = 30_000  # of one dynamic programme, all positions together
@@ -110,23 +111,12 @@ class Decision:
     # ---- depth first, for a quick yes ----------------------------------------------------------------------------------
 
     def _search(self, steps: int) -> Stages | None:
-        path: list[tuple[int, int]] = []  # (end, device)
-        used = 0
-        todo = [self._choices(0, None, 0)]
-        while todo and steps:
-            step = next(todo[-1], None)
-            if step is None:
-                todo.pop()
-                if path:
-                    used ^= 1 << path.pop()[1]
-                continue
-            steps -= 1
-            path.append(step)
-            if step[0] == self._n:
-                return _as_stages(path)
-            used |= 1 << step[1]
-            todo.append(self._choices(*step, used))
-        return None
+        def ways_on(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+            end, device = path[-1] if path else (0, None)
+            return self._choices(end, device, sum(1 << each for _, each in path))
+
+        path = depth_first(ways_on, lambda path: path[-1][0] == self._n, steps)
+        return _as_stages(path) if path else None
 
     def _choices(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
         """Long stages first; of the devices for one, those with the fewest ways on from there."""
@@ -287,8 +277,7 @@ class Reaches:
 
 
 def _as_stages(path: Sequence[tuple[int, int]]) -> Stages:
-    firsts = [0, *(end for end, _ in path[:-1])]
-    return tuple(Stage(first, end - 1, device) for first, (end, device) in zip(firsts, path, strict=True))
+    return stages_at([end - 1 for end, _ in path], [device for _, device in path])
 
 
 def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
@@ -338,9 +327,7 @@ def _alike(out: Graph, devices: int) -> list[object]:
         for receiver in members(out[sender]):
             into[receiver] |= 1 << sender
     closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in members(devices)}
-    count: dict[tuple[int, int], int] = {}
-    for key in closed.values():
-        count[key] = count.get(key, 0) + 1
+    count = Counter(closed.values())
     return [
         (True, *closed[each]) if count[closed[each]] > 1 else (False, out[each], into[each])
         for each in members(devices)

@@ -61,41 +61,35 @@ def token_head_seconds(spec: ModelSpec, blocks: BlockProfile) -> float:
     return head + STEP_LAYERS * blocks.decode_layer_seconds
 
 
-class Exchanges:
-    """Messages of one hop, each rank's one after the other."""
+def exchange(
+    layout: Layout,
+    ready: Sequence[float],
+    num_values: int,
+    sources: Collection[int],
+    targets: Collection[int],
+    verbatim: bool = False,
+) -> list[float]:
+    """Messages of one hop: every source sends `num_values` to every target but itself, one after the other. Returns when
+    each rank is done with its part.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def run(
-        self,
-        ready: Sequence[float],
-        num_values: int,
-        sources: Collection[int],
-        targets: Collection[int],
-        verbatim: bool = False,
-    ) -> list[float]:
-        """Every source sends `num_values` to every target but itself; when each rank is done with its part.
-
-        `verbatim`: in no plan's format.
-        """
-        layout = self._layout
-        busy, sending, receiving = list(ready), list(ready), [0.0] * len(ready)
-        arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # when, and what receiving it costs
-        for offset in range(1, len(ready)):
-            for source in sources:
-                target = (source + offset) % len(ready)
-                if target not in targets:
-                    continue
-                link = layout.links[source, target]
-                format_: Values = "exact" if verbatim else layout.formats[source, target]
-                busy[source] += layout.wire_seconds(source, num_values, format_)
-                start = max(busy[source], sending[source], receiving[target])
-                end = start + num_values * BYTES_PER_VALUE[format_] / link.bytes_per_second
-                sending[source] = receiving[target] = end
-                cost = layout.wire_seconds(target, num_values, format_)
-                arriving[target].append((end + link.round_trip_seconds / 2, cost))
-        for rank, messages in enumerate(arriving):
-            for arrival, cost in sorted(messages):
-                busy[rank] = max(busy[rank], arrival) + cost
-        return busy
+    `verbatim`: in no plan's format.
+    """
+    busy, sending, receiving = list(ready), list(ready), [0.0] * len(ready)
+    arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # when, and what receiving it costs
+    for offset in range(1, len(ready)):
+        for source in sources:
+            target = (source + offset) % len(ready)
+            if target not in targets:
+                continue
+            link = layout.links[source, target]
+            format_: Values = "exact" if verbatim else layout.formats[source, target]
+            busy[source] += layout.wire_seconds(source, num_values, format_)
+            start = max(busy[source], sending[source], receiving[target])
+            end = start + num_values * BYTES_PER_VALUE[format_] / link.bytes_per_second
+            sending[source] = receiving[target] = end
+            cost = layout.wire_seconds(target, num_values, format_)
+            arriving[target].append((end + link.round_trip_seconds / 2, cost))
+    for rank, messages in enumerate(arriving):
+        for arrival, cost in sorted(messages):
+            busy[rank] = max(busy[rank], arrival) + cost
+    return busy

@@ -15,6 +15,9 @@ from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.transformer import TensorParallel
 from hearth.plan.value_formats import BYTES_PER_VALUE, Values
 
+After = tuple[int, ...]  # the tasks that another one waits for
+Ends = tuple[int, int]  # the ranks that send and receive
+
 
 class RingTasks:
     """Builds the tasks of some rows of a step, all of it or one micro-batch. Each method appends its tasks for all ranks.
@@ -27,11 +30,10 @@ class RingTasks:
         self.spec, self.body, self.blocks, self.ranks = layout.spec, layout.body, layout.blocks, layout.ranks
         self.num_rows = part.size
         self.rows = rows_for(self.body.row_weights, part.size)
-        self.last: list[tuple[int, ...]] = [()] * len(self.ranks)
+        self.last: list[After] = [()] * len(self.ranks)
         self.layer: int | None = None  # of the tasks that are appended; None: outside the layers
         self._layout = layout
         self._num_ranks = len(self.ranks)
-        self._compute_of = [compute_of(rank) for rank in self.ranks]
         self._sides_of = {ends: sides_of(*ends) for ends in layout.links}
         # A profile taken at another length is scaled by the rows; planning profiles at its own length.
         self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
@@ -98,12 +100,12 @@ class RingTasks:
         for rank in self.ranks:
             before = self.last[rank]
             ends = []
-            for tile in self._in_order_of_arrival(rank):
+            for tile in (step.compute for step in rings.ring_all_gather(self._num_ranks, rank)):
                 if self.rows[tile]:
                     after = (*before, *arrived[rank, tile])
                     ends.append(self.task(kind or phase, rank, seconds[rank][tile], after, tile))
                 if tile == rank:
-                    ends.append(self._wire_task(rank, moved[rank], before))
+                    ends.append(self.task(Work.WIRE, rank, moved[rank], before))
             self.last[rank] = tuple(ends) or before
 
     def scatter(self, kind: Work, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
@@ -140,7 +142,7 @@ class RingTasks:
             before = start[rank]
             if self.rows[rank]:
                 before = (self.task(entering[0], rank, entering[2][rank][rank], before, rank),)
-            wire = self._wire_task(rank, moved[rank], start[rank])
+            wire = self.task(Work.WIRE, rank, moved[rank], start[rank])
             for tile in self._in_order_of_sums(rank):
                 if tile != rank:
                     after = (*before, *arrived[rank, tile])
@@ -150,48 +152,35 @@ class RingTasks:
             self.last[rank] = (*before, wire)
         self._ring_reduce_scatter(leaving[1], computed, start)
 
-    def _in_order_of_arrival(self, rank: int) -> list[int]:
-        return [step.compute for step in rings.ring_all_gather(self._num_ranks, rank)]
-
     def _in_order_of_sums(self, rank: int) -> list[int]:
         """Tiles without rows are left out."""
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
-    def _ring_all_gather(
-        self, phase: Phase, row_values: int
-    ) -> tuple[dict[tuple[int, int], tuple[int, ...]], Sequence[float]]:
+    def _ring_all_gather(self, phase: Phase, row_values: int) -> tuple[dict[tuple[int, int], After], Sequence[float]]:
         """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
         of the transfers takes from its compute."""
-        arrived: dict[tuple[int, int], tuple[int, ...]] = {(r, r): self.last[r] for r in self.ranks}
+        arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
         formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # in which a rank has a tile
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self.ranks:
                 tile = rings.ring_all_gather(self._num_ranks, rank)[t].send
                 assert tile is not None
-                following = (rank + 1) % self._num_ranks
                 if self.rows[tile]:
-                    num_values = self.rows[tile] * row_values
-                    had = formats[rank, tile]
-                    # What has lost its precision once is forwarded as it is.
-                    format_ = formats[following, tile] = (
-                        self._layout.formats[rank, following] if had == "exact" else had
-                    )
-                    index = self._transfer((rank, following), phase, tile, num_values, arrived[rank, tile], format_)
-                    arrived[following, tile] = (index,)
-                    moved[rank] += self._layout.wire_seconds(rank, num_values, format_, 0.5 if had == "exact" else 0.0)
-                    moved[following] += self._layout.wire_seconds(following, num_values, format_)
+                    ends = rank, (rank + 1) % self._num_ranks
+                    num_values, had = self.rows[tile] * row_values, formats[rank, tile]
+                    index = self._transfer(ends, phase, tile, num_values, arrived[rank, tile], moved, had)
+                    arrived[ends[1], tile] = (index,)
+                    formats[ends[1], tile] = self._format(ends, had)
         if not self.body.overlap:
             everything = tuple(index for after in arrived.values() for index in after)
             arrived = dict.fromkeys(arrived, everything)
         return arrived, moved
 
-    def _ring_reduce_scatter(
-        self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[tuple[int, ...]]
-    ) -> None:
+    def _ring_reduce_scatter(self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[After]) -> None:
         """The transfers alone; `computed[r, k]` is rank r's partial sum of tile k. What they take from the compute may be
         done from `start` on."""
-        partial: dict[tuple[int, int], tuple[int, ...]] = {}
+        partial: dict[tuple[int, int], After] = {}
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
             for rank in self.ranks:
@@ -201,30 +190,22 @@ class RingTasks:
                     continue
                 after = (computed[rank, tile], *partial.get((rank, tile), ()))
                 if step.send is not None:
-                    following = (rank + 1) % self._num_ranks
+                    ends = rank, (rank + 1) % self._num_ranks
                     num_values = self.rows[tile] * self.spec.hidden_size
-                    partial[following, tile] = (self._transfer((rank, following), phase, tile, num_values, after),)
-                    moved[rank] += self._layout.wire_seconds(rank, num_values, self._layout.formats[rank, following])
-                    moved[following] += self._layout.wire_seconds(
-                        following, num_values, self._layout.formats[rank, following]
-                    )
+                    partial[ends[1], tile] = (self._transfer(ends, phase, tile, num_values, after, moved),)
                 else:
                     self.last[rank] = (*self.last[rank], *after)
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self._wire_task(rank, moved[rank], start[rank]))
+            self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
 
     def exchange(
-        self,
-        phase: Phase,
-        kind: Work,
-        seconds: Sequence[Sequence[float]],
-        num_values: Sequence[Sequence[float]],
-    ) -> list[dict[int, tuple[int, ...]]]:
+        self, phase: Phase, kind: Work, seconds: Sequence[Sequence[float]], num_values: Sequence[Sequence[float]]
+    ) -> list[dict[int, After]]:
         """All-to-all: rank r computes what rank k needs (`seconds[r][k]`), and sends it; its own part comes last.
 
         Returns what arrived at each rank, by its source; each rank's `_last` becomes its own compute.
         """
-        arrived: list[dict[int, tuple[int, ...]]] = [{} for _ in self.ranks]
+        arrived: list[dict[int, After]] = [{} for _ in self.ranks]
         moved = [0.0] * self._num_ranks
         start = list(self.last)
         for rank in self.ranks:
@@ -237,13 +218,10 @@ class RingTasks:
                     before = (self.task(kind, rank, seconds[rank][target], before, tile, peer),)
                 values = num_values[rank][target]
                 if offset and values > 0:
-                    index = self._transfer((rank, target), phase, target, values, before)
-                    arrived[target][rank] = (index,)
-                    moved[rank] += self._layout.wire_seconds(rank, values, self._layout.formats[rank, target])
-                    moved[target] += self._layout.wire_seconds(target, values, self._layout.formats[rank, target])
+                    arrived[target][rank] = (self._transfer((rank, target), phase, target, values, before, moved),)
             self.last[rank] = before
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self._wire_task(rank, moved[rank], start[rank]))
+            self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
             if phase is Phase.EXCHANGE_QKV:
                 self.last[rank] = (*self.last[rank], *(task for after in arrived[rank].values() for task in after))
             arrived[rank][rank] = self.last[rank]
@@ -260,27 +238,26 @@ class RingTasks:
         tile: int | None = None,
         peer: int | None = None,
     ) -> int:
-        resources = self._compute_of[rank]
-        self.tasks.append(Task(kind, self.layer, tile, peer, resources, seconds, tuple(dict.fromkeys(after))))
+        after = tuple(dict.fromkeys(after))
+        self.tasks.append(Task(kind, self.layer, tile, peer, compute_of(rank), seconds, after))
         return len(self.tasks) - 1
 
     def _transfer(
-        self,
-        ends: tuple[int, int],
-        phase: Phase,
-        tile: int,
-        values: float,
-        after: tuple[int, ...],
-        format_: Values | None = None,
+        self, ends: Ends, phase: Phase, tile: int, values: float, after: After, busy: list[float], had: Values = "exact"
     ) -> int:
-        """`ends` are the sender and the receiver. Without a format, the link's own."""
-        link = self._layout.links[ends]
-        num_bytes = values * BYTES_PER_VALUE[format_ or self._layout.formats[ends]]
+        """From sender to receiver (`ends`); the compute seconds that it takes at each are added to `busy`.
+
+        `had` is the format in which the sender has the values: what has lost its precision once is not converted again.
+        """
+        source, target = ends
+        link, format_ = self._layout.links[ends], self._format(ends, had)
+        num_bytes = values * BYTES_PER_VALUE[format_]
         seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
         sides = self._sides_of[ends]
-        self.tasks.append(Task(phase, self.layer, tile, ends[1], sides, seconds, after, latency, int(num_bytes)))
+        self.tasks.append(Task(phase, self.layer, tile, target, sides, seconds, after, latency, int(num_bytes)))
+        busy[source] += self._layout.wire_seconds(source, values, format_, 0.5 if had == "exact" else 0.0)
+        busy[target] += self._layout.wire_seconds(target, values, format_)
         return len(self.tasks) - 1
 
-    def _wire_task(self, rank: int, seconds: float, after: tuple[int, ...]) -> int:
-        """The compute seconds that a phase's traffic takes: one task, somewhere in the phase."""
-        return self.task(Work.WIRE, rank, seconds, after)
+    def _format(self, ends: tuple[int, int], had: Values) -> Values:
+        return self._layout.formats[ends] if had == "exact" else had

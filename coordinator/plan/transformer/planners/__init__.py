@@ -1,22 +1,33 @@
-"""Searches for the shares of each device: one file each, by the name that strategies know them by."""
+"""Searches for the shares of each device: one file each, by the names that strategies know them by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator.plan.transformer.planners.best_shares import BestSharesPlanner
-from coordinator.plan.transformer.planners.pipeline import PipelinePlanner
-from coordinator.plan.transformer.planners.rows import RowsPlanner
-from coordinator.plan.transformer.request import Planner
+from coordinator.plan.transformer.planners.best_shares import plan_shares
+from coordinator.plan.transformer.planners.pipeline import plan_stages
+from coordinator.plan.transformer.planners.rows import plan_rows
+from coordinator.plan.transformer.request import PlanRequest, on_subset
+from coordinator.plan.transformer.shares import by_capacity
 from coordinator.plan.transformer.strategies.base import Strategy
+from hearth.plan.plan import TransformerPlan
 
-SEARCHES: Mapping[str, Callable[[Any], Planner]] = {
-    "rows": RowsPlanner,
-    "shares": BestSharesPlanner,
-    "stages": lambda name: PipelinePlanner(),
-}
+_SHARED: Mapping[str, Callable[[PlanRequest, Any], TransformerPlan]] = {"rows": plan_rows, "shares": plan_shares}
 
 
-def planner_of(strategy: Strategy[Any]) -> Planner:
-    return SEARCHES[strategy.search](strategy.name)
+def plan_on_all(request: PlanRequest, strategy: Strategy[Any]) -> TransformerPlan:
+    """Over all devices of the request, as far as the model has layers for them. Raises ModelDoesNotFit that says how many
+    bytes are missing."""
+    if strategy.search == "stages":
+        return plan_stages(request, min(len(request.cluster.devices), request.spec.num_layers))
+    return _SHARED[strategy.search](request, strategy.name)
+
+
+def plan_on_some(request: PlanRequest, strategy: Strategy[Any], num_devices: int) -> TransformerPlan:
+    """Over so many devices: the fastest, or for stages those that suit them best. Raises ModelDoesNotFit."""
+    if strategy.search == "stages":
+        return plan_stages(request, num_devices)
+    fastest = {device.device_id for device in by_capacity(request)[:num_devices]}
+    ids = tuple(each.device_id for each in request.cluster.devices if each.device_id in fastest)
+    return plan_on_all(on_subset(request, ids), strategy)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.planners.exact import ExactPlanner
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
+from coordinator.plan.transformer.planners.exact import plan_exact
+from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.request import PlanRequest, in_ring
-from coordinator.plan.transformer.shares import OnFastest
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import ShareStrategy
 
 
-class BestSharesPlanner(OnFastest):
-    name = "shares"
-
-    def __init__(self, strategy: ShareStrategy) -> None:
-        self._planners = (ExactPlanner(strategy), GalaxyPlanner(strategy))
-
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        """Raises ModelDoesNotFit."""
-        request = in_ring(request)
-        exact, galaxy = self._planners
-        plans = [exact.plan(request)]
-        try:
-            plans.append(galaxy.plan(request))
-        except ModelDoesNotFit:  # its balancing can miss what the integer program finds
-            pass
-        return min(plans, key=seconds_of)
+def plan_shares(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
+    """Raises ModelDoesNotFit."""
+    request = in_ring(request)
+    plans = [plan_exact(request, strategy)]
+    with suppress(ModelDoesNotFit):  # Galaxy's balancing can miss what the integer program finds
+        plans.append(plan_galaxy(request, strategy))
+    return min(plans, key=seconds_of)

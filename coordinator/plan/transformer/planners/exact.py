@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -41,22 +42,14 @@ class Shares(NamedTuple):
     vocabulary: tuple[int, ...]
 
 
-class ExactPlanner:
-    """Plans `hmp` (and `megatron-tp`, which shards alike) over all devices of the cluster."""
-
-    name = "exact"
-
-    def __init__(self, strategy: ShareStrategy = "hmp") -> None:
-        self._strategy = strategy
-
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        """Raises ModelDoesNotFit."""
-        best = best_shares(request, self._strategy)
-        proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
-        body = body_of(request, self._strategy, *best.assignment)
-        if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
-            raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
-        return price(request, body, f"{self.name} ({proof})")
+def plan_exact(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
+    """`hmp` (or `megatron-tp`, which shards alike) over all devices, in their order. Raises ModelDoesNotFit."""
+    best = best_shares(request, strategy)
+    proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
+    body = body_of(request, strategy, *best.assignment)
+    if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
+    return price(request, body, f"exact ({proof})")
 
 
 def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Shares]:
@@ -64,58 +57,45 @@ def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Share
 
     Raises ModelDoesNotFit.
     """
-    spec = request.spec
-    num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
-    num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
-    blocks, work = [device.blocks for device in request.cluster.devices], Work(request)
-    heads = [[work.attention(b, a * spec.group_size) for a in range(spec.num_kv_heads + 1)] for b in blocks]
-    columns = [[work.mlp(b, min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
-    head_seconds = [b.decode_seconds_per_byte for b in blocks] if request.generation else []
-    problem = _Problem(
-        Budget(request, strategy), spec.num_kv_heads, num_columns, num_vocabulary, heads, columns, head_seconds
-    )
-    return problem.solve(spec.name)
+    return _Problem(request, strategy).solve()
 
 
 class _Problem:
-    def __init__(
-        self,
-        budget: Budget,
-        num_groups: int,
-        num_columns: int,
-        num_vocabulary: int,
-        group_seconds: Sequence[Sequence[float]],
-        column_seconds: Sequence[Sequence[float]],
-        head_seconds: Sequence[float] = (),
-    ) -> None:
-        """`head_seconds` weigh the output head's rows on each device; without, the vocabulary takes no time."""
-        self._budget = budget
-        self._totals = (num_groups, num_columns, num_vocabulary)
-        self._seconds = (_rising(group_seconds), _rising(column_seconds))
+    def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
+        spec, work = request.spec, Work(request)
+        blocks = [device.blocks for device in request.cluster.devices]
+        num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
+        groups = [[work.attention(b, a * spec.group_size) for a in range(spec.num_kv_heads + 1)] for b in blocks]
+        columns = [[work.mlp(b, min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
+        self._model = spec.name
+        self._budget = budget = Budget(request, strategy)
+        self._sizes = (budget.head_grain, budget.column_grain, budget.vocabulary_grain)
+        self._totals = (spec.num_kv_heads, num_columns, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
+        self._seconds = (_rising(groups), _rising(columns))
         self._thresholds = tuple(sorted({t for device in kind for t in device}) for kind in self._seconds)
-        self._num = len(group_seconds)
-        self._head_seconds = [seconds / max(head_seconds) for seconds in head_seconds] if any(head_seconds) else []
+        self._num = len(blocks)
+        # Weights of the output head's rows on each device; none where the vocabulary takes no time.
+        head = [b.decode_seconds_per_byte for b in blocks] if request.generation else []
+        self._head_seconds = [seconds / max(head) for seconds in head] if any(head) else []
 
-    def solve(self, model: str) -> Solution[Shares]:
+    def solve(self) -> Solution[Shares]:
         least = [self._least_threshold(kind) for kind in (0, 1)]
         bound = sum(self._thresholds[kind][least[kind]] for kind in (0, 1))
-        free = [self._balanced(0), self._balanced(1), self._vocabulary()]
-        if self._fits(free):
-            return self._shares(free, bound, bound)
-        found = self._feasible(least[0], least[1])
+        free = Shares(self._balanced(0), self._balanced(1), self._vocabulary())
+        fits = all(self._used(free, d) <= self._budget.total(d) for d in range(self._num))
+        found = free if fits else self._feasible(least[0], least[1])
         if found is not None:
-            return self._shares(found, bound, bound)
-        best: tuple[float, list[tuple[int, ...]]] | None = None
+            return Solution(found, bound, bound, proven=True)
         last = (len(self._thresholds[0]) - 1, len(self._thresholds[1]) - 1)
         anything = self._feasible(*last)
         if anything is None:
-            raise ModelDoesNotFit(model=model, missing_bytes=self._budget.missing(*self._totals))
-        best = (self._objective(anything), anything)
+            raise ModelDoesNotFit(model=self._model, missing_bytes=self._budget.missing(*self._totals))
+        best, seconds = anything, self._objective(anything)
         # The border: as the first threshold falls from where everything is allowed, the second one rises.
         i, j = last[0], least[1]
         proven, programs = True, 0
         while i >= least[0] and j <= last[1]:
-            if self._thresholds[0][i] + self._thresholds[1][j] >= best[0]:
+            if self._thresholds[0][i] + self._thresholds[1][j] >= seconds:
                 i -= 1  # nothing on this side of the border can be better
                 continue
             if programs == _MAX_PROGRAMS:
@@ -126,9 +106,12 @@ class _Problem:
             if found is None:
                 j += 1
                 continue
-            best = min(best, (self._objective(found), found), key=lambda each: each[0])
+            if self._objective(found) < seconds:
+                best, seconds = found, self._objective(found)
             i -= 1
-        return self._shares(best[1], best[0], best[0] if proven else bound)
+        if proven:
+            bound = seconds
+        return Solution(best, max(seconds, bound), bound, seconds <= bound)
 
     def _balanced(self, kind: int) -> tuple[int, ...]:
         """Memory aside: each grain to the device that is done with it first, which no other order can beat."""
@@ -148,36 +131,26 @@ class _Problem:
         weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num
         return largest_remainder(weights, self._totals[2])
 
-    def _vocabulary_within(self, found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def _vocabulary_within(self, found: Shares) -> tuple[int, ...]:
         """The vocabulary of feasible shares, where it takes time dealt anew: grain by grain to the device that is done
         with it first, of those that have room beside their other shares."""
         if not self._head_seconds:
-            return found[2]
-        sizes = (self._budget.head_grain, self._budget.column_grain)
-        room = [
-            (self._budget.total(d) - sum(size * kind[d] for size, kind in zip(sizes, found, strict=False)))
-            // self._budget.vocabulary_grain
-            for d in range(self._num)
-        ]
+            return found.vocabulary
+        without = found._replace(vocabulary=(0,) * self._num)
+        room = [(self._budget.total(d) - self._used(without, d)) // self._sizes[2] for d in range(self._num)]
         shares = [0] * self._num
         for _ in range(self._totals[2]):
             free = [d for d in range(self._num) if shares[d] < room[d]]
             if not free:  # feasible but for the solver's tolerance
-                return found[2]
+                return found.vocabulary
             shares[min(free, key=lambda d: ((shares[d] + 1) * self._head_seconds[d], d))] += 1
         return tuple(shares)
 
-    def _fits(self, found: Sequence[tuple[int, ...]]) -> bool:
-        sizes = (self._budget.head_grain, self._budget.column_grain, self._budget.vocabulary_grain)
-        return all(
-            sum(size * kind[d] for size, kind in zip(sizes, found, strict=True)) <= self._budget.total(d)
-            for d in range(self._num)
-        )
+    def _used(self, found: Shares, d: int) -> int:
+        """Bytes of a device's shares."""
+        return sum(size * kind[d] for size, kind in zip(self._sizes, found, strict=True))
 
-    def _shares(self, found: list[tuple[int, ...]], seconds: float, bound: float) -> Solution[Shares]:
-        return Solution(Shares(*found), max(seconds, bound), bound, seconds <= bound)
-
-    def _objective(self, found: list[tuple[int, ...]]) -> float:
+    def _objective(self, found: Shares) -> float:
         return sum(
             max(self._seconds[kind][d][found[kind][d]] for d in range(self._num) if found[kind][d]) for kind in (0, 1)
         )
@@ -188,28 +161,23 @@ class _Problem:
 
     def _least_threshold(self, kind: int) -> int:
         """Index of the least threshold that covers the whole, memory aside."""
-        low, high = 0, len(self._thresholds[kind]) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if sum(self._most(kind, self._thresholds[kind][middle])) >= self._totals[kind]:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        thresholds, total = self._thresholds[kind], self._totals[kind]
+        return bisect_left(
+            range(len(thresholds) - 1), True, key=lambda index: sum(self._most(kind, thresholds[index])) >= total
+        )
 
-    def _feasible(self, i: int, j: int) -> list[tuple[int, ...]] | None:
+    def _feasible(self, i: int, j: int) -> Shares | None:
         """Shares of all three kinds within both thresholds and all budgets, or None."""
         most = [self._most(0, self._thresholds[0][i]), self._most(1, self._thresholds[1][j])]
         if sum(most[0]) < self._totals[0] or sum(most[1]) < self._totals[1]:
             return None
         bounds = [*most, [self._totals[2]] * self._num]
-        sizes = (self._budget.head_grain, self._budget.column_grain, self._budget.vocabulary_grain)
         rows = Rows(3 * self._num)  # of each kind, the grains of every device
         for kind in range(3):
             rows.equal({kind * self._num + d: 1.0 for d in range(self._num)}, self._totals[kind])
         unit = float(1 << 20)
         for d in range(self._num):
-            row = {kind * self._num + d: sizes[kind] / unit for kind in range(3)}
+            row = {kind * self._num + d: self._sizes[kind] / unit for kind in range(3)}
             rows.at_most(row, self._budget.total(d) / unit)
         # Among equals: balanced, that is most to those who are fast, which the upper bounds express.
         cost = [1.0 / max(most, 1) if kind < 2 else 0.0 for kind in range(3) for most in bounds[kind]]
@@ -218,17 +186,10 @@ class _Problem:
             values = rows.minimise(np.array(cost), upper, integer=True, time_limit_seconds=_SOLVE_SECONDS)
         except ValueError:
             return None
-        found = [tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num).tolist()]
-        return [*found[:2], self._vocabulary_within(found)]
+        found = Shares(*(tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num).tolist()))
+        return found._replace(vocabulary=self._vocabulary_within(found))
 
 
 def _rising(kind: Sequence[Sequence[float]]) -> list[list[float]]:
     """Measured curves may dip; more work never counts as less."""
-    result = []
-    for seconds in kind:
-        highest, rising = 0.0, []
-        for value in seconds:
-            highest = max(highest, value)
-            rising.append(highest)
-        result.append(rising)
-    return result
+    return [list(accumulate(seconds, max)) for seconds in kind]

@@ -6,7 +6,7 @@ that a device will hold counts (`coordinator.plan.transformer.cost.memory`), and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes, over_budget, price
 from coordinator.plan.transformer.shares import Budget, body_of, capacity
@@ -22,10 +22,7 @@ def balanced_partition(workload: float, capacities: Sequence[float]) -> list[flo
 
 
 def memory_aware_balancing(
-    shares: Sequence[float],
-    capacities: Sequence[float],
-    room: Callable[[int], float],
-    devices: Sequence[int],
+    shares: Sequence[float], capacities: Sequence[float], room: Callable[[int], float], devices: Sequence[int]
 ) -> list[float]:
     """MemoryAwareBalancing (lines 14-27): shift each device's overflow to those with room, in proportion to capacity.
 
@@ -45,82 +42,54 @@ def memory_aware_balancing(
     return memory_aware_balancing(shares, capacities, room, [d for d in devices if d not in over])
 
 
-class GalaxyPlanner:
-    """Plans `hmp` (and `megatron-tp`, which shards alike) over all devices of the cluster."""
-
-    name = "galaxy"
-
-    def __init__(self, strategy: ShareStrategy = "hmp") -> None:
-        self._strategy = strategy
-
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        return price(request, self.shares(request), self.name)
-
-    def shares(self, request: PlanRequest) -> TensorParallel:
-        """A, B, S and the vocabulary split. Raises ModelDoesNotFit."""
-        spec, cluster = request.spec, request.cluster
-        budget = Budget(request, self._strategy)
-        ranks = range(len(cluster.devices))
-        capacities = [capacity(request, device.blocks) for device in cluster.devices]
-        # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
-        a = balanced_partition(spec.num_kv_heads, capacities)
-        b = balanced_partition(num_grains(spec.ffn_size, COLUMN_GRAIN), capacities)
-        v = balanced_partition(num_grains(spec.vocab_size, VOCABULARY_GRAIN), capacities)
-        # Lines 30-32: each call starts from the list of all devices; the finer grain first.
-        b = memory_aware_balancing(b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks)
-        v = memory_aware_balancing(
-            v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks
-        )
-        a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
-        # S: equal; the connective is bound by memory access, not by speed.
-        body = body_of(
-            request,
-            self._strategy,
-            largest_remainder(a, spec.num_kv_heads),
-            largest_remainder(b, num_grains(spec.ffn_size, COLUMN_GRAIN)),
-            largest_remainder(v, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
-        )
-        body = _repair(request, body)
-        if missing := missing_bytes(request, body):  # lines 33-34
-            raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
-        return body
+def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
+    """`hmp` (or `megatron-tp`, which shards alike) over all devices, in their order. Raises ModelDoesNotFit."""
+    spec, devices = request.spec, request.cluster.devices
+    budget, ranks = Budget(request, strategy), range(len(devices))
+    capacities = [capacity(request, device.blocks) for device in devices]
+    num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
+    num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
+    # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
+    a = balanced_partition(spec.num_kv_heads, capacities)
+    b = balanced_partition(num_columns, capacities)
+    v = balanced_partition(num_vocabulary, capacities)
+    # Lines 30-32: each call starts from the list of all devices; the finer grain first.
+    b = memory_aware_balancing(b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks)
+    v = memory_aware_balancing(v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks)
+    a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
+    groups = largest_remainder(a, spec.num_kv_heads)
+    columns, vocabulary = largest_remainder(b, num_columns), largest_remainder(v, num_vocabulary)
+    # S: equal; the connective is bound by memory access, not by speed.
+    body = _repair(request, body_of(request, strategy, groups, columns, vocabulary))
+    if missing := missing_bytes(request, body):  # lines 33-34
+        raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
+    return price(request, body, "galaxy")
 
 
 def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
     """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
-    spec, ranks = request.spec, range(len(request.cluster.devices))
+    while True:
+        excess = [over_budget(request, body, rank) for rank in range(len(request.cluster.devices))]
+        moved = next(_moves(request, body, excess), None) if max(excess) > 0 else None
+        if moved is None:
+            return body
+        body = moved
+
+
+def _moves(request: PlanRequest, body: TensorParallel, excess: Sequence[int]) -> Iterator[TensorParallel]:
+    """One grain from the fullest device to another that has room for it; the shorter last grain stays with the last."""
+    spec, source = request.spec, excess.index(max(excess))
     kinds = (
         ("columns", COLUMN_GRAIN, spec.ffn_size),
         ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size),
         ("heads", spec.group_size, spec.num_heads),
     )
-
-    progress = True
-    while progress:
-        progress = False
-        excess = [over_budget(request, body, rank) for rank in ranks]
-        if max(excess) <= 0:
-            return body
-        source = excess.index(max(excess))
-        for target in sorted(ranks, key=lambda rank: excess[rank]):
-            for field, grain, total in kinds:
-                moved = _move_grain(getattr(body, field), source, target, grain, total)
-                if target == source or moved is None:
-                    continue
-                candidate = body.model_copy(update={field: moved})
-                if over_budget(request, candidate, target) <= 0:
-                    body, progress = candidate, True
-                    break
-            if progress:
-                break
-    return body
-
-
-def _move_grain(shares: tuple[int, ...], source: int, target: int, grain: int, total: int) -> tuple[int, ...] | None:
-    """One grain from `source` to `target`; the shorter last grain stays with whoever is last."""
-    grains = [-(-share // grain) for share in shares]
-    if grains[source] == 0:
-        return None
-    grains[source] -= 1
-    grains[target] += 1
-    return grains_to_items(grains, total, grain)
+    for target in sorted(range(len(excess)), key=lambda rank: excess[rank]):
+        for field, grain, total in kinds:
+            grains = [-(-share // grain) for share in getattr(body, field)]
+            if target != source and grains[source] > 0:
+                grains[source] -= 1
+                grains[target] += 1
+                moved = body.model_copy(update={field: grains_to_items(grains, total, grain)})
+                if over_budget(request, moved, target) <= 0:
+                    yield moved

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from math import comb
 from typing import NamedTuple
 
@@ -93,32 +93,21 @@ def best_split(
     return best
 
 
-class PipelinePlanner:
-    """`plan` uses all devices of the request, as far as the model has layers for them."""
-
-    name = "pipeline"
-
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        """Raises ModelDoesNotFit."""
-        return self.on_some(request, min(len(request.cluster.devices), request.spec.num_layers))
-
-    def on_some(self, request: PlanRequest, num_devices: int) -> TransformerPlan:
-        """On so many of the request's devices, those that suit it best. Raises ModelDoesNotFit."""
-        search = _Search(request)
-        found: list[_Estimate] = []
-        missing: list[int] = []
-        for subset in search.subsets(num_devices):
-            for order in search.orders(subset):
-                for chunk_rows in search.chunk_sizes(num_devices):
-                    estimate = search.estimate(order, chunk_rows)
-                    if isinstance(estimate, int):
-                        missing.append(estimate)
-                    else:
-                        found.append(estimate)
-        if not found:
-            raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-        plans = [search.priced(estimate, self.name) for estimate in sorted(found)[:_PRICED]]
-        return min(plans, key=seconds_of)
+def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
+    """On so many of the request's devices, those that suit it best. Raises ModelDoesNotFit."""
+    search = _Search(request)
+    found: list[_Estimate] = []
+    missing: list[int] = []
+    for subset in search.subsets(num_devices):
+        for order, chunk_rows in product(search.orders(subset), search.chunk_sizes(num_devices)):
+            estimate = search.estimate(order, chunk_rows)
+            if isinstance(estimate, int):
+                missing.append(estimate)
+            else:
+                found.append(estimate)
+    if not found:
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
+    return min((search.priced(estimate) for estimate in sorted(found)[:_PRICED]), key=seconds_of)
 
 
 class _Estimate(NamedTuple):
@@ -214,9 +203,9 @@ class _Search:
         seconds = split.seconds + self._steps * once + self._tokens * for_token
         return _Estimate(seconds, order, split.layers, chunk_rows)
 
-    def priced(self, estimate: _Estimate, planner: str) -> TransformerPlan:
+    def priced(self, estimate: _Estimate) -> TransformerPlan:
         ids = tuple(self._devices[device].device_id for device in estimate.order)
-        return price(on_subset(self._request, ids), self._body(estimate.layers, estimate.chunk_rows), planner)
+        return price(on_subset(self._request, ids), self._body(estimate.layers, estimate.chunk_rows), "pipeline")
 
     def _body(self, layers: Sequence[int], chunk_rows: int) -> Pipeline:
         return Pipeline.of(self._spec, layers, self._request.seq_len, chunk_rows, self._request.limits)

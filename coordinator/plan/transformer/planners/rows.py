@@ -4,48 +4,40 @@ from __future__ import annotations
 
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import PlanRequest, in_ring, missing_bytes, price
-from coordinator.plan.transformer.shares import OnFastest, body_of, row_capacity
+from coordinator.plan.transformer.shares import body_of, row_capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
-class RowsPlanner(OnFastest):
-    name = "rows"
+def plan_rows(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
+    """Raises ModelDoesNotFit."""
+    request = in_ring(request)
+    bodies = [_body(request, strategy, rows) for rows in _splits(request)]
+    missing = [missing_bytes(request, body) for body in bodies]
+    if min(missing):
+        raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
+    fitting = (body for body, lacks in zip(bodies, missing, strict=True) if not lacks)
+    return min((price(request, body, "rows") for body in fitting), key=seconds_of)
 
-    def __init__(self, strategy: ShareStrategy) -> None:
-        self._strategy = strategy
 
-    def plan(self, request: PlanRequest) -> TransformerPlan:
-        request = in_ring(request)
-        bodies = [self._body(request, rows) for rows in _splits(request)]
-        missing = [missing_bytes(request, body) for body in bodies]
-        if min(missing):
-            raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-        fitting = (body for body, lacks in zip(bodies, missing, strict=True) if not lacks)
-        return min((price(request, body, self.name) for body in fitting), key=seconds_of)
+def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]) -> TensorParallel:
+    """The vocabulary in equal parts.
 
-    def _body(self, request: PlanRequest, rows: tuple[float, ...]) -> TensorParallel:
-        """The vocabulary in equal parts.
-
-        A decoder decodes with a share of the weights on every device, and caches the keys and values of it: by how fast
-        the devices read.
-        """
-        spec, num_ranks = request.spec, len(request.cluster.devices)
-        everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
-        if request.generation is not None:
-            rates = [device.blocks.decode_seconds_per_byte for device in request.cluster.devices]
-            everything = evenly = [1.0 / rate for rate in rates] if min(rates) > 0 else evenly
-        body = body_of(
-            request,
-            self._strategy,
-            largest_remainder(everything, spec.num_kv_heads),
-            largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN)),
-            largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN)),
-            rows,
-        )
-        return body.model_copy(update={"overlap": body.mode(0).attention == "heads"})
+    A decoder decodes with a share of the weights on every device, and caches the keys and values of it: by how fast
+    the devices read.
+    """
+    spec, num_ranks = request.spec, len(request.cluster.devices)
+    everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
+    if request.generation is not None:
+        rates = [device.blocks.decode_seconds_per_byte for device in request.cluster.devices]
+        everything = evenly = [1.0 / rate for rate in rates] if min(rates) > 0 else evenly
+    groups = largest_remainder(everything, spec.num_kv_heads)
+    columns = largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN))
+    vocabulary = largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
+    body = body_of(request, strategy, groups, columns, vocabulary, rows)
+    return body.model_copy(update={"overlap": body.mode(0).attention == "heads"})
 
 
 def _splits(request: PlanRequest) -> list[tuple[float, ...]]:

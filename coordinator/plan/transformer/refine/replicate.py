@@ -6,6 +6,7 @@ simulator first, until nothing helps. Where computing follows rows (replicated g
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from coordinator.plan.transformer.cost.predict import seconds_of
@@ -91,16 +92,10 @@ def _most_layers(
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})
         return all(over_budget(request, candidate, rank) <= 0 for rank in range(len(request.cluster.devices)))
 
-    low, high = 0, len(modes)
-    if fits(high):
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    num_layers = len(modes)
+    if fits(num_layers):
+        return num_layers
+    return bisect_left(range(1, num_layers), True, key=lambda count: not fits(count))
 
 
 def _weights(plan: TransformerPlan) -> int:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.simulator import Resource, Task
@@ -21,16 +21,13 @@ from hearth.plan.transformer import GenerationLimits, Pipeline, TensorParallel
 B = TypeVar("B", TensorParallel, Pipeline)
 
 
-class Timing(NamedTuple):
-    """Seconds of a whole step, and the busy seconds of each resource."""
-
-    total_seconds: float
-    busy: Mapping[Resource, float]
+# Seconds of a whole step, and the busy seconds of each resource.
+Timing = tuple[float, Mapping[Resource, float]]
 
 
 @dataclass(frozen=True)
 class Strategy(ABC, Generic[B]):
-    """One way to divide a Transformer. `search` names the planner that looks for its shares (`planners.SEARCHES`)."""
+    """One way to divide a Transformer. `search` names the planner that looks for its shares (see `planners`)."""
 
     name: transformer.Strategy
     summary: str  # one line for people
@@ -39,10 +36,11 @@ class Strategy(ABC, Generic[B]):
     # Also tried without each device in turn: the slow link may belong to a fast device.
     leaves_one_out: bool = False
     refines: tuple[Literal["replicate", "micro-batches"], ...] = ()
+    most_devices: int = 256  # that can share
 
     def max_devices(self, spec: ModelSpec) -> int:
         """The most devices that can share."""
-        return 256
+        return self.most_devices
 
     @abstractmethod
     def tasks(self, layout: Layout[B]) -> list[Task]:

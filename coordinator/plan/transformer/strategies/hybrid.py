@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from coordinator.plan.transformer.cost.ring_tasks import RingTasks
 from coordinator.plan.transformer.strategies.tensor_parallel import TensorParallelStrategy
-from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.transformer import LayerMode
 
@@ -32,12 +31,7 @@ class Hybrid(TensorParallelStrategy):
         ring.connective(Work.CONNECTIVE_MLP, ring.rows)
 
 
-class _Local(Hybrid):
-    def max_devices(self, spec: ModelSpec) -> int:
-        return 1
-
-
-LOCAL = _Local("local", "the whole model on one device", search="rows")
+LOCAL = Hybrid("local", "the whole model on one device", search="rows", most_devices=1)
 SP = Hybrid("sp", "sequence parallelism: all weights on every device, rows shared", search="rows", whole_prompts=True)
 HMP = Hybrid(
     "hmp",

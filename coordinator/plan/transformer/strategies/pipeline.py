@@ -8,13 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from coordinator.plan.simulator import Task, compute_of, sides_of, simulate
-from coordinator.plan.transformer.cost.decode import (
-    FEW_VALUES,
-    Exchanges,
-    head_bytes,
-    token_head_seconds,
-    token_layer_seconds,
-)
+from coordinator.plan.transformer.cost import decode
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.strategies.base import Strategy, Timing
 from hearth.plan.geometry import Span, spans
@@ -55,19 +49,19 @@ class Stages(Strategy[Pipeline]):
 
     def timing(self, layout: Layout[Pipeline]) -> Timing:
         timeline = simulate(self.tasks(layout))
-        return Timing(timeline.makespan, timeline.busy)
+        return timeline.makespan, timeline.busy
 
     def decode_seconds(self, layout: Layout[Pipeline], num_tokens: float) -> float:
         """From the moment when the first stage has chosen a token: its order to all, stage after stage, and its row
         back to the first."""
-        spec, ranks, exchanges = layout.spec, layout.ranks, Exchanges(layout)
-        ready = exchanges.run([0.0 for _ in ranks], FEW_VALUES, [0], ranks, verbatim=True)
+        spec, ranks = layout.spec, layout.ranks
+        ready = decode.exchange(layout, [0.0 for _ in ranks], decode.FEW_VALUES, [0], ranks, verbatim=True)
         for rank in ranks:
-            ready[rank] += layout.body.layers[rank] * token_layer_seconds(spec, layout.blocks[rank], num_tokens)
+            ready[rank] += layout.body.layers[rank] * decode.token_layer_seconds(spec, layout.blocks[rank], num_tokens)
             following = (rank + 1) % len(ranks)
             if following != rank:
-                ready = exchanges.run(ready, spec.hidden_size, [rank], [following])
-        return ready[0] + token_head_seconds(spec, layout.blocks[0])
+                ready = decode.exchange(layout, ready, spec.hidden_size, [rank], [following])
+        return ready[0] + decode.token_head_seconds(spec, layout.blocks[0])
 
     def decoding_values(self, spec: ModelSpec, body: Pipeline, limits: GenerationLimits) -> int:
         """The rows of the steps that may be in flight."""
@@ -96,7 +90,7 @@ class _StageTasks:
         if spec.causal:
             if last:
                 task = self._hop(Phase.HEAD_ROWS, 0, None, (last, 0), 1, task)
-            head = blocks[0].decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
+            head = blocks[0].decode_seconds_per_byte * decode.head_bytes(spec, spec.vocab_size)
             self._compute(Work.HEAD, None, None, 0, head, (task,))
 
     def _compute(

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from coordinator.plan.simulator import Task, simulate
-from coordinator.plan.transformer.cost.decode import (
-    FEW_VALUES,
-    STEP_LAYERS,
-    Exchanges,
-    attention_bytes,
-    head_bytes,
-    mlp_bytes,
-)
+from coordinator.plan.transformer.cost import decode
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.ring_tasks import RingTasks
 from coordinator.plan.transformer.strategies.base import Strategy, Timing
@@ -114,7 +107,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
                 for task in (tasks[index] for index in by_layer[last]):
                     for resource in task.resources:
                         extra[resource] += repeats * task.seconds
-        return Timing(total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()})
+        return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
 
     def _timing_of_micro_batches(self, layout: Layout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
         """An early micro-batch runs layers ahead of a late one, so that it takes a few layers until each adds as much as
@@ -122,47 +115,45 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         shown = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= shown:
             timeline = simulate(self.step(layout, modes)[0])
-            return Timing(timeline.makespan, timeline.busy)
+            return timeline.makespan, timeline.busy
         short, long = (simulate(self.step(layout, modes[:count])[0]) for count in (shown // 2, shown))
         repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
         busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
-        return Timing(long.makespan + repeats * (long.makespan - short.makespan), busy)
+        return long.makespan + repeats * (long.makespan - short.makespan), busy
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode_seconds(self, layout: Layout[TensorParallel], num_tokens: float) -> float:
         """From the moment when every rank has the token's word row: all layers, the output head, the candidates to rank
         0, its order to all, and the next word row from its owner (the slowest counts) to all."""
-        spec, body, ranks = layout.spec, layout.body, layout.ranks
-        exchanges = Exchanges(layout)
-        attention = [
-            b.decode_seconds_per_byte * attention_bytes(spec, heads, num_tokens) + b.decode_layer_seconds / 2
-            for b, heads in zip(layout.blocks, body.heads, strict=True)
-        ]
-        mlp = [
-            b.decode_seconds_per_byte * mlp_bytes(spec, columns) + b.decode_layer_seconds / 2
-            for b, columns in zip(layout.blocks, body.columns, strict=True)
-        ]
-        head = [
-            b.decode_seconds_per_byte * head_bytes(spec, vocabulary) + STEP_LAYERS * b.decode_layer_seconds
-            for b, vocabulary in zip(layout.blocks, body.vocabulary, strict=True)
-        ]
+        spec, body, ranks, H = layout.spec, layout.body, layout.ranks, layout.spec.hidden_size
+
+        def after(ready: Sequence[float], num_bytes: Sequence[float], num_layers: float) -> list[float]:
+            """When each rank has read its bytes and made the calls of so many layers."""
+            return [
+                start + (blocks.decode_seconds_per_byte * read + num_layers * blocks.decode_layer_seconds)
+                for start, blocks, read in zip(ready, layout.blocks, num_bytes, strict=True)
+            ]
+
+        attention = [decode.attention_bytes(spec, heads, num_tokens) for heads in body.heads]
+        mlp = [decode.mlp_bytes(spec, columns) for columns in body.columns]
+        head = [decode.head_bytes(spec, vocabulary) for vocabulary in body.vocabulary]
         with_heads = [rank for rank in ranks if body.heads[rank]]
         with_columns = [rank for rank in ranks if body.columns[rank]]
         owners = [rank for rank in ranks if body.vocabulary[rank]]
-        H = spec.hidden_size
 
         ready = [0.0 for _ in ranks]
         ends = []
         for _ in range(min(spec.num_layers, _SIMULATED_LAYERS)):
-            ready = exchanges.run(_later(ready, attention), H, with_heads, ranks)
-            ready = exchanges.run(_later(ready, mlp), H, with_columns, ranks)
+            ready = decode.exchange(layout, after(ready, attention, 0.5), H, with_heads, ranks)
+            ready = decode.exchange(layout, after(ready, mlp, 0.5), H, with_columns, ranks)
             ends.append(max(ready))
         further = max(spec.num_layers - _SIMULATED_LAYERS, 0) * (ends[-1] - (ends[-2] if len(ends) > 1 else 0.0))
         ready = [seconds + further for seconds in ready]
-        ready = exchanges.run(_later(ready, head), FEW_VALUES, owners, [0], verbatim=True)
-        ready = exchanges.run(ready, FEW_VALUES, [0], ranks, verbatim=True)
-        return max(max(exchanges.run(ready, H, [owner], ranks)) for owner in owners)
+        ready = after(ready, head, decode.STEP_LAYERS)
+        ready = decode.exchange(layout, ready, decode.FEW_VALUES, owners, [0], verbatim=True)
+        ready = decode.exchange(layout, ready, decode.FEW_VALUES, [0], ranks, verbatim=True)
+        return max(max(decode.exchange(layout, ready, H, [owner], ranks)) for owner in owners)
 
     def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:
         """Partial sums [B,H] of every rank."""
@@ -171,7 +162,3 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
 
 def _modes(layout: Layout[TensorParallel]) -> list[LayerMode]:
     return [layout.body.mode(layer) for layer in range(layout.spec.num_layers)]
-
-
-def _later(ready: Sequence[float], seconds: Sequence[float]) -> list[float]:
-    return [start + more for start, more in zip(ready, seconds, strict=True)]

@@ -11,9 +11,9 @@ from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.make import make_plan
-from coordinator.plan.transformer.planners.best_shares import BestSharesPlanner
-from coordinator.plan.transformer.planners.exact import ExactPlanner, best_shares
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner
+from coordinator.plan.transformer.planners.best_shares import plan_shares
+from coordinator.plan.transformer.planners.exact import best_shares, plan_exact
+from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.plan.transformer.ring import best_ring
@@ -106,11 +106,11 @@ def test_the_best_shares_are_never_worse_than_galaxys_under_the_simulator(
     budgets = [data.draw(st.sampled_from([400 << 20, 600 << 20, 1 << 30, 8 << 30])) for _ in speeds]
     problem = request(speeds, budgets, mbit, spec=spec, seq_len=284)
     try:
-        galaxy = GalaxyPlanner().plan(problem)
+        galaxy = plan_galaxy(problem, "hmp")
     except ModelDoesNotFit as error:
         assert error.missing_bytes > 0
         return
-    exact = BestSharesPlanner("hmp").plan(problem)
+    exact = plan_shares(problem, "hmp")
     assert seconds_of(exact) <= seconds_of(galaxy)
     for rank, device in enumerate(exact.devices):
         assert memory_use(spec, exact.body, rank).total <= device.budget_bytes
@@ -119,7 +119,7 @@ def test_the_best_shares_are_never_worse_than_galaxys_under_the_simulator(
 def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> None:
     def planned(budget: int) -> tuple[float, int]:
         problem = request([1.0] * 4, [budget] * 4, mbit=60, spec=BERT_LARGE, seq_len=284)
-        plan = replicate(problem, BestSharesPlanner("hmp").plan(problem))
+        plan = replicate(problem, plan_shares(problem, "hmp"))
         for device in plan.devices:
             assert device.memory.total <= budget
         return plan.predicted.latency_seconds, sum(mode.mlp == "replicated" for mode in plan.body.modes)
@@ -131,7 +131,7 @@ def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> 
 
 def test_on_a_fast_link_nothing_is_replicated_for_nothing() -> None:
     problem = request([1.0] * 2, [8 << 30] * 2, mbit=100_000, spec=BERT_LARGE, seq_len=284)
-    plan = ExactPlanner().plan(problem)
+    plan = plan_exact(problem, "hmp")
     assert replicate(problem, plan).predicted.latency_seconds >= 0.97 * plan.predicted.latency_seconds
 
 

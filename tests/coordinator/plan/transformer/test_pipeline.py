@@ -24,7 +24,7 @@ from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
 from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.planners.pipeline import PipelinePlanner, Split, best_split
+from coordinator.plan.transformer.planners.pipeline import Split, best_split, plan_stages
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
 from coordinator.plan.transformer.strategies import memory_use, strategy_of
 from hearth.errors import BadPlan, ModelDoesNotFit
@@ -376,7 +376,7 @@ def test_a_pipeline_is_planned_and_explained_on_80_columns(tmp_path: Path, monke
 
 def test_the_planner_chooses_the_devices_that_suit_it() -> None:
     asked = request(home([1.0, 0.2, 2.0, 0.3], budgets=[3 << 30, 16 << 30, 3 << 30, 3 << 30]))
-    plan = PipelinePlanner().on_some(asked, 2)
+    plan = plan_stages(asked, 2)
     assert {device.name for device in plan.devices} == {"device0", "device2"}
     with pytest.raises(ModelDoesNotFit):
-        PipelinePlanner().on_some(request(home([1.0, 1.0], budgets=[1 << 30] * 2)), 2)
+        plan_stages(request(home([1.0, 1.0], budgets=[1 << 30] * 2)), 2)

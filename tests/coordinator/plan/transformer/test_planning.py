@@ -14,7 +14,7 @@ from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
 from coordinator.plan.transformer.make import make_plan as plan_for
-from coordinator.plan.transformer.planners.galaxy import GalaxyPlanner, balanced_partition, memory_aware_balancing
+from coordinator.plan.transformer.planners.galaxy import balanced_partition, memory_aware_balancing, plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes
 from coordinator.plan.transformer.strategies import memory_use, strategy_of
@@ -216,16 +216,16 @@ def request(speeds: list[float], budgets: list[int] | None = None, mbit: float =
     ],
 )
 def test_galaxy_by_table(speeds: list[float], heads: tuple[int, ...], columns: tuple[int, ...]) -> None:
-    plan = GalaxyPlanner().plan(request(speeds))
+    plan = plan_galaxy(request(speeds), "hmp")
     assert plan.body.heads == heads
     assert plan.body.columns == columns
     assert plan.body.row_weights == (1.0,) * len(speeds)
 
 
 def test_a_small_device_gives_columns_away_before_heads() -> None:
-    roomy = GalaxyPlanner().plan(request([1.0, 1.0]))
+    roomy = plan_galaxy(request([1.0, 1.0]), "hmp")
     need = roomy.devices[0].memory.total
-    tight = GalaxyPlanner().plan(request([1.0, 1.0], [need - (100 << 20), 8 << 30]))
+    tight = plan_galaxy(request([1.0, 1.0], [need - (100 << 20), 8 << 30]), "hmp")
     assert tight.body.heads == roomy.body.heads
     assert tight.body.columns[0] < roomy.body.columns[0]
     assert tight.devices[0].memory.total <= need - (100 << 20)
@@ -240,7 +240,7 @@ def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
 ) -> None:
     asked = request([speed for speed, _ in devices], [mib << 20 for _, mib in devices], strategy=strategy)
     try:
-        plan = GalaxyPlanner(strategy).plan(asked)  # type: ignore[arg-type]
+        plan = plan_galaxy(asked, strategy)  # type: ignore[arg-type]
     except ModelDoesNotFit as error:
         assert error.missing_bytes > 0
         return
@@ -255,7 +255,7 @@ def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
         assert sum(shares) == total
         for span in spans(shares):
             grains_of(span, total, grain)
-    assert GalaxyPlanner(strategy).plan(asked) == plan  # type: ignore[arg-type]
+    assert plan_galaxy(asked, strategy) == plan  # type: ignore[arg-type]
 
 
 def test_what_cannot_fit_names_how_much_is_missing() -> None:

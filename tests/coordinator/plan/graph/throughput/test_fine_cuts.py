@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from support.graphs import from_edges, two_branches
 
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.throughput.planners import PLANNERS, SearchOptions, pipeline_problem, plan_pipeline, refined
+from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED, plan_pipeline, refined
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import published_stages
+from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
+from tools.bench.partition_theory import check_stages
 
 SEEDS = st.integers(0, 10**9)
 
@@ -52,7 +54,7 @@ def test_every_cut_counts_and_no_planner_is_below_the_bound(seed: int) -> None:
         ),
         default=None,
     )
-    for strategy in PLANNERS:
+    for strategy in (EXACT, *PUBLISHED):
         try:
             found = plan_pipeline(spec, seconds, memory, rate, strategy, SearchOptions(60.0, seed, time.monotonic))
         except ModelDoesNotFit:
@@ -85,7 +87,7 @@ def test_stages_between_points_are_the_same_among_all_cuts(seed: int) -> None:
     except ModelDoesNotFit:
         return
     same = refined(coarse, stages)
-    fine.check(same)
+    check_stages(fine, same)
     assert fine.bottleneck_seconds(same) == pytest.approx(coarse.bottleneck_seconds(stages))
     assert fine.assignment(same) == coarse.assignment(stages)
 
@@ -116,6 +118,6 @@ def test_branches_that_run_side_by_side_are_shared() -> None:
     assert not published.proven
     assert published.bound <= 3.0
     assert (exact.value, exact.proven) == (3.0, True)
-    segments = cut(spec, exact.assignment)
+    segments = cut(spec, exact.assignment.devices)
     assert [segment.operators for segment in segments] == [(0, 1, 2), (3, 4, 5)]
     assert segments[1].inputs == ("op0", "op2")
