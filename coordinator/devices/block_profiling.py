@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.devices.pooling import pooled
-from coordinator.devices.profiling import Profiler, Workload, compute_settings, digest
+from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from hearth.errors import UnsupportedWeights
 from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
@@ -13,7 +13,6 @@ from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
 from hearth.wire.messages import BlocksOf, Profile
 
 _PROFILE_SECONDS = 140.0
-_CACHE_VERSION = 2
 
 
 def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
@@ -25,17 +24,15 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
                 device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
             )
 
-    def cache_name(device: Device) -> str:
-        # The shape counts, not the name or the depth; but small decoders stay in the cache from one token to the next.
-        depth = set() if spec.causal else {"num_layers"}
-        shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
-        return f"blocks-{digest(_CACHE_VERSION, device.device_id, shape, seq_len, compute_settings(device))}.json"
-
+    # The shape counts, not the name or the depth; but small decoders stay in the cache from one token to the next.
+    depth = set() if spec.causal else {"num_layers"}
+    shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
     return Workload(
         title=spec.name,
         request=Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS),
         result=BlockProfile,
-        cache_name=cache_name,
+        cache="blocks",
+        depends_on=(shape, seq_len),
         seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
         check=check,
     )
@@ -52,7 +49,7 @@ async def block_cluster(
             DeviceProfile(
                 device_id=device.device_id,
                 name=device.name,
-                budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
+                budget_bytes=device.budget_bytes,
                 blocks=blocks[device.device_id].scaled(profiler.factor(device.device_id)),
             )
             for device in measured.devices

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Mapping
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.models.file_kinds import mistaken
-from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix
+from coordinator.models.file_kinds import mistaken, read_content
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix, linked_cluster
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
 from hearth.plan.graph_spec import GraphSpec
+from hearth.plan.profile import Link
 from hearth.platform.units import parse_bytes
 from hearth.validation import first_error
 
@@ -58,7 +59,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     [devices.operator_seconds]    # optional: those known better than by their FLOPs, by operator name
     conv1 = 0.004
     """
-    content = _values(path)
+    content = _content(path)
     if reason := mistaken(content, "cluster"):
         raise _bad(path, reason)
     try:
@@ -71,43 +72,35 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     if read.mbit_per_second is None and len(names) > 1:
         raise _bad(path, "lacks mbit_per_second: a number, or a matrix from row to column")
     rates = _matrix(path, "mbit_per_second", read.mbit_per_second or 0.0, len(names))
-    for source, row in enumerate(rates):
-        for target, rate in enumerate(row):
-            if source != target and rate <= 0:
-                raise _bad(path, f"mbit_per_second from {names[source]} to {names[target]} must be above 0")
     latency = _matrix(path, "latency_seconds", read.latency_seconds, len(names))
+    links = {}
+    for a, b in permutations(range(len(names)), 2):
+        if rates[a][b] <= 0:
+            raise _bad(path, f"mbit_per_second from {names[a]} to {names[b]} must be above 0")
+        links[names[a], names[b]] = Link(
+            source=names[a],
+            target=names[b],
+            bytes_per_second=rates[a][b] * 1e6 / 8,
+            round_trip_seconds=2 * latency[a][b],
+        )
+    devices = [ClusterDevice(device.name, device.name, _memory(path, device)) for device in read.devices]
     per_device = [_operator_seconds(path, device, spec) for device in read.devices]
-    return GraphCluster(
-        devices=tuple(ClusterDevice(device.name, device.name, _memory(path, device)) for device in read.devices),
-        seconds=tuple(zip(*per_device, strict=True)),
-        bytes_per_second=tuple(
-            tuple(math.inf if i == j else rate * 1e6 / 8 for j, rate in enumerate(row)) for i, row in enumerate(rates)
-        ),
-        latency_seconds=tuple(
-            tuple(0.0 if i == j else seconds for j, seconds in enumerate(row)) for i, row in enumerate(latency)
-        ),
-    )
+    return linked_cluster(devices, tuple(zip(*per_device, strict=True)), links, measured=False)
 
 
-def _values(path: Path) -> Any:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _bad(path, f"cannot be read ({error})") from None
+def _content(path: Path) -> Any:
     if path.suffix.lower() == ".json":
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            raise _bad(path, f"is no JSON ({error})") from None
+        return read_content(path, partial(_bad, path))
     if sys.version_info >= (3, 11):
         import tomllib
 
         try:
-            return tomllib.loads(text)
+            return tomllib.loads(path.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise _bad(path, f"is no TOML ({error})") from None
-    else:
-        raise _bad(path, "is TOML, which takes Python 3.11; write it as JSON here")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _bad(path, f"cannot be read ({error})") from None
+    raise _bad(path, "is TOML, which takes Python 3.11; write it as JSON here")
 
 
 def _memory(path: Path, device: _FileDevice) -> int:
@@ -152,12 +145,8 @@ def _bad(path: Path, reason: str) -> BadSetting:
 
 def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
     """A problem as the Moirai authors publish theirs, as JSON; times and memory stay in its units. Raises BadGraph."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadGraph(path=str(path), reason=error.strerror or str(error)) from None
-    except ValueError as error:
-        raise BadGraph(path=str(path), reason=f"it is no JSON ({error})") from None
+    path = Path(path)
+    data = read_content(path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"))
     try:
         return _instance(data, congestion)
     except (KeyError, IndexError, TypeError, ValueError) as error:

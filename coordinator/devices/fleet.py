@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -32,10 +32,12 @@ from hearth.wire.messages import (
     AgentState,
     AgentWelcome,
     DeviceInfo,
+    Done,
     GetTelemetry,
     Heartbeat,
     LeaseGranted,
     Message,
+    OpenLinkProbe,
     ReleaseLease,
     Telemetry,
 )
@@ -52,14 +54,13 @@ _SETTLE_POLL_SECONDS = 0.05
 _T = TypeVar("_T")
 
 
+@dataclass
 class _Connection:
-    """One agent's socket and the task that keeps it."""
+    """The socket of one agent, and the task that keeps it."""
 
-    def __init__(self, client: RpcClient, host: str, port: int) -> None:
-        self.client = client
-        self.host = host
-        self.port = port
-        self.task: asyncio.Task[None] | None = None
+    address: tuple[str, int]
+    client: RpcClient
+    task: asyncio.Task[None] | None = None
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
@@ -226,8 +227,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         if (host, port) in self._connections:
             return
         client = RpcClient(self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth")
-        connection = _Connection(client, host, port)
-        self._connections[host, port] = connection
+        connection = self._connections[host, port] = _Connection((host, port), client)
         connection.task = asyncio.create_task(self._keep(connection))
 
     async def _keep(self, connection: _Connection) -> None:
@@ -235,7 +235,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         while True:
             try:
                 welcome = await connection.client.hello(AgentWelcome, timeout_seconds=_HELLO_SECONDS)
-                registry.check_unique(self.devices.get(welcome.device_id), welcome, connection.host, connection.port)
+                registry.check_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
                 await self._joined(connection, welcome)
                 await self._beat(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
@@ -243,26 +243,27 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except HearthError as error:  # for instance another version or home key, or an id that another agent has
                 self._refuse(connection, error)
             except Exception:  # a fault of ours with one agent must not lose it for good
-                log.exception("keeping %s:%d failed", connection.host, connection.port)
+                log.exception("keeping %s:%d failed", *connection.address)
             await asyncio.sleep(_RETRY_SECONDS)
 
     def _refuse(self, connection: _Connection, error: HearthError) -> None:
-        address = (connection.host, connection.port)
-        if str(error) != str(self._refusals.get(address)):
+        if str(error) != str(self._refusals.get(connection.address)):
             log.warning("%s", error)
-        self._refusals[address] = error
+        self._refusals[connection.address] = error
 
     async def _joined(self, connection: _Connection, welcome: AgentWelcome) -> None:
-        device = Device(welcome, connection.host, connection.port, last_seen=time.monotonic())
         previous = self.devices.get(welcome.device_id)
-        if previous is not None:
-            device = replace(device, penalty_until=previous.penalty_until)
         self._by_device[welcome.device_id] = connection
-        telemetry = await _ask(connection.client, GetTelemetry(), Telemetry)
-        self.devices[welcome.device_id] = replace(device, telemetry=telemetry)
+        self.devices[welcome.device_id] = Device(
+            welcome,
+            *connection.address,
+            last_seen=time.monotonic(),
+            telemetry=await _ask(connection.client, GetTelemetry(), Telemetry),
+            penalty_until=previous.penalty_until if previous else 0.0,
+        )
         if self._lease_name is not None:
             await self._acquire(connection, welcome.device_id)
-        self._refusals.pop((connection.host, connection.port), None)
+        self._refusals.pop(connection.address, None)
         self._last_joined = time.monotonic()
         self._on_change(self.devices[welcome.device_id])
 
@@ -271,8 +272,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         try:
             granted = await _ask(connection.client, request, LeaseGranted)
         except AgentBusy as error:
-            self.devices[device_id] = registry.refused(self.devices[device_id], "busy", error.explanation())
-            self._on_change(self.devices[device_id])
+            self._replace(registry.refused(self.devices[device_id], "busy", error.explanation()))
             return False
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         return True
@@ -294,29 +294,27 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     state = await _ask(connection.client, Heartbeat(holder=self.holder), AgentState, patience)
                     if state.boot_id != device.welcome.boot_id:
                         return  # it restarted between two beats: say hello again
-                    self._beaten(device_id, state)
+                    self._replace(registry.answered(self.devices[device_id], state, time.monotonic()))
             except LeaseLost:
                 if await self._acquire(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
-                after = registry.silent(device, time.monotonic())
-                self.devices[device_id] = after
+                after = registry.silent(self.devices[device_id], time.monotonic())
                 if after.health != device.health:
                     log.warning("%s is %s: %s", after.name, after.health, after.reason)
-                    self._on_change(after)
+                self._replace(after)
                 if after.health == "dead":
                     return
 
-    def _beaten(self, device_id: str, state: AgentState) -> None:
-        before = self.devices[device_id]
-        after = registry.answered(before, state, time.monotonic())
-        self.devices[device_id] = after
-        worker_changed = before.state is None or _states(before.state) != _states(state)
-        if after.health != before.health or worker_changed:
-            self._on_change(after)
+    def _replace(self, device: Device) -> None:
+        """Keep a new record of a device, and report a change of its health or its workers."""
+        before = self.devices[device.device_id]
+        self.devices[device.device_id] = device
+        if before.health != device.health or _workers(before) != _workers(device):
+            self._on_change(device)
 
     def _update(self, device_id: str, **changes: Any) -> None:
-        self.devices[device_id] = replace(self.devices[device_id], **changes)
+        self._replace(replace(self.devices[device_id], **changes))
 
     async def _release_all(self) -> None:
         async def release(connection: _Connection) -> None:
@@ -335,5 +333,19 @@ async def _ask(client: RpcClient, message: Message, expected: type[_T], timeout_
     return reply.message
 
 
-def _states(state: AgentState) -> list[tuple[str, str]]:
-    return [(worker.deployment, worker.state) for worker in state.workers]
+def _workers(device: Device) -> list[tuple[str, str]] | None:
+    return [(worker.deployment, worker.state) for worker in device.state.workers] if device.state else None
+
+
+async def ask_across(
+    fleet: Fleet, caller: Device, listener: Device, request: Callable[..., Message], expected: type[_T], seconds: float
+) -> _T:
+    """Ask `caller` for what takes a connection to the data port of `listener`, whose address completes the `request`.
+
+    `seconds` is the limit of the request itself; those who wait for it wait somewhat longer.
+    """
+    key = listener.welcome.device_public_key
+    opened = OpenLinkProbe(peer_public_key=caller.welcome.device_public_key, seconds=seconds + 5.0)
+    await fleet.ask(listener.device_id, opened, Done)
+    message = request(host=listener.host, port=listener.welcome.link_port, peer_public_key=key)
+    return await fleet.ask(caller.device_id, message, expected, timeout_seconds=seconds + 10.0)

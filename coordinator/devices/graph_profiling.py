@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Sequence
 
-from coordinator.devices.profiling import Profiler, Workload, compute_settings
+from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
 from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 
 _PROFILE_SECONDS = 240.0
-_CACHE_VERSION = 1
 
 
 def graph_workload(graph: Graph) -> Workload[GraphProfile]:
     """All operators of a graph, without its weights."""
-
-    def cache_name(device: Device) -> str:
-        key = json.dumps([_CACHE_VERSION, device.device_id, graph.fingerprint, compute_settings(device)])
-        return f"graph-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
     return Workload(
         title=graph.spec.name,
         request=Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
         result=GraphProfile,
-        cache_name=cache_name,
+        cache="graph",
+        depends_on=(graph.fingerprint,),
         seconds=lambda profile: profile.run_seconds,
         frames=lambda: _frames(graph),
     )
@@ -42,26 +34,20 @@ async def graph_cluster(
 ) -> GraphCluster:
     """Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
-    ids = [device.device_id for device in measured.devices]
-    links = measured.links
+    found = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
-        [profiler.factor(each) * seconds for seconds in operator_seconds(graph.spec, measured.results[each])]
-        for each in ids
+        [profiler.factor(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
+        for device, profile in found
     ]
-    return GraphCluster(
-        devices=tuple(_device(device, measured.results[device.device_id]) for device in measured.devices),
-        seconds=tuple(zip(*per_device, strict=True)),
-        bytes_per_second=tuple(tuple(math.inf if a == b else links[a, b].bytes_per_second for b in ids) for a in ids),
-        latency_seconds=tuple(tuple(0.0 if a == b else links[a, b].round_trip_seconds / 2 for b in ids) for a in ids),
-        measured=True,
-    )
+    seconds = tuple(zip(*per_device, strict=True))
+    return linked_cluster([_device(*each) for each in found], seconds, measured.links, measured=True)
 
 
 def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
     return ClusterDevice(
         device_id=device.device_id,
         name=device.name,
-        budget_bytes=device.telemetry.memory_budget_bytes if device.telemetry else 0,
+        budget_bytes=device.budget_bytes,
         process_bytes=profile.process_bytes,
         load_bytes=profile.load_bytes,
         loading_bytes=max(profile.peak_bytes - profile.process_bytes - profile.load_bytes, 0),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from coordinator.models.file_kinds import FileKind, mistaken
+from coordinator.models.file_kinds import FileKind, mistaken, read_content
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile, Link, Seconds
 from hearth.validation import first_error
-
-_OPTION = "--load-profile"
 
 
 class SavedTransformerProfile(ClusterProfile):
@@ -84,12 +82,7 @@ def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
 
 def _read(path: Path, kind: type[_F]) -> _F:
     """A profile with a link for each pair of its devices. Raises BadSetting."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _bad(path, f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise _bad(path, f"is no JSON ({error})") from None
+    content = read_content(path, partial(_bad, path))
     if reason := mistaken(content, _KINDS[kind]):
         raise _bad(path, reason)
     try:
@@ -111,4 +104,4 @@ def _shape(spec: ModelSpec) -> tuple[object, ...]:
 
 
 def _bad(path: Path, reason: str) -> BadSetting:
-    return BadSetting(setting=_OPTION, reason=f"{path} {reason}")
+    return BadSetting(setting="--load-profile", reason=f"{path} {reason}")

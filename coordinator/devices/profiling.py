@@ -8,28 +8,30 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.devices.fleet import Fleet
+from coordinator.devices.fleet import Fleet, ask_across
 from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, HearthError, NoDevices
-from hearth.files import read_json, write_atomically
+from hearth.files import write_atomically
 from hearth.plan.profile import Link
-from hearth.wire.messages import Done, LinkMeasured, MeasureLink, OpenLinkProbe, Profile, Profiled
+from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
 # A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
 LINK_CACHE_SECONDS = 3600.0
 _LINK_BYTES = 64 << 20  # at most this much per ordered pair
 _LINK_SECONDS = 1.0
 _LATE_SECONDS = 10.0  # added to the agent's own limit, so that its error, which says more, comes first
-_LINK_CACHE_VERSION = 2
+_CACHE_VERSION = 2
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -43,7 +45,8 @@ class Workload(Generic[R]):
     title: str  # for people
     request: Profile
     result: type[R]
-    cache_name: Callable[[Device], str]  # changes with everything that the result depends on
+    cache: str  # what the names of the cached results begin with
+    depends_on: tuple[object, ...]  # what a result depends on beside the device
     seconds: Callable[[R], float]  # that a device takes, to compare two results by
     frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a thread
     check: Callable[[Device], None] = lambda device: None  # raises where a device cannot run the model
@@ -91,11 +94,11 @@ class Profiler:
 
     async def _result(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
-        path = self._cache_dir / workload.cache_name(device)
-        try:
-            return workload.result.model_validate(read_json(path))
-        except ValidationError:
-            pass
+        telemetry = device.telemetry
+        settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
+        path = self._path(workload.cache, device.device_id, *workload.depends_on, settings)
+        if (known := _cached(path, workload.result)) is not None:
+            return known
         self._report(f"profiling {workload.title} on {device.name}")
         result = await self._ask(device, workload)
         write_atomically(path, result.model_dump_json())
@@ -129,39 +132,28 @@ class Profiler:
         """Measure the links between these devices again when they are needed next."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
-            self._link_path(*pair).unlink(missing_ok=True)
+            self._path("link", *pair).unlink(missing_ok=True)
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
     async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
         """Every ordered pair. Pairs that share no machine are measured at the same time."""
-        hosts = {
-            device.device_id: device.telemetry.host_id if device.telemetry else device.device_id for device in devices
-        }
         by_id = {device.device_id: device for device in devices}
-        wanted = [pair for pair in permutations(by_id, 2) if pair not in self.links and not self._load_link(*pair)]
+        pairs = list(permutations(by_id, 2))
+        for pair in pairs:
+            if pair not in self.links and (link := _cached(self._path("link", *pair), Link, LINK_CACHE_SECONDS)):
+                self.links[pair] = link
+        wanted = [pair for pair in pairs if pair not in self.links]
         if wanted:
             self._report(f"measuring {len(wanted)} links")
-        for together in _disjoint_rounds(wanted, hosts):
+        for together in _disjoint_rounds(wanted, {device.device_id: device.host_id for device in devices}):
             await asyncio.gather(*(self._measure(by_id[source], by_id[target]) for source, target in together))
-        return {pair: self.links[pair] for pair in permutations(by_id, 2) if pair in self.links}
+        return {pair: self.links[pair] for pair in pairs if pair in self.links}
 
     async def _measure(self, source: Device, target: Device) -> None:
         try:
-            opened = OpenLinkProbe(peer_public_key=source.welcome.device_public_key, seconds=_LINK_SECONDS + 5.0)
-            await self._fleet.ask(target.device_id, opened, Done)
-            measured = await self._fleet.ask(
-                source.device_id,
-                MeasureLink(
-                    host=target.host,
-                    port=target.welcome.link_port,
-                    peer_public_key=target.welcome.device_public_key,
-                    max_bytes=_LINK_BYTES,
-                    max_seconds=_LINK_SECONDS,
-                ),
-                LinkMeasured,
-                timeout_seconds=_LINK_SECONDS + 10.0,
-            )
+            request = partial(MeasureLink, max_bytes=_LINK_BYTES, max_seconds=_LINK_SECONDS)
+            measured = await ask_across(self._fleet, source, target, request, LinkMeasured, _LINK_SECONDS)
         except HearthError as error:
             self._report(f"the link from {source.name} to {target.name} could not be measured: {error}")
             return
@@ -172,23 +164,14 @@ class Profiler:
             round_trip_seconds=measured.round_trip_seconds,
         )
         self.links[source.device_id, target.device_id] = link
-        stored = {"measured_unix_seconds": time.time(), "link": link.model_dump()}
-        write_atomically(self._link_path(link.source, link.target), json.dumps(stored))
+        write_atomically(self._path("link", link.source, link.target), link.model_dump_json())
 
-    def _load_link(self, source: str, target: str) -> bool:
-        stored = read_json(self._link_path(source, target))
-        try:
-            assert isinstance(stored, dict)
-            age = time.time() - float(stored["measured_unix_seconds"])
-            if not 0 <= age < LINK_CACHE_SECONDS:
-                return False
-            self.links[source, target] = Link.model_validate(stored["link"])
-        except (AssertionError, KeyError, TypeError, ValueError):
-            return False
-        return True
+    # ---- cache ----------------------------------------------------------------------------------------------------
 
-    def _link_path(self, source: str, target: str) -> Path:
-        return self._cache_dir / f"link-{digest(_LINK_CACHE_VERSION, source, target)}.json"
+    def _path(self, kind: str, *parts: object) -> Path:
+        """The file of a cached result, whose name depends on everything that the result depends on."""
+        key = json.dumps([_CACHE_VERSION, *map(str, parts)])
+        return self._cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 async def on_each(
@@ -200,8 +183,7 @@ async def on_each(
     """
     by_host: dict[str, list[Device]] = {}
     for device in devices:
-        host = device.telemetry.host_id if device.telemetry else device.device_id
-        by_host.setdefault(host, []).append(device)
+        by_host.setdefault(device.host_id, []).append(device)
     result: dict[str, T] = {}
     failures: dict[str, HearthError] = {}
 
@@ -216,14 +198,13 @@ async def on_each(
     return result, failures
 
 
-def digest(version: int, *parts: object) -> str:
-    """Of everything that a cached result depends on, for its file name."""
-    return hashlib.sha256(json.dumps([version, *map(str, parts)]).encode()).hexdigest()[:24]
-
-
-def compute_settings(device: Device) -> tuple[object, ...]:
-    """How a device computes, as far as latencies depend on it."""
-    return (device.telemetry.num_threads, device.telemetry.compute_device) if device.telemetry else ()
+def _cached(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
+    """A result that was written to this file; None where it is absent, damaged or too old."""
+    try:
+        age = abs(time.time() - path.stat().st_mtime)  # the clock may have been put back
+        return kind.model_validate_json(path.read_bytes()) if age < max_age_seconds else None
+    except (OSError, ValidationError):
+        return None
 
 
 def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:

@@ -42,6 +42,16 @@ class Device:
     def name(self) -> str:
         return self.welcome.name
 
+    @property
+    def host_id(self) -> str:
+        """Of the machine, which several agents may share."""
+        return self.telemetry.host_id if self.telemetry else self.device_id
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that a worker may use."""
+        return self.telemetry.memory_budget_bytes if self.telemetry else 0
+
     def worker(self, deployment: str) -> WorkerStatus | None:
         """The worker of a deployment, as the last heartbeat said."""
         return self.state.worker(deployment) if self.state else None

@@ -1,9 +1,13 @@
-"""Recognises the JSON files of Hearth, so that an error can say that a file of another kind was given."""
+"""Reads the JSON files of Hearth, and recognises their kind: an error can say that a file of another kind was given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+from hearth.errors import HearthError
 
 FileKind = Literal["plan", "problem", "graph", "graph profile", "transformer profile", "cluster"]
 
@@ -24,6 +28,16 @@ TITLES: Mapping[FileKind, str] = {
     "transformer profile": "a profile of devices for a transformer",
     "cluster": "a cluster file",
 }
+
+
+def read_content(path: Path, bad: Callable[[str], HearthError]) -> Any:
+    """The decoded JSON of a file. Raises `bad` of the reason: `cannot be read (...)` or `is no JSON (...)`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise bad(f"cannot be read ({error.strerror or error})") from None
+    except ValueError as error:
+        raise bad(f"is no JSON ({error})") from None
 
 
 def file_kind(content: Any) -> FileKind | None:

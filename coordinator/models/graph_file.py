@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coordinator.models.file_kinds import TITLES, file_kind
+from coordinator.models.file_kinds import TITLES, file_kind, read_content
 from coordinator.models.onnx.json_reader import read_json
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph_spec import GraphSpec
@@ -39,13 +38,7 @@ def kind_of(path: Path) -> Kind:
         return "transformer"
     if suffix == ".onnx":
         return "onnx"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadModelFile(path=str(path), reason=error.strerror or str(error)) from None
-    except ValueError as error:
-        raise BadModelFile(path=str(path), reason=f"it is no JSON ({error})") from None
-    found = file_kind(content)
+    found = file_kind(read_content(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}")))
     if found not in ("graph", "problem", None):
         raise BadModelFile(path=str(path), reason=f"it is {TITLES[found]}")
     return "instance" if found == "problem" else "graph"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coordinator.models.file_kinds import read_content
 from hearth.errors import BadModelFile
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 from hearth.validation import first_error
 
-_MAX_FILE_BYTES = 256 << 20
 _MAX_NODES = 100_000
 
 
@@ -39,21 +39,14 @@ class _Graph(BaseModel):
     edges: tuple[tuple[int, int], ...]
 
 
-def read_json(path: str | Path) -> GraphSpec:
+def read_json(path: Path) -> GraphSpec:
     """Raises BadModelFile that names the field, node or edge that is wrong."""
-    path = Path(path)
 
     def bad(reason: str) -> BadModelFile:
         return BadModelFile(path=str(path), reason=reason)
 
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise bad(f"it is larger than {_MAX_FILE_BYTES >> 20} MiB, too large for a graph")
-        graph = _Graph.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise bad("there is no such file") from None
-    except OSError as error:
-        raise bad(f"it cannot be read ({error})") from None
+        graph = _Graph.model_validate(read_content(path, lambda reason: bad(f"it {reason}")))
     except ValidationError as error:
         raise bad(first_error(error)) from None
     for index, node in enumerate(graph.nodes):

@@ -68,5 +68,5 @@ def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
     for text in ("", "[1, 2]", '{"name": '):
         with pytest.raises(BadModelFile):
             read_json(saved(tmp_path, text))
-    with pytest.raises(BadModelFile, match="no such file"):
+    with pytest.raises(BadModelFile, match="No such file"):
         read_json(tmp_path / "missing.json")
