@@ -14,7 +14,7 @@ from coordinator.cli.load import random_inputs
 from coordinator.deploy.deployment import Deployment, loss_of
 from coordinator.deploy.distribution import Progress
 from coordinator.deploy.graph import GraphDeployment, segment_weights
-from coordinator.deploy.graph_chunks import Pieces
+from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
@@ -123,14 +123,14 @@ class TransformerTrial:
 
 class GraphTrial:
     def __init__(self, graph: Graph) -> None:
-        self._pieces = Pieces(graph)
+        self._chunks = SegmentChunks(graph)
         self._inputs = random_inputs(graph.spec.inputs)
 
     def deployment(self, plan: GraphPlan, site: Site) -> GraphDeployment:
         return GraphDeployment(site.fleet, plan)
 
     async def bring_up(self, deployment: GraphDeployment, site: Site) -> None:
-        await deployment.push(segment_weights(self._pieces, deployment.plan), site.progress)
+        await deployment.push(segment_weights(self._chunks, deployment.plan), site.progress)
         await deployment.load(site.links, site.encrypt)
 
     async def measure(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:

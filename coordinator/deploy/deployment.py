@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from coordinator.deploy.distribution import Distribution, Progress
-from coordinator.deploy.spread import C
+from coordinator.deploy.spread import Chunk
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
@@ -49,37 +49,26 @@ _UNLOAD_SECONDS = 5.0
 _CAUSE_SECONDS = 0.5
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Weights(Generic[C]):
-    """By rank: the chunks that it needs, and how its worker puts them together. `read` returns a chunk's bytes."""
+class Weights:
+    """By rank: the chunks that it needs, and how its worker puts them together."""
 
-    chunks: Sequence[Sequence[C]]
+    chunks: Sequence[Sequence[Chunk]]
     parts: Sequence[ShardParts | SegmentParts]
-    read: Callable[[C], bytes | memoryview]
 
 
 @dataclass(frozen=True)
-class RankResult:
-    """One rank's answer to a request."""
+class Result(Generic[R]):
+    """The outputs of a request, and what it took."""
 
-    done: RunDone
-    arrays: dict[str, np.ndarray[Any, Any]]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A request's answers by rank."""
-
-    ranks: tuple[RankResult, ...]
+    outputs: R
     latency_seconds: float  # as the coordinator saw it
+    step_seconds: float  # as the workers saw it: without the way to them and back, like the prediction of a plan
+    compute_seconds: tuple[float, ...]  # busy time of each rank
     traces: tuple[DeviceTrace, ...]
-
-    @property
-    def compute_seconds(self) -> tuple[float, ...]:
-        """Busy time of each rank."""
-        return tuple(sum(rank.done.compute_seconds) for rank in self.ranks)
 
 
 class Deployment:
@@ -117,12 +106,13 @@ class Deployment:
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
-    async def push(self, weights: AbstractAsyncContextManager[Weights[Any]], progress: Progress) -> None:
+    async def push(self, weights: AbstractAsyncContextManager[Weights], progress: Progress) -> None:
         """Bring every device the chunks that it needs and does not have. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
         async with weights as opened:
-            distribution: Distribution[Any] = Distribution(self._fleet, self.plan.devices, opened.read, progress)
+            distribution = Distribution(self._fleet, progress)
             try:
-                await distribution.run(opened.chunks)
+                ids = [device.device_id for device in self.plan.devices]
+                await distribution.run(dict(zip(ids, opened.chunks, strict=True)))
             finally:
                 self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
             self._parts = opened.parts
@@ -143,7 +133,7 @@ class Deployment:
             )
             return self._fleet.ask(devices[rank].device_id, request, WorkerBound, timeout_seconds=_LOAD_SECONDS)
 
-        bound = await self.on_every_rank(start)
+        bound = await self.all_of(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in bound)
 
         def connect(rank: int) -> Awaitable[Done]:
@@ -161,7 +151,7 @@ class Deployment:
             request = ConnectPeers(**self.command, peers=peers)
             return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=_CONNECT_SECONDS)
 
-        await self.on_every_rank(connect)
+        await self.all_of(map(connect, range(self.plan.num_ranks)))
 
     async def close(self) -> None:
         """Stop the workers, so that the next plan finds their memory free."""
@@ -179,15 +169,17 @@ class Deployment:
     async def run(
         self,
         inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
+        join: Callable[[Sequence[dict[str, np.ndarray[Any, Any]]]], R],
         wait_seconds: float,
         answer_seconds: float,
         trace: bool = False,
         output: Literal["hidden", "mean"] = "hidden",
         values: Values | None = None,
-    ) -> RunResult:
-        """One request on all ranks; `inputs` by rank. A rank waits `wait_seconds` for a peer, we `answer_seconds` for it.
+    ) -> Result[R]:
+        """One request on all ranks, with `inputs` by rank; `join` makes the outputs of those of all ranks.
 
-        Raises the error at the cause of a failure, not those that followed from it.
+        A rank waits `wait_seconds` for a peer, and the coordinator `answer_seconds` for a rank. Raises the error at the
+        cause of a failure, not those that followed from it.
         """
         if self.failure is not None:
             raise self.failure
@@ -199,7 +191,7 @@ class Deployment:
         began = loop.time()
         clocks: dict[int, tuple[float, float]] = {}
 
-        async def one(rank: int) -> RankResult:
+        async def one(rank: int) -> tuple[RunDone, dict[str, np.ndarray[Any, Any]]]:
             request = Run(
                 **self.command,
                 step=step,
@@ -217,35 +209,41 @@ class Deployment:
             done = reply.message
             if not isinstance(done, RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
-            return RankResult(done, unpack_arrays(done.names, reply.payload))
+            return done, unpack_arrays(done.names, reply.payload)
 
-        ranks = await self.on_every_rank(one, Abort(**self.command, step=step, reason=""))
+        answers = await self.all_of(map(one, range(self.plan.num_ranks)), Abort(**self.command, step=step, reason=""))
         latency = loop.time() - began
-        self.wire = WireStats.sum(rank.done.wire for rank in ranks)
-        self.dropped_messages = sum(rank.done.dropped_messages for rank in ranks)
-        traces = tuple(
-            DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(result.done, *clocks[rank]))
-            for rank, (device, result) in enumerate(zip(self.plan.devices, ranks, strict=True))
-            if trace
+        ranks = [done for done, _ in answers]
+        self.wire = WireStats.sum(done.wire for done in ranks)
+        self.dropped_messages = sum(done.dropped_messages for done in ranks)
+        return Result(
+            outputs=join([arrays for _, arrays in answers]),
+            latency_seconds=latency,
+            step_seconds=max(done.ended_seconds - done.began_seconds for done in ranks),
+            compute_seconds=tuple(sum(done.compute_seconds) for done in ranks),
+            traces=tuple(
+                DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
+                for rank, (device, done) in enumerate(zip(self.plan.devices, ranks, strict=True))
+                if trace
+            ),
         )
-        return RunResult(tuple(ranks), latency, traces)
 
-    async def on_every_rank(self, call: Callable[[int], Awaitable[T]], abort: Abort | None = None) -> list[T]:
-        """Ask all ranks at once. At the first failure `abort` goes to all of them and the cause is raised."""
-        tasks = [asyncio.ensure_future(call(rank)) for rank in range(self.plan.num_ranks)]
+    async def all_of(self, calls: Iterable[Awaitable[T]], abort: Abort | None = None) -> list[T]:
+        """The results of calls, all at once. At the first failure `abort` goes to all ranks and the cause is raised."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            while (pending := {task for task in tasks if not task.done()}) and not (self.failure or errors_of(tasks)):
+            while (pending := {task for task in tasks if not task.done()}) and not (self.failure or _errors_of(tasks)):
                 waits: set[asyncio.Future[Any]] = {*pending, self._failed}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if self.failure is not None or errors_of(tasks):
-                raise await self.cause(tasks, abort)
+            if self.failure is not None or _errors_of(tasks):
+                raise await self._cause(tasks, abort)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def cause(self, tasks: Sequence[asyncio.Future[Any]], abort: Abort | None) -> HearthError:
+    async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: Abort | None) -> HearthError:
         """End on all ranks what these tasks wait for, and return the error that the others follow from.
 
         A deployment that failed as a whole is taken down anyway: then nothing is left to abort or to wait for.
@@ -253,7 +251,7 @@ class Deployment:
         aborts: list[asyncio.Future[Any]] = []
         if self.failure is None:
             if abort is not None:
-                abort = abort.model_copy(update={"reason": str(errors_of(tasks)[0])[:1000]})
+                abort = abort.model_copy(update={"reason": str(_errors_of(tasks)[0])[:1000]})
                 aborts = [
                     asyncio.ensure_future(self._fleet.call(device.device_id, abort, timeout_seconds=_CAUSE_SECONDS))
                     for device in self.plan.devices
@@ -262,11 +260,11 @@ class Deployment:
         for task in (*tasks, *aborts):
             task.cancel()
         await asyncio.gather(*tasks, *aborts, return_exceptions=True)
-        found = [*([self.failure] if self.failure else []), *errors_of(tasks), *errors_of(aborts)]
+        found = [*([self.failure] if self.failure else []), *_errors_of(tasks), *_errors_of(aborts)]
         return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
 
-def errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
+def _errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
     """The errors of those that failed. An exception that is no HearthError is raised."""
     found = []
     for task in tasks:

@@ -10,22 +10,13 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic
+from functools import partial
 
-from coordinator.deploy.spread import C, Spread
-from coordinator.devices.fleet import Fleet
-from coordinator.plan.limits import Named
+from coordinator.deploy.spread import Chunk, Spread
+from coordinator.devices.fleet import Fleet, ask_across
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error
-from hearth.wire.messages import (
-    ChunksFetched,
-    ChunksMissing,
-    Done,
-    FetchChunks,
-    FindMissing,
-    OpenLinkProbe,
-    PutChunk,
-)
+from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
 
 Progress = Callable[[str, int, int], None]  # device name, bytes that came, bytes to come in all
@@ -42,36 +33,31 @@ _BATCH_AIM_SECONDS = 3.0
 _BATCH_SECONDS = 55.0  # for one batch; what has not come by then comes from elsewhere
 
 
-class Distribution(Generic[C]):
-    """One plan's chunks. `sent_bytes` left the coordinator, `passed_bytes` went from device to device.
+class Distribution:
+    """The chunks of one plan. `sent_bytes` left the coordinator, `passed_bytes` went from device to device."""
 
-    `read` gives the bytes of a chunk; it is called in threads.
-    """
-
-    def __init__(
-        self, fleet: Fleet, devices: Sequence[Named], read: Callable[[C], bytes | memoryview], progress: Progress
-    ) -> None:
+    def __init__(self, fleet: Fleet, progress: Progress) -> None:
         self.sent_bytes = 0
         self.passed_bytes = 0
         self._fleet = fleet
-        self._devices = devices
-        self._read = read
         self._progress = progress
-        self._names = {device.device_id: device.name for device in devices}
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = defaultdict(int)
         self._in_flight: dict[str, int] = defaultdict(int)  # bytes on their way from here, by device
-        self._spread: Spread[C] = Spread({}, {})
+        self._spread = Spread({}, {})
         self._changed = asyncio.Event()  # replaced at every change
 
-    async def run(self, per_rank: Sequence[Sequence[C]]) -> None:
-        """Each device gets what its rank needs and it has not. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
-        needed = {device.device_id: chunks for device, chunks in zip(self._devices, per_rank, strict=True)}
-        lacking = await self._lacking(needed)
+    async def run(self, needed: Mapping[str, Sequence[Chunk]]) -> None:
+        """Bring each device, named by its id, the chunks that it needs and does not have.
+
+        Raises BadCheckpoint, StoreFull, DeviceLost, ...
+        """
+        found = await all_or_first_error(self._lacking(device, chunks) for device, chunks in needed.items())
+        lacking = dict(zip(needed, found, strict=True))
         held = await self._held({chunk.hash for chunks in lacking.values() for chunk in chunks})
         for device, chunks in lacking.items():
             self._totals[device] = sum(chunk.num_bytes for chunk in chunks)
-            self._progress(self._names[device], 0, self._totals[device])
+            self._report(device)
         self._spread = Spread(lacking, held)
         targets = [device for device, chunks in lacking.items() if chunks]
         await all_or_first_error(
@@ -81,14 +67,9 @@ class Distribution(Generic[C]):
             ]
         )
 
-    async def _lacking(self, needed: Mapping[str, Sequence[C]]) -> dict[str, list[C]]:
-        missing = await all_or_first_error(
-            self._missing(device, [chunk.hash for chunk in chunks]) for device, chunks in needed.items()
-        )
-        return {
-            device: [chunk for chunk in chunks if chunk.hash in lacks]
-            for (device, chunks), lacks in zip(needed.items(), missing, strict=True)
-        }
+    async def _lacking(self, device: str, chunks: Sequence[Chunk]) -> list[Chunk]:
+        missing = await self._missing(device, [chunk.hash for chunk in chunks])
+        return [chunk for chunk in chunks if chunk.hash in missing]
 
     async def _held(self, hashes: set[str]) -> dict[str, set[str]]:
         """Which of these every device of the home has; one that does not answer has none."""
@@ -114,7 +95,7 @@ class Distribution(Generic[C]):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _came(self, source: str | None, target: str, chunks: Sequence[C]) -> None:
+    def _came(self, source: str | None, target: str, chunks: Sequence[Chunk]) -> None:
         self._spread.arrived(source, target, chunks)
         num_bytes = sum(chunk.num_bytes for chunk in chunks)
         if source is None:
@@ -122,7 +103,10 @@ class Distribution(Generic[C]):
         else:
             self.passed_bytes += num_bytes
         self._done[target] += num_bytes
-        self._progress(self._names[target], self._done[target], self._totals[target])
+        self._report(target)
+
+    def _report(self, device: str) -> None:
+        self._progress(self._fleet.devices[device].name, self._done[device], self._totals[device])
 
     # ---- from here --------------------------------------------------------------------------------------------------
 
@@ -148,9 +132,9 @@ class Distribution(Generic[C]):
         own = self._in_flight[target]
         return own == 0 or (own < _DEVICE_WINDOW_BYTES and sum(self._in_flight.values()) < _WINDOW_BYTES)
 
-    async def _put(self, connection: RpcClient, target: str, chunk: C) -> None:
+    async def _put(self, connection: RpcClient, target: str, chunk: Chunk) -> None:
         try:
-            data = await asyncio.to_thread(self._read, chunk)
+            data = await asyncio.to_thread(chunk.read)
             request = PutChunk(holder=self._fleet.holder, hash=chunk.hash)
             await connection.call(request, [data], timeout_seconds=_CHUNK_SECONDS)
             self._came(None, target, [chunk])
@@ -180,22 +164,13 @@ class Distribution(Generic[C]):
             most_bytes = int(min(max(rate * _BATCH_AIM_SECONDS, 1), _MOST_BATCH_BYTES))
             self._change()
 
-    async def _fetch(self, source: str, target: str, batch: Sequence[C]) -> set[str]:
+    async def _fetch(self, source: str, target: str, batch: Sequence[Chunk]) -> set[str]:
         """The hashes that did not come: the source is slow, or gone, or its chunk is damaged."""
         hashes = tuple(chunk.hash for chunk in batch)
+        request = partial(FetchChunks, holder=self._fleet.holder, hashes=hashes, seconds=_BATCH_SECONDS)
         there, here = self._fleet.devices[source], self._fleet.devices[target]
         try:
-            opened = OpenLinkProbe(peer_public_key=here.welcome.device_public_key, seconds=_BATCH_SECONDS + 5.0)
-            await self._fleet.ask(source, opened, Done)
-            request = FetchChunks(
-                holder=self._fleet.holder,
-                host=there.host,
-                port=there.welcome.link_port,
-                peer_public_key=there.welcome.device_public_key,
-                hashes=hashes,
-                seconds=_BATCH_SECONDS,
-            )
-            fetched = await self._fleet.ask(target, request, ChunksFetched, timeout_seconds=_BATCH_SECONDS + 10.0)
+            fetched = await ask_across(self._fleet, here, there, request, ChunksFetched, _BATCH_SECONDS)
         except HearthError:
             return await self._missing(target, hashes)
         return set(fetched.missing)

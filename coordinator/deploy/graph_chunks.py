@@ -1,13 +1,14 @@
-"""A segment as content-named pieces: its ONNX protobuf, and each weight by itself, so that another cut renames no weight."""
+"""Chunks of a segment: those of its ONNX protobuf, and those of each weight by itself, so that another cut keeps them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 from pydantic import ValidationError
 
+from coordinator.deploy.spread import Chunk
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.memory import CHUNK_BYTES
 from hearth.errors import BadModelFile
@@ -16,65 +17,42 @@ from hearth.validation import first_error
 from hearth.wire.messages import ArrayChunks, SegmentFiles
 
 
-class Piece(NamedTuple):
-    """At most CHUNK_BYTES. `read` gives its bytes, from the mapped file where it is a weight's."""
-
-    hash: str
-    num_bytes: int
-    read: Callable[[], bytes | memoryview]
-
-
-class SegmentPieces(NamedTuple):
-    """What a device needs to run a segment, and how it is put together."""
-
-    files: SegmentFiles
-    pieces: tuple[Piece, ...]
-
-
-class Pieces:
-    """Of one model. A weight is hashed once, whatever cuts come. Raises BadModelFile for a weight of a type without a name."""
+class SegmentChunks:
+    """The chunks of one model's segments. A weight is hashed once, whatever cuts come."""
 
     def __init__(self, graph: Graph) -> None:
         assert graph.model is not None
-        self._graph = graph
-        self._weights: dict[str, tuple[Piece, ...]] = {}
+        self._path = graph.path
+        self._model = graph.model
+        self._weights: dict[str, tuple[Chunk, ...]] = {}
 
-    def of(self, segment: Segment) -> SegmentPieces:
+    def of(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
+        """How a device puts the segment together, and of what. Raises BadModelFile for a weight whose type has no name."""
+        from coordinator.models.onnx.file import dtype_name
         from coordinator.models.onnx.segments import segment_model
 
-        assert self._graph.model is not None
-        model = segment_model(self._graph.model, segment)
-        graph = _cut(lambda: model.proto, len(model.proto))
-        pieces, arrays = [*graph], []
-        for weight in model.initializers:
+        proto, weights = segment_model(self._model, segment)
+        graph = _cut(lambda: memoryview(proto))
+        chunks, arrays = [*graph], []
+        for weight in weights:
             if weight.name not in self._weights:
-                self._weights[weight.name] = _cut(weight.read, weight.num_bytes)
+                self._weights[weight.name] = _cut(partial(self._model.file.read, weight))
             own = self._weights[weight.name]
-            pieces += own
+            chunks += own
+            array = {"name": weight.name, "dtype": dtype_name(weight.data_type), "shape": tuple(weight.dims)}
             try:
-                arrays.append(
-                    ArrayChunks.model_validate(
-                        {
-                            "name": weight.name,
-                            "dtype": weight.dtype,
-                            "shape": weight.shape,
-                            "chunks": tuple(piece.hash for piece in own),
-                        }
-                    )
-                )
+                arrays.append(ArrayChunks.model_validate({**array, "chunks": tuple(chunk.hash for chunk in own)}))
             except ValidationError as error:
                 reason = f"the weight {weight.name} cannot be sent: {first_error(error)}"
-                raise BadModelFile(path=str(self._graph.path), reason=reason) from None
-        files = SegmentFiles(graph=tuple(piece.hash for piece in graph), initializers=tuple(arrays))
-        return SegmentPieces(files, tuple(pieces))
+                raise BadModelFile(path=str(self._path), reason=reason) from None
+        return SegmentFiles(graph=tuple(chunk.hash for chunk in graph), initializers=tuple(arrays)), chunks
 
 
-def _cut(read: Callable[[], bytes | memoryview], num_bytes: int) -> tuple[Piece, ...]:
-    data = memoryview(read()).cast("B")
+def _cut(read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
+    data = read()
 
-    def piece(start: int) -> Piece:
-        stop = min(start + CHUNK_BYTES, num_bytes)
-        digest = hashlib.sha256(data[start:stop]).hexdigest()
-        return Piece(digest, stop - start, lambda: memoryview(read()).cast("B")[start:stop])
+    def chunk(start: int) -> Chunk:
+        part = data[start : start + CHUNK_BYTES]
+        return Chunk(hashlib.sha256(part).hexdigest(), len(part), lambda: read()[start : start + CHUNK_BYTES])
 
-    return tuple(piece(start) for start in range(0, max(num_bytes, 1), CHUNK_BYTES))
+    return tuple(chunk(start) for start in range(0, max(len(data), 1), CHUNK_BYTES))

@@ -9,30 +9,25 @@ coordinator, takes its place.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 
-class Chunk(Protocol):
-    """A piece of a model, named by the SHA-256 of its bytes."""
+class Chunk(NamedTuple):
+    """Part of the weights of a model, named by the SHA-256 of its bytes. `read` returns them, from any thread."""
 
-    @property
-    def hash(self) -> str: ...
-
-    @property
-    def num_bytes(self) -> int: ...
+    hash: str
+    num_bytes: int
+    read: Callable[[], bytes | memoryview]
 
 
-C = TypeVar("C", bound=Chunk)
-
-
-class Spread(Generic[C]):
+class Spread:
     """What is still lacking where, who has what, and what is on its way. Devices are named by their ids."""
 
-    def __init__(self, lacking: Mapping[str, Sequence[C]], held: Mapping[str, Collection[str]]) -> None:
+    def __init__(self, lacking: Mapping[str, Sequence[Chunk]], held: Mapping[str, Collection[str]]) -> None:
         """`lacking` are the chunks that each device needs and has not; `held` the hashes that each device has."""
         wanting = Counter(chunk.hash for chunks in lacking.values() for chunk in chunks)
-        self._wanted: dict[str, dict[str, C]] = {  # neither there nor on their way; those that most want first
+        self._wanted: dict[str, dict[str, Chunk]] = {  # neither there nor on their way; those that most want first
             target: {chunk.hash: chunk for chunk in sorted(chunks, key=lambda chunk: -wanting[chunk.hash])}
             for target, chunks in lacking.items()
         }
@@ -61,7 +56,7 @@ class Spread(Generic[C]):
 
     # ---- what to move now ------------------------------------------------------------------------------------------
 
-    def from_here(self, target: str) -> C | None:
+    def from_here(self, target: str) -> Chunk | None:
         """The next chunk for the coordinator to send to `target`; it counts as on its way. None: there is none now."""
         queue, wanted = self._for_here[target], self._wanted[target]
         while queue:
@@ -74,13 +69,13 @@ class Spread(Generic[C]):
             return wanted.pop(each)
         return None
 
-    def from_device(self, source: str, target: str, least_bytes: int, most_bytes: int) -> list[C]:
+    def from_device(self, source: str, target: str, least_bytes: int, most_bytes: int) -> list[Chunk]:
         """Chunks that `source` passes on to `target` next; they count as on their way. Empty: there are none now.
 
         As long as `source` still gets chunks from the coordinator, it collects at least `least_bytes` first.
         """
         offers, wanted = self._offers[source, target], self._wanted[target]
-        taken: list[C] = []
+        taken: list[Chunk] = []
         num_bytes = 0
         while offers and (not taken or num_bytes + self._size(target, offers[0]) <= most_bytes):
             each = offers.popleft()
@@ -97,7 +92,7 @@ class Spread(Generic[C]):
 
     # ---- what became of it -----------------------------------------------------------------------------------------
 
-    def arrived(self, source: str | None, target: str, chunks: Iterable[C]) -> None:
+    def arrived(self, source: str | None, target: str, chunks: Iterable[Chunk]) -> None:
         """These are now at `target`. `source` None: they came from the coordinator."""
         for chunk in chunks:
             self._on_way[target] -= 1
@@ -106,7 +101,7 @@ class Spread(Generic[C]):
                 self._coming.pop(chunk.hash, None)
             self._has(target, chunk.hash)
 
-    def missed(self, source: str, target: str, chunks: Sequence[C], nothing_came: bool) -> None:
+    def missed(self, source: str, target: str, chunks: Sequence[Chunk], nothing_came: bool) -> None:
         """These did not come from `source`: others bring them. Where nothing came at all, it is asked no more."""
         if nothing_came:
             self._refused.add((source, target))

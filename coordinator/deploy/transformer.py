@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordinator.deploy.deployment import Deployment, Weights, errors_of
+from coordinator.deploy.deployment import Deployment, Result, Weights
+from coordinator.deploy.spread import Chunk
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
-from hearth.errors import BadMessage
+from hearth.errors import BadMessage, HearthError
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import Values
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -22,7 +23,6 @@ from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     Abort,
     ChunkRef,
-    DeviceTrace,
     GenerateTokens,
     GenerationEnded,
     Sampling,
@@ -36,27 +36,17 @@ if TYPE_CHECKING:
 
 
 @asynccontextmanager
-async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights[ChunkRef]]:
+async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
     """The chunks of every rank's shard; the checkpoint stays open inside. Raises BadCheckpoint."""
     with Checkpoint(model_dir) as checkpoint:
         manifest = await asyncio.to_thread(cached_manifest, checkpoint, plan.model, cache_dir)
-        chunks = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
+        refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
 
-        def read(chunk: ChunkRef) -> bytes:
-            return chunk_bytes(checkpoint, plan.model, chunk.kind, chunk.layer, chunk.grain)
+        def chunk(ref: ChunkRef) -> Chunk:
+            read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
+            return Chunk(ref.hash, ref.num_bytes, read)
 
-        yield Weights(chunks, [ShardParts(chunks=of_rank) for of_rank in chunks], read)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """`rows` is [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence."""
-
-    rows: np.ndarray[Any, Any]
-    latency_seconds: float  # as a client sees it
-    step_seconds: float  # as the workers see it: without the way to them and back, like a plan's prediction
-    compute_seconds: tuple[float, ...]  # busy time of each rank
-    traces: tuple[DeviceTrace, ...]
+        yield Weights([list(map(chunk, of_rank)) for of_rank in refs], [ShardParts(chunks=of_rank) for of_rank in refs])
 
 
 class TransformerDeployment(Deployment):
@@ -75,29 +65,25 @@ class TransformerDeployment(Deployment):
         output: Literal["hidden", "mean"],
         trace: bool = False,
         values: Values | None = None,
-    ) -> StepResult:
-        """One forward pass on all ranks. Raises as `run` does."""
+    ) -> Result[np.ndarray[Any, Any]]:
+        """One forward pass on all ranks. Raises as `run` does.
+
+        The outputs are [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence.
+        """
         import numpy as np
 
-        inputs = {"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}
-        wait = self.plan.wait_seconds(len(token_ids))
-        result = await self.run(
-            [inputs] * self.plan.num_ranks, wait, 4 * wait + 30.0, trace, output, values or self.values
-        )
-        parts = [rank.arrays[output] for rank in result.ranks]
-        if output == "mean":
-            rows = parts[0].copy()
+        def join(arrays: Sequence[dict[str, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+            parts = [of_rank[output] for of_rank in arrays]
+            if output == "hidden":
+                return np.concatenate(parts)
+            rows: np.ndarray[Any, Any] = parts[0].copy()
             for part in parts[1:]:  # in rank order, so that results repeat bit for bit
                 rows += part
-        else:
-            rows = np.concatenate(parts)
-        return StepResult(
-            rows,
-            result.latency_seconds,
-            step_seconds=max(rank.done.ended_seconds - rank.done.began_seconds for rank in result.ranks),
-            compute_seconds=result.compute_seconds,
-            traces=result.traces,
-        )
+            return rows
+
+        inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
+        wait = self.plan.wait_seconds(len(token_ids))
+        return await self.run(inputs, join, wait, 4 * wait + 30.0, trace, output, values or self.values)
 
     async def generate(
         self,
@@ -135,16 +121,16 @@ class TransformerDeployment(Deployment):
 
     async def _next(self, replies: AsyncGenerator[Reply, None]) -> Reply:
         """The next reply. Raises the error that ended the stream, or the deployment while it was waited for."""
-        following = asyncio.ensure_future(anext(replies))
-        try:
-            waits: set[asyncio.Future[Any]] = {following, self._failed}
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            errors = errors_of([following])
-            if errors and errors[0].scope == "request":
-                raise errors[0]
-            if errors or self.failure is not None:
-                raise await self.cause([following], Abort(**self.command, reason=""))
-            return following.result()
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+
+        async def following() -> Reply | HearthError:
+            try:
+                return await anext(replies)
+            except HearthError as error:
+                if error.scope != "request":
+                    raise
+                return error  # of this sequence alone: the others go on
+
+        (reply,) = await self.all_of([following()], Abort(**self.command, reason=""))
+        if isinstance(reply, HearthError):
+            raise reply
+        return reply

@@ -8,9 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from coordinator.deploy.deployment import Weights
-from coordinator.deploy.graph import GraphDeployment, Inference, segment_weights
-from coordinator.deploy.graph_chunks import Piece, Pieces
+from coordinator.deploy.deployment import Result, Weights
+from coordinator.deploy.graph import Arrays, GraphDeployment, segment_weights
+from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import open_graph
@@ -59,7 +59,7 @@ class GraphKind:
         self._goal = goal
         self._tools = tools
         self._requests = requests
-        self._pieces = Pieces(self.graph)
+        self._chunks = SegmentChunks(self.graph)
         self._probe: asyncio.Task[None] | None = None
 
     # ---- plans ----------------------------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ class GraphKind:
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights[Piece]]:
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_graph_plan(plan)
-        return segment_weights(self._pieces, plan)
+        return segment_weights(self._chunks, plan)
 
     def deployment(self, plan: Plan, name: str) -> GraphDeployment:
         assert is_graph_plan(plan)
@@ -121,13 +121,13 @@ class GraphKind:
         """The arrays that the model takes and gives."""
         return ModelInfo(name=self.spec.name[:256], inputs=_infos(self.spec.inputs), outputs=_infos(self.spec.outputs))
 
-    async def infer(self, request: Infer, payload: Sequence[Any]) -> Inference:
+    async def infer(self, request: Infer, payload: Sequence[Any]) -> Result[Arrays]:
         """One request. Raises BadRequest that names the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
         inputs = arrays_of(request.names, payload)
         check_inputs(self.spec.inputs, inputs)
         admission = self._requests.admission
 
-        async def compute(deployment: GraphDeployment) -> Inference:
+        async def compute(deployment: GraphDeployment) -> Result[Arrays]:
             before, alone = admission.admitted, admission.running == 1
             result = await deployment.infer(inputs, request.trace)
             # In a pipeline a request waits for those before it: only one that ran alone tells of links.
@@ -157,9 +157,8 @@ class GraphKind:
 
     async def _on_infer(self, message: Infer, payload: Sequence[Any]) -> Reply:
         result = await self.infer(message, payload)
-        outputs = result.outputs
-        answer = Inferred(names=tuple(outputs), latency_seconds=result.latency_seconds, traces=result.traces)
-        return Reply(answer, pack_arrays(outputs))
+        answer = Inferred(names=tuple(result.outputs), latency_seconds=result.latency_seconds, traces=result.traces)
+        return Reply(answer, pack_arrays(result.outputs))
 
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------

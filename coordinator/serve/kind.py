@@ -70,7 +70,7 @@ class ModelKind(Protocol[D]):
     async def revise(self, cluster: Any, deployment: D) -> Revision:
         """The best plan now; the memory that `deployment` holds will be free."""
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights[Any]]:
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         """The chunks of a plan."""
 
     def deployment(self, plan: Plan, name: str) -> D:

@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from coordinator.deploy.deployment import Weights
-from coordinator.deploy.transformer import StepResult, TransformerDeployment, shard_weights
+from coordinator.deploy.deployment import Result, Weights
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
 from coordinator.plan.transformer.cost.predict import seconds_of
@@ -28,7 +28,6 @@ from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import Values
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
-    ChunkRef,
     DeviceTrace,
     Embed,
     Generate,
@@ -109,7 +108,7 @@ class TransformerKind:
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights[ChunkRef]]:
+    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         assert is_transformer_plan(plan)
         return shard_weights(self.model.directory, plan, self._tools.settings.state_dir / "manifests")
 
@@ -144,7 +143,7 @@ class TransformerKind:
         async def run(values: Values, ids: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
             async with self._requests.admission.exclusively():
                 result = await deployment.run_step(*pack([ids.tolist()]), "hidden", values=values)
-            return result.rows, result.step_seconds
+            return result.outputs, result.step_seconds
 
         measured = await calibrate(run, self.model.spec.vocab_size, self.model.seq_len)
         chosen = choose(measured, budget)
@@ -170,7 +169,7 @@ class TransformerKind:
             for batch in batches([len(ids) for ids in encoded], model.seq_len):
                 ids, lengths = pack([encoded[i] for i in batch])
                 result = await self._run_step(deployment, ids, lengths, "mean", trace)
-                vectors.append(mean_pool(result.rows, lengths))
+                vectors.append(mean_pool(result.outputs, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
             return Answer(np.concatenate(vectors), seconds, sum(map(len, encoded)), tuple(traces))
@@ -193,7 +192,7 @@ class TransformerKind:
 
         async def compute(deployment: TransformerDeployment) -> Answer:
             result = await self._run_step(deployment, ids, lengths, "hidden")
-            return Answer(result.rows, result.latency_seconds, len(ids))
+            return Answer(result.outputs, result.latency_seconds, len(ids))
 
         return await self._requests.run(compute, timeout_seconds)
 
@@ -204,7 +203,7 @@ class TransformerKind:
         lengths: np.ndarray[Any, Any],
         output: Literal["hidden", "mean"],
         trace: bool = False,
-    ) -> StepResult:
+    ) -> Result[np.ndarray[Any, Any]]:
         """A request's step, watched for drift."""
         result = await deployment.run_step(ids, lengths, output, trace)
         share = len(ids) / deployment.plan.body.seq_len

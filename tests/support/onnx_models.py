@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from coordinator.models.onnx.file import dtype_name, num_bytes_of
 from coordinator.models.onnx.reader import OnnxModel
-from coordinator.models.onnx.segments import SegmentModel, segment_model
+from coordinator.models.onnx.segments import segment_model
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 
@@ -80,27 +81,27 @@ def run_segments(model: OnnxModel, segments: Iterable[Segment], inputs: Mapping[
     """Each segment as its own session, with no tensors but its inputs."""
     known = dict(inputs)
     for segment in segments:
-        outputs = run_segment(segment_model(model, segment), {name: known[name] for name in segment.inputs})
+        outputs = run_segment(model, segment, {name: known[name] for name in segment.inputs})
         assert set(outputs) == set(segment.outputs)
         known.update(outputs)
     return {tensor.name: known[tensor.name] for tensor in model.spec.outputs}
 
 
-def run_segment(segment: SegmentModel, inputs: Mapping[str, Any]) -> Arrays:
+def run_segment(model: OnnxModel, segment: Segment, inputs: Mapping[str, Any]) -> Arrays:
     import onnxruntime
 
-    options = _options()
-    arrays = []
-    for each in segment.initializers:
-        data = each.read()
-        assert data.nbytes == each.num_bytes
+    proto, weights = segment_model(model, segment)
+    options, arrays = _options(), []
+    for weight in weights:
+        data = model.file.read(weight)
+        assert data.nbytes == num_bytes_of(weight.data_type, tuple(weight.dims))
         # numpy has no bfloat16 of its own; the runtime takes its bits.
-        bits = {"bfloat16": "uint16"}.get(each.dtype, each.dtype)
-        arrays.append(np.frombuffer(data, bits).reshape(each.shape))
+        dtype = dtype_name(weight.data_type)
+        arrays.append(np.frombuffer(data, {"bfloat16": "uint16"}.get(dtype, dtype)).reshape(weight.dims))
     make = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
-    values = [make(array, each.element_type) for array, each in zip(arrays, segment.initializers, strict=True)]
-    options.add_external_initializers([each.name for each in segment.initializers], values)
-    session = onnxruntime.InferenceSession(segment.proto, options, providers=["CPUExecutionProvider"])
+    values = [make(array, weight.data_type) for array, weight in zip(arrays, weights, strict=True)]
+    options.add_external_initializers([weight.name for weight in weights], values)
+    session = onnxruntime.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(inputs)), strict=True))
 

@@ -37,13 +37,18 @@ _TENSOR_STRINGS, _TENSOR_RAW = 6, 9
 _TENSOR_DATA = {4, 5, 7, _TENSOR_RAW, 10, 11}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-# Two to a byte: neither numpy nor onnxruntime's OrtValue takes them by their bytes, so they stay inline in a segment.
+# Several to a byte: neither numpy nor onnxruntime's OrtValue takes them by their bytes, so they stay inline in a segment.
 _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
 def dtype_name(element_type: int) -> str:
     """numpy's name of an ONNX element type; `object` for strings."""
     return str(helper.tensor_dtype_to_np_dtype(element_type).name)
+
+
+def is_packed(element_type: int) -> bool:
+    """Whether several values share a byte: there is no way to hand such a weight to onnxruntime by itself."""
+    return dtype_name(element_type) in _PACKED_BITS
 
 
 def num_bytes_of(element_type: int, shape: tuple[int, ...]) -> int:

@@ -31,7 +31,7 @@ _MAX_NODES = 100_000
 class OnnxModel:
     """A model with every shape known; its weights stay in the mapped file until one is read.
 
-    `nodes` are those of `spec.operators`, one for one.
+    The nodes of `graph` are the operators of `spec`, one for one.
     """
 
     spec: GraphSpec
@@ -39,10 +39,7 @@ class OnnxModel:
     dims: Mapping[str, int]
     ir_version: int
     opsets: tuple[OperatorSetIdProto, ...]
-    nodes: tuple[NodeProto, ...]
-    types: Mapping[str, TensorType]
-    constants: Mapping[str, TensorProto]
-    derived: Mapping[str, NodeProto]  # by output: nodes that compute from constants alone
+    graph: Resolved
 
     @cached_property
     def fingerprint(self) -> str:
@@ -90,10 +87,7 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
         opsets=tuple(
             helper.make_opsetid(domain, versions[domain]) for domain in ("", CONTRIB_DOMAIN) if domain in versions
         ),
-        nodes=tuple(resolved.nodes),
-        types=resolved.types,
-        constants=resolved.constants,
-        derived=resolved.derived,
+        graph=resolved,
     )
 
 
@@ -209,20 +203,12 @@ def _spec(name: str, resolved: Resolved, inputs: Mapping[str, TensorType], outpu
     operators = []
     names: set[str] = set()
     for index, (node, flops) in enumerate(zip(resolved.nodes, resolved.flops, strict=True)):
-        used, todo, seen = set[int](), uses(node), set[str]()
-        for taken in todo:
+        for taken in uses(node):
             consumers.setdefault(taken, []).append(index)
-        while todo:
-            taken = todo.pop()
-            if taken in seen:
-                continue
-            seen.add(taken)
-            if taken in resolved.constants:
-                used.add(parameters.setdefault(taken, len(parameters)))
-            elif taken in resolved.derived:
-                todo += uses(resolved.derived[taken])
+        constants, _, _ = resolved.needs(uses(node))
+        used = sorted(parameters.setdefault(constant, len(parameters)) for constant in constants)
         title = unused(node.name or f"{node.op_type}_{index}", names)
-        operators.append(Operator(title, node.op_type, flops, tuple(sorted(used))))
+        operators.append(Operator(title, node.op_type, flops, tuple(used)))
     sources: list[tuple[str, int | None]] = [(name, None) for name in inputs]
     sources += [(name, index) for index, node in enumerate(resolved.nodes) for name in node.output]
     tensors = []

@@ -9,7 +9,7 @@ A branch whose condition turns out constant takes the place of its If.
 from __future__ import annotations
 
 from collections import ChainMap, deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,27 @@ class Resolved:
     flops: list[float] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
     derived: dict[str, NodeProto] = field(default_factory=dict)
+
+    def needs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto], list[str]]:
+        """What these tensors are computed from: constants, nodes that derive more from constants, and other tensors."""
+        todo, seen = list(names), set[str]()
+        constants: list[str] = []
+        derived: dict[int, NodeProto] = {}
+        others: list[str] = []
+        while todo:
+            name = todo.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name in self.constants:
+                constants.append(name)
+            elif name in self.derived:
+                node = self.derived[name]
+                derived[id(node)] = node
+                todo += uses(node)
+            else:
+                others.append(name)
+        return constants, list(derived.values()), others
 
 
 def resolve(

@@ -29,7 +29,8 @@ from coordinator.cli.app import app
 from coordinator.cli.compare import print_comparison
 from coordinator.cli.comparison import Comparer, Comparison, GraphTrial, Site, TransformerTrial, describe
 from coordinator.cli.planning.graph import PlannedGraph
-from coordinator.deploy.graph import Inference
+from coordinator.deploy import deployment
+from coordinator.deploy.graph import Arrays
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.graph_file import open_graph
@@ -411,13 +412,13 @@ class FakePipeline:
         self.plan = plan.model_copy(update={"body": plan.body.model_copy(update={"objective": objective})})
         self.asked = self.running = self.most = 0
 
-    async def infer(self, inputs: Any) -> Inference:
+    async def infer(self, inputs: Any) -> deployment.Result[Arrays]:
         self.asked += 1
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.001)
         self.running -= 1
-        return Inference({}, float(self.asked), (0.0,), ())
+        return deployment.Result({}, float(self.asked), 0.0, (0.0,), ())
 
 
 @pytest.mark.parametrize(("objective", "at_once", "asked"), [("latency", 1, 4), ("throughput", 4, 5 * 4)])

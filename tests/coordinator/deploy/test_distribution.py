@@ -10,18 +10,17 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.deploy.spread import Spread
-from hearth.wire.messages import ChunkRef
+from coordinator.deploy.spread import Chunk, Spread
 
 LEAST, MOST = 250, 600  # bytes of a batch; chunks have some 100
 
 
-def chunk(index: int) -> ChunkRef:
+def chunk(index: int) -> Chunk:
     digest = hashlib.sha256(str(index).encode()).hexdigest()
-    return ChunkRef(hash=digest, num_bytes=100 + index, kind="mlp", layer=0, grain=index)
+    return Chunk(digest, 100 + index, bytes)
 
 
-def lacking(**needs: Iterable[int]) -> dict[str, list[ChunkRef]]:
+def lacking(**needs: Iterable[int]) -> dict[str, list[Chunk]]:
     return {device: [chunk(index) for index in indexes] for device, indexes in needs.items()}
 
 
@@ -102,7 +101,7 @@ def test_everyone_gets_what_it_lacks_from_one_that_has_it_by_then(
         for device, indexes in needs.items()
     }
     spread = Spread(wanted, {device: set(hashes) for device, hashes in got.items()})
-    on_way: list[tuple[str | None, str, list[ChunkRef]]] = []
+    on_way: list[tuple[str | None, str, list[Chunk]]] = []
     sent: Counter[str] = Counter()
     for _ in range(2000):
         if all(spread.complete(device) for device in wanted):

@@ -19,7 +19,7 @@ from support.houses import House, serving
 
 from coordinator.cli import load as clients
 from coordinator.cli.load import random_inputs
-from coordinator.deploy.graph_chunks import Pieces
+from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
@@ -130,25 +130,25 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     return open_graph(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
 
 
-def test_pieces_are_small_named_by_content_and_the_same_for_every_cut(
+def test_chunks_are_small_named_by_content_and_the_same_for_every_cut(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coordinator.deploy import graph_chunks as module
 
     monkeypatch.setattr(module, "CHUNK_BYTES", 10_000)
     count = graph.spec.num_operators
-    pieces = Pieces(graph)
+    chunks_of = SegmentChunks(graph)
     cuts = [cut(graph.spec, [0] * count), cut(graph.spec, [index % 2 for index in range(count)])]
     weights = []
     for segments in cuts:
         arrays: dict[str, bytes] = {}
         for segment in segments:
-            made = pieces.of(segment)
-            content = {piece.hash: bytes(piece.read()) for piece in made.pieces}
+            files, chunks = chunks_of.of(segment)
+            content = {chunk.hash: bytes(chunk.read()) for chunk in chunks}
             assert all(hashlib.sha256(data).hexdigest() == name for name, data in content.items())
-            assert all(piece.num_bytes == len(content[piece.hash]) <= 10_000 for piece in made.pieces)
-            assert set(made.files.graph) <= content.keys()
-            for array in made.files.initializers:
+            assert all(chunk.num_bytes == len(content[chunk.hash]) <= 10_000 for chunk in chunks)
+            assert set(files.graph) <= content.keys()
+            for array in files.initializers:
                 arrays[array.name] = b"".join(content[name] for name in array.chunks)
                 assert len(arrays[array.name]) == int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
         weights.append(arrays)

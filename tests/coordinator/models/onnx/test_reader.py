@@ -63,7 +63,7 @@ def test_weights_stay_in_the_file(tmp_path: Path) -> None:
     assert os.path.getsize(model.file.path) > 3 << 22
     assert model.file.proto.ByteSize() < 1000
     for name, expected in (("typed", np.arange(1 << 20)), ("w", numpy_helper.to_array(weight("w", 1 << 20, seed=1)))):
-        np.testing.assert_array_equal(np.frombuffer(model.file.read(model.constants[name]), np.float32), expected)
+        np.testing.assert_array_equal(np.frombuffer(model.file.read(model.graph.constants[name]), np.float32), expected)
 
 
 def test_the_fingerprint_is_of_all_weights_and_dimensions(tmp_path: Path) -> None:

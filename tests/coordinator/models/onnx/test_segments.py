@@ -103,12 +103,14 @@ def test_a_segment_is_small_and_lists_its_weights(tmp_path: Path) -> None:
     segments = [segment_model(model, segment) for segment in (first, second)]
     assert [len(each.proto) < 32768 for each in segments] == [True, True]
     # `w` is in both, the same bytes; `v` and `u` are below the limit, and so inside.
-    assert [[weight.name for weight in each.initializers] for each in segments] == [["w"], ["w"]]
-    (one,), (other,) = (each.initializers for each in segments)
-    assert (one.dtype, one.shape, one.num_bytes) == ("float32", (64, 128), 32768)
-    assert one.read() == other.read()
+    assert [[weight.name for weight in each.weights] for each in segments] == [["w"], ["w"]]
+    (one,), (other,) = (each.weights for each in segments)
+    assert (one.data_type, tuple(one.dims)) == (onnx.TensorProto.FLOAT, (64, 128))
+    data = model.file.read(one)
+    assert data.nbytes == 32768
+    assert data == model.file.read(other)
     np.testing.assert_array_equal(
-        np.frombuffer(one.read(), np.float32).reshape(64, 128),
+        np.frombuffer(data, np.float32).reshape(64, 128),
         onnx.numpy_helper.to_array(onnx_models.weight("w", 64, 128)),
     )
     inside = {each.name for each in onnx.load_from_string(segments[1].proto).graph.initializer}
