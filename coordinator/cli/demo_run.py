@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ SENTENCES = (
     "I feel like listening to jazz on the sofa.",
     "Who is ringing at the gate?",
 )
+_PROGRAMS = Path(sys.executable).parent  # those that were installed beside this Python
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 60.0
 _LATENCY_RUNS = 7
@@ -145,17 +146,15 @@ def _reference(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
 # ---- the processes --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _agent(name: str, folder: Path, key: Path) -> Iterator[None]:
+def _agent(name: str, folder: Path, key: Path) -> AbstractContextManager[object]:
     """A real `hearth-agent` with directories and ports of its own, computing with one thread."""
     command = [
-        *_program("hearth-agent"), "--name", name, "--key-path", str(key),
+        str(_PROGRAMS / "hearth-agent"), "--name", name, "--key-path", str(key),
         "--state-dir", str(folder / name / "state"), "--store-dir", str(folder / name / "store"),
         "--interface", _LOOPBACK, "--bind-host", _LOOPBACK,
         "--control-port", "0", "--link-port", "0", "--data-ports", "0-0", "--threads", "1", "--log-level", "warning",
     ]  # fmt: skip
-    with _process(command, folder / f"{name}.log"):
-        yield
+    return _process(command, folder / f"{name}.log")
 
 
 @contextmanager
@@ -164,16 +163,14 @@ def _coordinator(
 ) -> Iterator[Home]:
     """A real `hearth serve`, and a client that waited until it is ready. Its state, with the profiles, is kept."""
     command = [
-        *_program("hearth"), "serve", str(model_dir), "--strategy", strategy, "--key", str(key),
+        str(_PROGRAMS / "hearth"), "serve", str(model_dir), "--strategy", strategy, "--key", str(key),
         "--min-devices", str(num_devices), "--port", "0", "--state-dir", str(folder / "coordinator"),
         "--mdns-interfaces", _LOOPBACK, "--name", "demo",
     ]  # fmt: skip
     log = folder / f"coordinator-{strategy}.log"
     with _process(command, log) as process:
-        deadline = time.monotonic() + _START_SECONDS
-        shown = 0
-        home = _connect_to(process, key, log, deadline)
-        with home:
+        deadline, shown = time.monotonic() + _START_SECONDS, 0
+        with _connect_to(process, key, log, deadline) as home:
             while not home.ready():
                 shown = _show_news(log, shown, report)
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -217,8 +214,3 @@ def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _program(name: str) -> list[str]:
-    """The installed program beside this Python."""
-    return [str(Path(sys.executable).parent / name)]

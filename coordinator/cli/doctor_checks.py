@@ -14,11 +14,11 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import zmq
-from pydantic import BaseModel, ConfigDict
 
 import hearth
 from coordinator.devices.fleet import Fleet
@@ -29,9 +29,8 @@ from hearth.errors import HearthError
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, Found
 from hearth.platform.interfaces import Interface, choose, interfaces, verify_reachable
 from hearth.platform.security import (
-    AdminKey,
+    AppKey,
     Credential,
-    HomeKey,
     agent_access,
     coordinator_access,
     fingerprint,
@@ -51,10 +50,8 @@ _PORTS = (
 )
 
 
-class Finding(BaseModel):
+class Finding(NamedTuple):
     """One line of the doctor's report. `do` is empty where nothing needs doing."""
-
-    model_config = ConfigDict(frozen=True)
 
     check: str
     status: Literal["ok", "warning", "problem"]
@@ -69,26 +66,22 @@ class Output(NamedTuple):
     text: str
 
 
-def examine(
-    key_path: Path,
-    interface: str | None,
-    mdns_interfaces: list[str] | None,
-    look_seconds: float = _LOOK_SECONDS,
-) -> list[Finding]:
-    """Run every check; what fails is a finding. Agents and coordinators have `look_seconds` to answer."""
+def examine(key_path: Path, interface: str | None, mdns_interfaces: list[str] | None) -> list[Finding]:
+    """Run every check; what fails is a finding."""
     found = interfaces()
+    key_finding, credential = check_key(key_path)
+    usable = [each.address for each in found if not each.skipped and ":" not in each.address]
     findings = [
         check_versions(),
-        *check_interface(found, interface),
+        check_interface(found, interface),
         check_disk(default_state_dir(os.environ)),
+        check_multicast(mdns_interfaces or usable or ["127.0.0.1"], _multicast_works),
+        check_firewall(_run),
+        check_ports(_is_open),
+        key_finding,
     ]
-    findings.append(check_multicast(mdns_interfaces or _usable_addresses(found), _multicast_works))
-    findings.append(check_firewall(_run))
-    findings.append(check_ports(_is_open))
-    key_finding, credential = check_key(key_path)
-    findings.append(key_finding)
     if credential is not None:
-        findings += asyncio.run(_look_around(credential, mdns_interfaces, look_seconds))
+        findings += asyncio.run(_look_around(credential, mdns_interfaces))
     return findings
 
 
@@ -98,88 +91,62 @@ def check_versions() -> Finding:
         f"ZeroMQ {zmq.zmq_version()}"
     )
     if not zmq.has("curve"):
-        return Finding(
-            check="versions",
-            status="problem",
-            what=f"{what}, built without CURVE",
-            do="Reinstall pyzmq from its wheel.",
-        )
-    return Finding(check="versions", status="ok", what=what)
+        return Finding("versions", "problem", f"{what}, built without CURVE", "Reinstall pyzmq from its wheel.")
+    return Finding("versions", "ok", what)
 
 
-def check_interface(found: list[Interface], preferred: str | None) -> list[Finding]:
+def check_interface(found: list[Interface], preferred: str | None) -> Finding:
     """Which interface would be advertised, and why the others would not."""
     try:
         chosen = choose(found, preferred)
         verify_reachable(chosen)
     except HearthError as error:
-        return [Finding(check="interface", status="problem", what=error.explanation(), do=error.next_step())]
+        return _problem("interface", error)
     others = "; ".join(
         f"{i.name} ({i.address}): {i.skipped}" for i in found if i.skipped and ":" not in i.address and i != chosen
     )
     what = f"{chosen.name} ({chosen.address}) is advertised" + (f". Not used: {others}" if others else "")
     if chosen.address.startswith("127."):
-        return [
-            Finding(
-                check="interface",
-                status="warning",
-                what=what,
-                do="Other devices cannot reach this one: connect it, or name an interface with --interface.",
-            )
-        ]
-    return [Finding(check="interface", status="ok", what=what)]
+        do = "Other devices cannot reach this one: connect it, or name an interface with --interface."
+        return Finding("interface", "warning", what, do)
+    return Finding("interface", "ok", what)
 
 
 def check_disk(state_dir: Path) -> Finding:
     existing = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
-        return Finding(
-            check="disk",
-            status="warning",
-            what=f"only {format_bytes(free)} are free at {existing}",
-            do="Free some space.",
-        )
-    return Finding(check="disk", status="ok", what=f"{format_bytes(free)} are free at {existing}")
+        return Finding("disk", "warning", f"only {format_bytes(free)} are free at {existing}", "Free some space.")
+    return Finding("disk", "ok", f"{format_bytes(free)} are free at {existing}")
 
 
 def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Finding:
     """`works(address)`: does a packet that is sent to the mDNS group from that address come back?"""
     deaf = [address for address in addresses if not works(address)]
-    if deaf:
-        return Finding(
-            check="multicast",
-            status="problem",
-            what=f"multicast sent from {', '.join(deaf)} does not come back",
-            do="Let udp 5353 and 224.0.0.251 through the firewall (and the Wi-Fi's client isolation), "
-            "or list the agents with `hearth serve --devices`.",
-        )
-    return Finding(check="multicast", status="ok", what=f"works on {', '.join(addresses)}")
+    if not deaf:
+        return Finding("multicast", "ok", f"works on {', '.join(addresses)}")
+    do = (
+        "Let udp 5353 and 224.0.0.251 through the firewall (and the Wi-Fi's client isolation), "
+        "or list the agents with `hearth serve --devices`."
+    )
+    return Finding("multicast", "problem", f"multicast sent from {', '.join(deaf)} does not come back", do)
 
 
 def _multicast_works(address: str) -> bool:
     probe = _probe()
-    try:
-        with (
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
-        ):
-            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            receiver.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            receiver.bind(("", _MULTICAST_PORT))
-            member = struct.pack("4s4s", socket.inet_aton(_MULTICAST_GROUP), socket.inet_aton(address))
-            receiver.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
-            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
-            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 1)
-            sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
-            sender.sendto(probe, (_MULTICAST_GROUP, _MULTICAST_PORT))
-            deadline = time.monotonic() + 1.0
-            while (left := deadline - time.monotonic()) > 0:
-                receiver.settimeout(left)
-                if receiver.recv(2048) == probe:
-                    return True
-    except OSError:
-        pass
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as member, suppress(OSError):
+        interface = socket.inet_aton(address)
+        member.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        member.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        member.bind(("", _MULTICAST_PORT))
+        member.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(_MULTICAST_GROUP) + interface)
+        member.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, interface)
+        member.sendto(probe, (_MULTICAST_GROUP, _MULTICAST_PORT))
+        deadline = time.monotonic() + 1.0
+        while (left := deadline - time.monotonic()) > 0:
+            member.settimeout(left)
+            if member.recv(2048) == probe:
+                return True
     return False
 
 
@@ -215,12 +182,11 @@ def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
             active.append(name)
     do = f"Make sure that these are open: {_PORTS}."
     if active:
-        what = f"{', '.join(active)} filters traffic here"
-        return Finding(check="firewall", status="warning", what=what, do=do)
+        return Finding("firewall", "warning", f"{', '.join(active)} filters traffic here", do)
     if unreadable:
         what = f"the rules of {', '.join(unreadable)} could not be read"
-        return Finding(check="firewall", status="warning", what=what, do=f"Run the doctor as root. {do}")
-    return Finding(check="firewall", status="ok", what="no filtering rules found")
+        return Finding("firewall", "warning", what, f"Run the doctor as root. {do}")
+    return Finding("firewall", "ok", "no filtering rules found")
 
 
 def _run(command: list[str]) -> Output | None:
@@ -236,15 +202,12 @@ def check_ports(is_open: Callable[[int], bool]) -> Finding:
     control, link, coordinator = (is_open(port) for port in (AGENT_PORT, AGENT_PORT + 1, COORDINATOR_PORT))
     if control != link:
         answers, silent = (AGENT_PORT, AGENT_PORT + 1) if control else (AGENT_PORT + 1, AGENT_PORT)
-        return Finding(
-            check="ports",
-            status="warning",
-            what=f"port {answers} answers on this device, but port {silent} does not",
-            do="An agent opens both: see `journalctl -u hearth-agent`, and what has the port (`ss -ltnp`).",
-        )
+        what = f"port {answers} answers on this device, but port {silent} does not"
+        do = "An agent opens both: see `journalctl -u hearth-agent`, and what has the port (`ss -ltnp`)."
+        return Finding("ports", "warning", what, do)
     agent_says = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
     coordinator_says = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
-    return Finding(check="ports", status="ok", what=f"on this device: {agent_says}, {coordinator_says}")
+    return Finding("ports", "ok", f"on this device: {agent_says}, {coordinator_says}")
 
 
 def _is_open(port: int) -> bool:
@@ -259,17 +222,17 @@ def check_key(path: Path) -> tuple[Finding, Credential | None]:
     try:
         credential = load_credential(path)
     except HearthError as error:
-        return Finding(check="key", status="problem", what=error.explanation(), do=error.next_step()), None
+        return _problem("key", error), None
     what = f"{credential.kind} key in {path}, home {fingerprint(coordinator_access(credential).server_public)}"
     if path.stat().st_mode & 0o077:
-        return Finding(
-            check="key", status="warning", what=f"{what}, readable by others", do=f"chmod 600 {path}"
-        ), credential
-    return Finding(check="key", status="ok", what=what), credential
+        return Finding("key", "warning", f"{what}, readable by others", f"chmod 600 {path}"), credential
+    return Finding("key", "ok", what), credential
 
 
-async def _look_around(credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float) -> list[Finding]:
-    """Agents and coordinators on the network: protocol, version, clock, how many."""
+async def _look_around(
+    credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
+) -> list[Finding]:
+    """Agents and coordinators on the network, which have `look_seconds` to answer: protocol, version, clock, how many."""
     coordinators: dict[str, Found] = {}
     home = fingerprint(coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
@@ -277,7 +240,7 @@ async def _look_around(credential: Credential, mdns_interfaces: list[str] | None
     try:
         await browser.start()
         ends = asyncio.get_running_loop().time() + look_seconds
-        if isinstance(credential, HomeKey | AdminKey):
+        if not isinstance(credential, AppKey):
             async with Fleet(agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
                 await fleet.settle(1.0, 1, look_seconds)
                 findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
@@ -285,82 +248,51 @@ async def _look_around(credential: Credential, mdns_interfaces: list[str] | None
             await asyncio.sleep(max(0.0, ends - asyncio.get_running_loop().time()))
     except (OSError, ValueError) as error:  # no network, or an address that is not this device's
         where = ", ".join(mdns_interfaces) if mdns_interfaces else "any interface"
-        findings.append(
-            Finding(
-                check="agents",
-                status="problem",
-                what=f"the network cannot be searched on {where}: {error}",
-                do="Connect the device to the network, or name local addresses with --mdns-interfaces.",
-            )
-        )
-        return findings
+        what = f"the network cannot be searched on {where}: {error}"
+        do = "Connect the device to the network, or name local addresses with --mdns-interfaces."
+        return [*findings, Finding("agents", "problem", what, do)]
     finally:
         await browser.stop()
-    findings.append(check_coordinators([found for found in coordinators.values() if found.fingerprint == home]))
-    return findings
+    return [*findings, check_coordinators([found for found in coordinators.values() if found.fingerprint == home])]
 
 
 def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[Finding]:
     """Who answered, who refused and why, their versions, and their clocks against ours (`now`, Unix)."""
-    findings = [
-        Finding(check="agents", status="problem", what=error.explanation(), do=error.next_step()) for error in refusals
-    ]
+    findings = [_problem("agents", error) for error in refusals]
     if not devices:
-        findings.append(
-            Finding(
-                check="agents",
-                status="warning",
-                what="no agent of this home answered",
-                do="Start hearth-agent on your devices with this home's key; where multicast is blocked, "
-                "list them with `hearth serve --devices`.",
-            )
+        do = (
+            "Start hearth-agent on your devices with this home's key; where multicast is blocked, "
+            "list them with `hearth serve --devices`."
         )
-        return findings
+        return [*findings, Finding("agents", "warning", "no agent of this home answered", do)]
     names = ", ".join(sorted(device.name for device in devices))
-    findings.append(Finding(check="agents", status="ok", what=f"{len(devices)} answer: {names}"))
+    findings.append(Finding("agents", "ok", f"{len(devices)} answer: {names}"))
     others = {d.name: d.welcome.version for d in devices if d.welcome.version != hearth.__version__}
     if others:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
-        findings.append(
-            Finding(
-                check="agents",
-                status="warning",
-                what=f"other versions of Hearth than {hearth.__version__} here: {listed}",
-                do="Install the same version on every device.",
-            )
-        )
+        what = f"other versions of Hearth than {hearth.__version__} here: {listed}"
+        findings.append(Finding("agents", "warning", what, "Install the same version on every device."))
     clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
     return [*findings, check_clocks(clocks, now)]
 
 
 def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
     """Clocks matter for logs and caches only, so a wrong one is a warning."""
-    wrong = [
-        f"{name} by {clock - now:+.0f} s"
-        for name, clock in clocks.items()
-        if abs(clock - now) > CLOCK_TOLERANCE_SECONDS
-    ]
+    differences = {name: clock - now for name, clock in clocks.items()}
+    wrong = [f"{name} by {off:+.0f} s" for name, off in differences.items() if abs(off) > CLOCK_TOLERANCE_SECONDS]
     if wrong:
-        return Finding(
-            check="clock",
-            status="warning",
-            what=f"clocks differ from this one's: {', '.join(wrong)}",
-            do="Turn on time synchronisation (timedatectl set-ntp true) there.",
-        )
-    return Finding(check="clock", status="ok", what="all clocks agree")
+        do = "Turn on time synchronisation (timedatectl set-ntp true) there."
+        return Finding("clock", "warning", f"clocks differ from this one's: {', '.join(wrong)}", do)
+    return Finding("clock", "ok", "all clocks agree")
 
 
 def check_coordinators(found: list[Found]) -> Finding:
     where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in found)
     if len(found) > 1:
-        return Finding(
-            check="coordinator",
-            status="problem",
-            what=f"{len(found)} coordinators of this home run at once: {where}",
-            do="Stop all but one: an agent works for one at a time.",
-        )
-    return Finding(check="coordinator", status="ok", what=f"one runs at {where}" if found else "none runs")
+        what = f"{len(found)} coordinators of this home run at once: {where}"
+        return Finding("coordinator", "problem", what, "Stop all but one: an agent works for one at a time.")
+    return Finding("coordinator", "ok", f"one runs at {where}" if found else "none runs")
 
 
-def _usable_addresses(found: Sequence[Interface]) -> list[str]:
-    return [i.address for i in found if not i.skipped and ":" not in i.address] or ["127.0.0.1"]
+def _problem(check: str, error: HearthError) -> Finding:
+    return Finding(check, "problem", error.explanation(), error.next_step())

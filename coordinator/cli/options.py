@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Optional, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -15,25 +15,18 @@ from hearth.errors import BadSetting
 from hearth.plan.graph import Objective as GraphObjective
 from hearth.plan.value_formats import VALUE_NAMES
 
-# Optional[]: typer reads the annotations on Python 3.10.
 # ---- any command ------------------------------------------------------------------------------------------------------
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 KeyPath = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--key", help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.", show_default=False),
+    Path | None, typer.Option("--key", help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")
 ]
-Address = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--address", help="Coordinator's host[:port]. Default: found over mDNS.", show_default=False),
-]
+Address = Annotated[str | None, typer.Option("--address", help="Coordinator's host[:port]. Default: found over mDNS.")]
 Devices = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--devices", help="Agents where multicast is blocked: host[:port],host2[:port].", show_default=False),
+    str | None, typer.Option("--devices", help="Agents where multicast is blocked: host[:port],host2[:port].")
 ]
 Interfaces = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option("--mdns-interfaces", help="Local addresses on which to speak mDNS, with commas.", show_default=False),
+    str | None, typer.Option("--mdns-interfaces", help="Local addresses on which to speak mDNS, with commas.")
 ]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait.", min=0.1)]
 
@@ -55,7 +48,7 @@ Strategy = Annotated[
     ),
 ]
 Objective = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
         "--objective",
         help=f"(graph) Minimise the latency of one request (default; strategies {_LATENCY}), or maximise the "
@@ -70,7 +63,7 @@ Dims = Annotated[
     ),
 ]
 TimeLimit = Annotated[
-    Optional[float],  # noqa: UP045
+    float | None,
     typer.Option(
         "--time-limit",
         help=f"(graph) Seconds that a search for the best plan may take (default {DEFAULT_SECONDS:g}).",
@@ -83,11 +76,11 @@ NoCongestion = Annotated[
     bool, typer.Option("--no-congestion", help="(graph) Ignore contention between transfers of one device.")
 ]
 SeqLen = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option("--seq-len", help="Tokens that one step must hold. Default: the model's limit, at most 512.", min=1),
 ]
 Context = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option(
         "--context",
         help="(decoder) Tokens of a prompt and its answer together. Default: the model's limit, at most 2048.",
@@ -95,7 +88,7 @@ Context = Annotated[
     ),
 ]
 Sequences = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option(
         "--sequences",
         help="(decoder) Concurrent sequences of --context tokens to reserve KV cache for. Default: 4.",
@@ -109,9 +102,7 @@ Wire = Annotated[
 Weights = Annotated[
     str,
     typer.Option(
-        "--weights",
-        help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.",
-        metavar="FORMAT",
+        "--weights", help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"
     ),
 ]
 Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
@@ -140,25 +131,11 @@ _TITLES: Mapping[Kind, str] = {
 }
 # Options of `plan` and `serve` by parameter name, with the kinds of MODEL that they are for; all others are for every kind.
 CAPABILITIES: Mapping[str, frozenset[Kind]] = {
-    "seq_len": _TRANSFORMER,
-    "context": _TRANSFORMER,
-    "sequences": _TRANSFORMER,
-    "weights": _TRANSFORMER,
-    "accuracy_budget": _TRANSFORMER,
-    "compare": _TRANSFORMER | _GRAPH,
-    "rounds": _TRANSFORMER | _GRAPH,
-    "timeline": _TRANSFORMER | _GRAPH,
-    "save_profile": _TRANSFORMER | _GRAPH,
-    "load_profile": _TRANSFORMER | _GRAPH,
-    "dim": _GRAPH,
-    "cluster": _GRAPH,
-    "objective": _GRAPH | _PROBLEM,
-    "time_limit": _GRAPH | _PROBLEM,
-    "no_congestion": _GRAPH | _PROBLEM,
-    "picture": _GRAPH | _PROBLEM,
-    "save": _TRANSFORMER | _GRAPH,
-    "exclude": _TRANSFORMER | _GRAPH,
-    "limit": _TRANSFORMER | _GRAPH,
+    **dict.fromkeys(("seq_len", "context", "sequences", "weights", "accuracy_budget"), _TRANSFORMER),
+    **dict.fromkeys(("dim", "cluster"), _GRAPH),
+    **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _PROBLEM),
+    **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
+    **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),
 }
 # Options of `serve` that describe what to do with MODEL.
 OF_MODEL = (

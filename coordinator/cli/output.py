@@ -1,17 +1,18 @@
-"""What the commands share: consoles, JSON, and errors as one clear line."""
+"""What the commands share: consoles, JSON, files, and errors as one clear line."""
 
 from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
-from hearth.errors import HearthError
+from hearth.errors import BadSetting, HearthError
+from hearth.files import write_atomically
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +28,15 @@ def report(line: str) -> None:
 
 def print_json(value: object) -> None:
     """One JSON object on stdout, for programs."""
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
+    typer.echo(json.dumps(value, indent=1, default=str))
+
+
+def write_file(option: str, path: Path, data: str | bytes) -> None:
+    """Write the file that an option names. Raises BadSetting."""
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise BadSetting(setting=option, reason=f"{path} cannot be written ({error.strerror})") from None
 
 
 def handles_errors(command: Callable[P, R], contradiction_status: int = 1) -> Callable[P, R]:
@@ -41,21 +50,13 @@ def handles_errors(command: Callable[P, R], contradiction_status: int = 1) -> Ca
         try:
             return command(*args, **kwargs)
         except HearthError as error:
+            message, next_step = error.explanation(), error.next_step()
             if kwargs.get("as_json"):
-                print_json(error_object(error))
-            err.print(f"[red]error:[/] {error.explanation()} {error.next_step()}", soft_wrap=True)
+                details = error.details()
+                print_json({"error": error.code, "message": message, "next_step": next_step, "details": details})
+            report(f"[red]error:[/] {message} {next_step}")
             raise typer.Exit(contradiction_status if error.contradiction else 1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
     return wrapped
-
-
-def error_object(error: HearthError) -> dict[str, Any]:
-    """An error as `--json` prints it."""
-    return {
-        "error": error.code,
-        "message": error.explanation(),
-        "next_step": error.next_step(),
-        "details": error.details(),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,10 +17,9 @@ from coordinator.cli.commands.generate import (
     TopK,
     TopP,
     usage_line,
-    write,
 )
 from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors
+from coordinator.cli.output import err, handles_errors, report
 from hearth.client.answers import Generation
 from hearth.client.sync import connect
 from hearth.errors import HearthError
@@ -31,10 +30,7 @@ _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 @handles_errors
 def chat(
-    system: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="System message: instructions before the conversation.", show_default=False),
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message: instructions before the conversation.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -73,7 +69,7 @@ def chat(
                 )  # fmt: skip
                 text = _print_answer(answer)
             except HearthError as error:  # this question gets no answer; the next one may
-                err.print(f"\n[red]error:[/] {error.explanation()} {error.next_step()}", soft_wrap=True)
+                report(f"\n[red]error:[/] {error.explanation()} {error.next_step()}")
                 continue
             if text:
                 history += [question, ChatMessage(role="assistant", content=text)]
@@ -85,10 +81,10 @@ def _read_line() -> str | None:
         try:
             return input("> ").strip()
         except EOFError:
-            write("\n")
+            typer.echo()
             return None
         except KeyboardInterrupt:
-            write("\n")
+            typer.echo()
 
 
 def _print_answer(answer: Generation) -> str:
@@ -98,10 +94,10 @@ def _print_answer(answer: Generation) -> str:
         try:
             for token in answer:
                 text += token.text
-                write(token.text)
+                typer.echo(token.text, nl=False)
         except KeyboardInterrupt:
             pass
-    write("\n")
+    typer.echo()
     if answer.usage is not None:
-        err.print(f"[dim]{usage_line(answer.usage)}[/]", soft_wrap=True)
+        report(f"[dim]{usage_line(answer.usage)}[/]")
     return text

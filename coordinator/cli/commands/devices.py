@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.output import handles_errors, out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.config import load_settings
-from hearth.errors import NoDevices, NotAuthorised
+from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
 from hearth.wire.messages import DeviceInfo
@@ -32,7 +31,22 @@ def devices(
     as_json: AsJson = False,
 ) -> None:
     """Show the devices of this home: processor, memory, temperature, GPU, and on request the links between them."""
-    found, links, refusals = asyncio.run(_look(measure, wait, static or "", mdns_interfaces, key))
+    credential = resolve_credential(key)
+    if measure and not isinstance(credential, HomeKey):
+        raise NotAuthorised(role=credential.kind, action="measure links")
+
+    async def look() -> tuple[list[DeviceInfo], list[Link], list[HearthError]]:
+        limit = max(wait * 4, 5.0)
+        access, speaks_on = agent_access(credential), interface_list(mdns_interfaces)
+        async with Fleet(access, None, interfaces=speaks_on, static_devices=static or "") as fleet:
+            found = await fleet.settle(wait, 1, limit)
+            if not found and not fleet.refusals:
+                raise NoDevices(seconds=limit)
+            profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", report)
+            links = await profiler.measure_links(found) if measure else {}
+            return fleet.infos(), list(links.values()), fleet.refusals
+
+    found, links, refusals = asyncio.run(look())
     if as_json:
         print_json(
             {
@@ -43,29 +57,7 @@ def devices(
         )
         return
     for error in refusals:
-        err.print(f"[yellow]warning:[/] {error}", soft_wrap=True)
+        report(f"[yellow]warning:[/] {error}")
     out.print(device_table(found))
     if links:
         out.print(link_table(links, {device.device_id: device.name for device in found}))
-
-
-async def _look(
-    measure: bool, wait: float, static: str, interfaces: str | None, key: Path | None
-) -> tuple[list[DeviceInfo], list[Link], list[Any]]:
-    credential = resolve_credential(key)
-    if measure and not isinstance(credential, HomeKey):
-        raise NotAuthorised(role=credential.kind, action="measure links")
-    limit = max(wait * 4, 5.0)
-    async with Fleet(
-        agent_access(credential), None, interfaces=interface_list(interfaces), static_devices=static
-    ) as fleet:
-        found = await fleet.settle(wait, 1, limit)
-        if not found and not fleet.refusals:
-            raise NoDevices(seconds=limit)
-        profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", lambda line: err.print(line))
-        links = await profiler.measure_links(found) if measure else {}
-        return (
-            fleet.infos(),
-            list(links.values()),
-            list(fleet.refusals),
-        )

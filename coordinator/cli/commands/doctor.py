@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ _MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "problem":
 
 @handles_errors
 def doctor(
-    interface: Annotated[Optional[str], typer.Option(help="Check this network interface or address.")] = None,  # noqa: UP045
+    interface: Annotated[str | None, typer.Option(help="Check this network interface or address.")] = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
     as_json: AsJson = False,
@@ -26,7 +26,7 @@ def doctor(
 
     findings = examine(key or default_key_path(os.environ), interface, interface_list(mdns_interfaces))
     if as_json:
-        print_json({"findings": [finding.model_dump() for finding in findings]})
+        print_json({"findings": [finding._asdict() for finding in findings]})
     else:
         for finding in findings:
             out.print(f"{_MARKS[finding.status]} {finding.check}: {finding.what}", soft_wrap=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
-from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.output import handles_errors, out, print_json, report, write_file
 from hearth.client.sync import connect
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace, overlap_seconds
@@ -20,7 +20,7 @@ from hearth.trace import chrome_trace, overlap_seconds
 def embed(
     texts: Annotated[list[str], typer.Argument(help="Texts; '-' reads one per line from standard input.")],
     trace: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option(help="Write a timeline of the request (Chrome trace JSON: chrome://tracing, Perfetto)."),
     ] = None,
     timeout: Timeout = 60.0,
@@ -35,9 +35,8 @@ def embed(
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None)
     if trace is not None:
-        trace.write_text(json.dumps(chrome_trace(result.traces)))
-        overlapped = format_seconds(overlap_seconds(result.traces))
-        err.print(f"wrote {trace}: transfers ran under compute for {overlapped}")
+        write_file("--trace", trace, json.dumps(chrome_trace(result.traces)))
+        report(f"wrote {trace}: transfers ran under compute for {format_seconds(overlap_seconds(result.traces))}")
     if as_json:
         print_json({"embeddings": result.vectors.tolist(), "latency_seconds": result.latency_seconds})
         return

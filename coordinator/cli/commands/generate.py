@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any, Optional
+from typing import Annotated
 
 import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors, print_json
+from coordinator.cli.output import handles_errors, print_json, report
 from hearth.client.answers import Usage
 from hearth.client.sync import connect
 from hearth.errors import BadSetting
 from hearth.platform.units import format_seconds
 
 _SAMPLING = "Sampling"
-# Optional[]: typer reads the annotations on Python 3.10.
-MaxTokens = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(help="Most tokens to generate. Default: the model's own, else 512.", show_default=False),
-]
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Default: the model's own, else 512.")]
 Temperature = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(
-        help="0 takes the most likely token; 1 samples as the model predicts.",
-        show_default=False,
-        rich_help_panel=_SAMPLING,
-    ),
+    float | None,
+    typer.Option(help="0 takes the most likely token; 1 samples as the model predicts.", rich_help_panel=_SAMPLING),
 ]
 TopK = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        help="Sample from the k most likely tokens (0 disables).", show_default=False, rich_help_panel=_SAMPLING
-    ),
+    int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
 ]
 TopP = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(
-        help="Sample from the most likely tokens up to this total probability.",
-        show_default=False,
-        rich_help_panel=_SAMPLING,
-    ),
+    float | None,
+    typer.Option(help="Sample from the most likely tokens up to this total probability.", rich_help_panel=_SAMPLING),
 ]
 MinP = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(
-        help="Drop tokens less likely than this fraction of the top token.",
-        show_default=False,
-        rich_help_panel=_SAMPLING,
-    ),
+    float | None,
+    typer.Option(help="Drop tokens less likely than this fraction of the top token.", rich_help_panel=_SAMPLING),
 ]
 RepetitionPenalty = Annotated[
-    Optional[float],  # noqa: UP045
-    typer.Option(
-        help="Values above 1 penalise tokens already in the context.", show_default=False, rich_help_panel=_SAMPLING
-    ),
+    float | None,
+    typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
 ]
 Seed = Annotated[
-    Optional[int],  # noqa: UP045
-    typer.Option(
-        help="Repeats an answer: the same seed gives the same tokens.", show_default=False, rich_help_panel=_SAMPLING
-    ),
+    int | None,
+    typer.Option(help="Repeats an answer: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
 ]
 AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
 
@@ -68,12 +45,11 @@ AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a w
 @handles_errors
 def generate(
     prompt: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Argument(help="What the text begins with; '-' reads it from standard input.", show_default=False),
     ] = None,
     token_ids: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help='Token ids instead of a text, as "1,2,3"; prints token ids.', show_default=False),
+        str | None, typer.Option(help='Token ids instead of a text, as "1,2,3"; prints token ids.')
     ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -106,19 +82,15 @@ def generate(
                 text += token.text
                 if as_json:
                     continue
-                write(token.text if ids is None else f"{token.token_id} " if token.token_id is not None else "")
+                piece = token.text if ids is None else f"{token.token_id} " if token.token_id is not None else ""
+                typer.echo(piece, nl=False)
     assert answer.usage is not None
     if as_json:
-        print_json({"text": text, "token_ids": answer.token_ids, "usage": usage_object(answer.usage)})
+        usage = {**answer.usage._asdict(), "tokens_per_second": answer.usage.tokens_per_second}
+        print_json({"text": text, "token_ids": answer.token_ids, "usage": usage})
         return
-    write("\n")
-    err.print(f"[dim]{usage_line(answer.usage)}[/]", soft_wrap=True)
-
-
-def write(text: str) -> None:
-    """A piece of the answer, seen at once."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    typer.echo()
+    report(f"[dim]{usage_line(answer.usage)}[/]")
 
 
 def usage_line(usage: Usage) -> str:
@@ -129,11 +101,6 @@ def usage_line(usage: Usage) -> str:
         f"{usage.num_prompt_tokens} tokens in, {usage.num_tokens} out ({ended}); "
         f"first token after {format_seconds(usage.first_token_seconds)}{rate}"
     )
-
-
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """The same for programs."""
-    return {**usage._asdict(), "tokens_per_second": usage.tokens_per_second}
 
 
 def _read_ids(text: str) -> list[int]:

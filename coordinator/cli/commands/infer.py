@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coordinator.cli.load import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
-from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.output import handles_errors, out, print_json, report, write_file
+from coordinator.cli.render.graph_tables import prediction_line
 from coordinator.plan.graph.price import in_flight
 from hearth.client.home import connect_async
 from hearth.client.sync import connect
@@ -29,13 +31,10 @@ _DEFAULT_CONCURRENCY = 8  # where the plan may not be looked at
 @handles_errors
 def infer(
     inputs: Annotated[
-        Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
+        Path | None,
         typer.Argument(help="Inputs by name, as numpy.savez writes them. Default: random ones.", show_default=False),
     ] = None,
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--output", help="Write the outputs as .npz.", metavar="FILE"),
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="Write the outputs as .npz.", metavar="FILE")] = None,
     timeout: Timeout = 60.0,
     address: Address = None,
     mdns_interfaces: Interfaces = None,
@@ -48,7 +47,7 @@ def infer(
         arrays = given if given is not None else random_inputs(home.model_info(timeout).inputs)
         result = home.request_inference(arrays, timeout)
     if output is not None:
-        _write_npz(output, result.outputs)
+        write_file("--output", output, _npz(result.outputs))
     if as_json:
         outputs = {
             name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in result.outputs.items()
@@ -66,12 +65,12 @@ def infer(
 @handles_errors
 def bench_model(
     concurrency: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Requests at once. Default: as many as fill the pipeline.", min=1, max=200, metavar="N"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to ask, after a tenth of it to warm up.", min=0.5)] = 20.0,
     inputs: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--inputs", help="Inputs as numpy.savez writes them. Default: random ones.", metavar="FILE"),
     ] = None,
     timeout: Timeout = 60.0,
@@ -93,9 +92,9 @@ def bench_model(
                 served = None
             plan = served if is_graph_plan(served) else None
             at_once = concurrency or (in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
-            err.print(f"asking {info.name} for {seconds:g} s, one request at a time", soft_wrap=True)
+            report(f"asking {info.name} for {seconds:g} s, one request at a time")
             alone = await measure(home, arrays, 1, seconds / 2, timeout)
-            err.print(f"asking {info.name} for {seconds:g} s, {at_once} requests at once", soft_wrap=True)
+            report(f"asking {info.name} for {seconds:g} s, {at_once} requests at once")
             return alone, await measure(home, arrays, at_once, seconds, timeout), plan
 
     alone, full, plan = asyncio.run(run())
@@ -106,12 +105,7 @@ def bench_model(
     for load in (alone, full):
         out.print(load.describe(), soft_wrap=True)
     if plan is not None:
-        predicted = plan.predicted
-        out.print(
-            f"predicted: {format_seconds(predicted.latency_seconds)} for one request, "
-            f"{1 / max(predicted.bottleneck_seconds, 1e-9):.3g} a second from a full pipeline",
-            soft_wrap=True,
-        )
+        out.print(prediction_line(plan), soft_wrap=True)
 
 
 def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -125,11 +119,9 @@ def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
         raise BadSetting(setting="--inputs", reason=f"{path}: {reason}") from None
 
 
-def _write_npz(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
     import numpy as np
 
-    try:
-        with path.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # an output may have any name
-    except OSError as error:
-        raise BadSetting(setting="--output", reason=f"{path} cannot be written ({error.strerror})") from None
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # an output may have any name
+    return file.getvalue()

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors, out, print_json
-from hearth.errors import BadKey, BadSetting, KeyMissing
+from coordinator.cli.output import handles_errors, out, print_json, report
+from hearth.client.sync import connect
+from hearth.errors import BadKey, BadSetting
 from hearth.platform.security import (
     AppKey,
-    Credential,
     HomeKey,
     admin_key,
     coordinator_access,
@@ -25,6 +25,7 @@ from hearth.platform.security import (
     new_home_key,
     new_keypair,
     parse_credential,
+    resolve_credential,
     save_credential,
 )
 
@@ -90,10 +91,9 @@ def export(
     home = _home(_path(key))
     if role not in ("home", "admin"):
         raise BadSetting(setting="--role", reason=f"'{role}' is neither home nor admin")
-    credential: Credential = home if role == "home" else admin_key(home)
     if role == "home":
-        err.print("[yellow]Whoever sees the next line owns this home until `hearth key rotate`.[/]")
-    sys.stdout.write(format_credential(credential) + "\n")
+        report("[yellow]Whoever sees the next line owns this home until `hearth key rotate`.[/]")
+    typer.echo(format_credential(home if role == "home" else admin_key(home)))
 
 
 @key_app.command("import")
@@ -104,16 +104,9 @@ def import_(
     force: Force = False,
 ) -> None:
     """Take over a key that was exported elsewhere."""
-    if source == "-":
-        text, name = sys.stdin.read(), "standard input"
-    else:
-        try:
-            text, name = Path(source).read_text(), source
-        except FileNotFoundError:
-            raise KeyMissing(path=source) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadKey(source=source, reason=f"the file cannot be read ({error})") from None
-    credential = parse_credential(text, name)
+    credential = (
+        parse_credential(sys.stdin.read(), "standard input") if source == "-" else load_credential(Path(source))
+    )
     save_credential(_path(key), credential, force)
     out.print(f"imported the {credential.kind} key to {_path(key)}", soft_wrap=True)
 
@@ -143,9 +136,7 @@ def add_app(
     as_json: AsJson = False,
 ) -> None:
     """Make a key for an app: it may ask for inference, nothing else. Needs the running coordinator."""
-    from hearth.client.sync import connect
-
-    credential = load_credential(_path(key))
+    credential = resolve_credential(key)
     pair = new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
         home.add_app(name, pair.public)
@@ -154,11 +145,8 @@ def add_app(
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
         return
-    err.print(
-        f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):",
-        soft_wrap=True,
-    )
-    sys.stdout.write(line + "\n")
+    report(f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):")
+    typer.echo(line)
 
 
 @key_app.command("revoke")
@@ -170,8 +158,6 @@ def revoke(
     key: KeyPath = None,
 ) -> None:
     """Shut an app out, from its next request on. Needs the running coordinator."""
-    from hearth.client.sync import connect
-
-    with connect(address, load_credential(_path(key)), interfaces=interface_list(mdns_interfaces)) as home:
+    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_app(name)
     out.print(f"revoked {name}")

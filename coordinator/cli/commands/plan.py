@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -52,8 +52,7 @@ def plan(
         ),
     ] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(help="(graph) Draw it coloured by device, as .svg or .png.", metavar="FILE"),
+        Path | None, typer.Option(help="(graph) Draw it coloured by device, as .svg or .png.", metavar="FILE")
     ] = None,
     seq_len: options.SeqLen = None,
     context: options.Context = None,
@@ -74,7 +73,7 @@ def plan(
         ),
     ] = False,
     rounds: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(help="Timed steps of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,

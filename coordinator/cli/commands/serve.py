@@ -6,14 +6,14 @@ import asyncio
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from coordinator.cli import options
 from coordinator.cli.goals import goal_of
-from coordinator.cli.output import err, handles_errors
+from coordinator.cli.output import err, handles_errors, report
 from coordinator.models.file_kinds import mistaken
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
@@ -28,7 +28,7 @@ from hearth.platform.security import HomeKey, resolve_credential
 def serve(
     command: typer.Context,
     model: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Argument(
             help="Model directory, or an ONNX file. Default: the model that was served last.", show_default=False
         ),
@@ -46,7 +46,7 @@ def serve(
     wire: options.Wire = "exact",
     lz4: options.Lz4 = "auto",
     accuracy_budget: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(
             help="Relative error (0.01: one percent) that faster activations may cause; the fastest format within it "
             "is measured and used.",
@@ -56,11 +56,11 @@ def serve(
     exclude: options.Exclude = [],  # noqa: B006
     limit: options.Limit = [],  # noqa: B006
     min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
-    port: Annotated[Optional[int], typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,  # noqa: UP045
-    state_dir: Annotated[Optional[Path], typer.Option(help="Where the state is kept.")] = None,  # noqa: UP045
-    name: Annotated[Optional[str], typer.Option(help="Name shown to people.")] = None,  # noqa: UP045
+    port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where the state is kept.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name shown to people.")] = None,
     encrypt_data_plane: Annotated[
-        Optional[bool],  # noqa: UP045
+        bool | None,
         typer.Option(  # in a panel of its own: its two long names would leave no room for the help of all others
             help="Encrypt activations between devices. Off is for measuring, and warns.",
             metavar="",
@@ -72,22 +72,13 @@ def serve(
     key: options.KeyPath = None,
 ) -> None:
     """Serve a model on the devices of this home, and keep it served; without MODEL, the one that was served last."""
-    settings = load_settings(
-        {
-            "port": port,
-            "state_dir": state_dir,
-            "name": name,
-            "min_devices": min_devices,
-            "devices": static,
-            "mdns_interfaces": mdns_interfaces,
-            "encrypt_data_plane": encrypt_data_plane,
-        }
-    )
+    own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane")
+    settings = load_settings({"devices": static, **{each: command.params[each] for each in own}})
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")
     if not settings.encrypt_data_plane:
-        err.print("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
+        report("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
     goal: Goal | None = None
     if model is not None:
         goal = goal_of(options.check_kind(command, model), model, command.params)
@@ -103,15 +94,8 @@ def serve(
             raise BadPlan(reason=f"{plan} {reason}")
         saved = plan_from_json(text)
     logging.getLogger().setLevel(logging.WARNING)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-    ) as bars:
+    size = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *size, console=err, transient=True) as bars:
         tasks = {}
 
         def progress(device: str, done: int, total: int) -> None:
@@ -123,5 +107,5 @@ def serve(
             if done == total:
                 bars.remove_task(tasks.pop(device))
 
-        service = Service(settings, home, lambda line: err.print(line, soft_wrap=True), progress)
+        service = Service(settings, home, report, progress)
         asyncio.run(service.run(goal, saved))

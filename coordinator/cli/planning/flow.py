@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 
-from coordinator.cli.output import out, print_json
+from coordinator.cli.output import out, print_json, write_file
 from coordinator.cli.planning.live import Live, Reach, check_names, reached
 from coordinator.cli.render.picture import Drawing, check_picture, save_picture
 from coordinator.plan.graph.cluster import GraphCluster
@@ -18,7 +18,6 @@ from coordinator.serve.config import load_settings
 from coordinator.serve.goal import allowed
 from coordinator.serve.state import Goal
 from hearth.errors import BadSetting
-from hearth.files import write_atomically
 from hearth.plan.plan import Plan
 from hearth.plan.profile import ClusterProfile
 from hearth.trace import chrome_trace
@@ -91,12 +90,12 @@ async def plan_model(planning: Planning[C], source: Source, output: Output) -> N
         check_picture(output.picture)
     cluster = await _profile(planning, source)
     if output.profile is not None:
-        _save("--save-profile", output.profile, planning.saved(cluster).model_dump_json(indent=1))
+        write_file("--save-profile", output.profile, planning.saved(cluster).model_dump_json(indent=1))
     planned = await planning.plan(cluster)
     if output.plan is not None:
-        _save("--save", output.plan, planned.plan.model_dump_json(indent=1))
+        write_file("--save", output.plan, planned.plan.model_dump_json(indent=1))
     if output.timeline is not None:
-        _save("--timeline", output.timeline, json.dumps(chrome_trace(planned.timeline())))
+        write_file("--timeline", output.timeline, json.dumps(chrome_trace(planned.timeline())))
     drawing = planned.drawing() if output.picture is not None else None
     if output.picture is not None and drawing is not None:
         save_picture(output.picture, drawing)
@@ -119,10 +118,3 @@ async def _profile(planning: Planning[C], source: Source) -> C:
     if not left:
         raise BadSetting(setting="--exclude", reason="no device is left")
     return cluster.subset(left)
-
-
-def _save(option: str, path: Path, text: str) -> None:
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise BadSetting(setting=option, reason=f"{path} cannot be written ({error.strerror})") from None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
+from coordinator.cli.render.tables import memory_table, on_devices, others_table, right, table, work_table
 from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.price import Price, transfers_of
 from coordinator.plan.graph.request import GraphRequest, seconds_of
@@ -23,31 +25,15 @@ _SAME = 0.0005  # relative difference of seconds that rounds to 0.0%
 
 
 def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
-    """Per device: what it runs and its busy time for a request; and its bytes by kind against the budget.
-
-    `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
-    """
-    devices = "1 device" if plan.num_ranks == 1 else f"{plan.num_ranks} devices"
-    title = f"Plan: {plan.model.name} by {plan.planner} on {devices}, for {plan.body.objective}"
-    work = Table(title=title, title_justify="left", show_edge=False)
-    memory = Table(title="Bytes on each device", title_justify="left", show_edge=False, pad_edge=False)
-    work.add_column("device", overflow="fold")
-    memory.add_column("device", overflow="fold")
-    for heading in ("operators", "segments", "busy for a request"):
-        work.add_column(heading, justify="right")
-    for heading in ("weights", "activa-\ntions", "work-\nspace", "total", "budget"):
-        memory.add_column(heading, justify="right", no_wrap=True)
-    if peaks:
-        memory.add_column("peak\nso far", justify="right", no_wrap=True)
-    for rank, device in enumerate(plan.devices):
-        segments = plan.body.segments_of(rank)
-        num_operators = sum(len(segment.operators) for segment in segments)
-        work.add_row(device.name, str(num_operators), str(len(segments)), format_seconds(device.compute_seconds))
-        use = device.memory
-        kinds = (use.weights, use.activations, use.workspace, use.total, device.budget_bytes)
-        peak = (format_bytes(peaks.get(device.device_id, 0)),) if peaks else ()
-        memory.add_row(device.name, *map(format_bytes, kinds), *peak)
-    return work, memory
+    """Per device: what it runs and its busy time for a request; and its bytes against the budget (`memory_table`)."""
+    title = f"Plan: {plan.model.name} by {plan.planner} {on_devices(plan)}, for {plan.body.objective}"
+    segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)]
+    work: dict[str, Iterable[object]] = {
+        "operators": [sum(len(segment.operators) for segment in own) for own in segments],
+        "segments": [len(own) for own in segments],
+        "busy for a request": [format_seconds(device.compute_seconds) for device in plan.devices],
+    }
+    return work_table(plan, title, work), memory_table(plan, ("weights", "activations", "workspace"), peaks)
 
 
 def prediction_line(plan: GraphPlan) -> str:
@@ -95,27 +81,19 @@ def one_device_line(planned: Planned[GraphPlan]) -> str:
 
 def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: str, most: int | None = None) -> Table:
     """All candidates, the chosen one first; with `most`, only that number of the others."""
-    shown = planned.candidates if most is None else planned.others[:most]
-    left = 0 if most is None else len(planned.others) - len(shown)
-    table = Table(
-        title="Priced, all by the same simulator" if most is None else "Not taken",
-        title_justify="left",
-        show_edge=False,
-        caption=f"and {left} more; --explain shows all" if left else None,
-        caption_justify="left",
-    )
-    table.add_column("strategy")
-    table.add_column("one request" if objective == "latency" else "per request", justify="right", no_wrap=True)
-    if most is None:
-        table.add_column("devices", justify="right")
-        table.add_column("planned in", justify="right")
-    table.add_column("why")
-    for each in shown:
-        seconds = _amount(each.seconds, unit) if each.solution else "-"
-        took = format_seconds(each.solution.seconds) if each.solution else "-"
-        more = (str(each.num_devices or "-"), took) if most is None else ()
-        table.add_row(each.label, seconds, *more, "[green]chosen[/]" if each is planned.chosen else each.reason)
-    return table
+    heading = "one request" if objective == "latency" else "per request"
+    if most is not None:
+        return others_table(planned, most, heading, "Not taken", partial(_amount, unit=unit))
+    numbers = (right(heading, no_wrap=True), right("devices"), right("planned in"))
+    found = table("Priced, all by the same simulator", "strategy", *numbers, "why")
+    for each in planned.candidates:
+        why = "[green]chosen[/]" if each is planned.chosen else each.reason
+        if each.solution is None:
+            found.add_row(each.label, "-", "-", "-", why)
+            continue
+        took = format_seconds(each.solution.seconds)
+        found.add_row(each.label, _amount(each.seconds, unit), str(each.num_devices), took, why)
+    return found
 
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:

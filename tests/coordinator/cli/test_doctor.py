@@ -66,14 +66,14 @@ def test_a_working_installation_has_curve() -> None:
 
 
 def test_the_interface_check_says_why_others_are_not_used() -> None:
-    (finding,) = check_interface([LOOPBACK, BRIDGE], "lo")
+    finding = check_interface([LOOPBACK, BRIDGE], "lo")
     assert finding.status == "warning"
     assert "docker0 (172.17.0.1): it is a container's bridge" in finding.what
     assert "--interface" in finding.do
 
 
 def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are() -> None:
-    (finding,) = check_interface([LOOPBACK, BRIDGE], "wlan7")
+    finding = check_interface([LOOPBACK, BRIDGE], "wlan7")
     assert finding.status == "problem"
     assert "wlan7" in finding.what
     assert "docker0 (172.17.0.1)" in finding.what
@@ -81,7 +81,7 @@ def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are()
 
 def test_an_address_that_has_gone_is_a_problem() -> None:
     """203.0.113.77 is nobody's: it cannot be bound here."""
-    (finding,) = check_interface([Interface("eth9", "203.0.113.77", True, False, 1000, "")], None)
+    finding = check_interface([Interface("eth9", "203.0.113.77", True, False, 1000, "")], None)
     assert finding.status == "problem"
     assert "eth9" in finding.what
 
