@@ -5,7 +5,7 @@ H hidden, D ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.plan.simulator import Task, compute_of, sides_of
 from coordinator.plan.transformer.cost.layout import Layout
@@ -72,9 +72,7 @@ class RingTasks:
         values = [
             [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
         ]
-        arrived = self.exchange(Phase.EMBED, Work.EMBEDDING, self.nothing, values)
-        for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], *(task for after in arrived[rank].values() for task in after))
+        self.wait_for(self.exchange(Phase.EMBED, Work.EMBEDDING, self.nothing, values))
         self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
 
     def head(self) -> None:
@@ -199,11 +197,17 @@ class RingTasks:
             self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
 
     def exchange(
-        self, phase: Phase, kind: Work, seconds: Sequence[Sequence[float]], num_values: Sequence[Sequence[float]]
+        self,
+        phase: Phase,
+        kind: Work,
+        seconds: Sequence[Sequence[float]],
+        num_values: Sequence[Sequence[float]],
+        tiled: bool = False,
     ) -> list[dict[int, After]]:
         """All-to-all: rank r computes what rank k needs (`seconds[r][k]`), and sends it; its own part comes last.
 
-        Returns what arrived at each rank, by its source; each rank's `_last` becomes its own compute.
+        `tiled`: it computes on the rows of rank k; otherwise on its own rows, for rank k. Returns what arrived at each
+        rank, by its source; each rank's `last` becomes its own compute (see `wait_for`).
         """
         arrived: list[dict[int, After]] = [{} for _ in self.ranks]
         moved = [0.0] * self._num_ranks
@@ -213,8 +217,7 @@ class RingTasks:
             for offset in (*range(1, self._num_ranks), 0):
                 target = (rank + offset) % self._num_ranks
                 if seconds[rank][target] > 0:
-                    # A part of the own rows' projection is for the target's heads; attention is of the target's rows.
-                    tile, peer = (target, None) if kind is Work.ATTENTION else (rank, target)
+                    tile, peer = (target, None) if tiled else (rank, target)
                     before = (self.task(kind, rank, seconds[rank][target], before, tile, peer),)
                 values = num_values[rank][target]
                 if offset and values > 0:
@@ -222,10 +225,14 @@ class RingTasks:
             self.last[rank] = before
         for rank in self.ranks:
             self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
-            if phase is Phase.EXCHANGE_QKV:
-                self.last[rank] = (*self.last[rank], *(task for after in arrived[rank].values() for task in after))
             arrived[rank][rank] = self.last[rank]
         return arrived
+
+    def wait_for(self, arrived: Sequence[Mapping[int, After]]) -> None:
+        """Each rank's next computation needs all that arrived there."""
+        for rank in self.ranks:
+            tasks = (task for after in arrived[rank].values() for task in after)
+            self.last[rank] = tuple(dict.fromkeys((*self.last[rank], *tasks)))
 
     # ---- tasks ----------------------------------------------------------------------------------------------------
 

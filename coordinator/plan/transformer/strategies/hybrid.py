@@ -59,12 +59,13 @@ def _exchange_qkv(ring: RingTasks) -> None:
     """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
     spec, heads = ring.spec, ring.body.heads
     whole = [ring.own_rows(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
-    ring.exchange(
+    arrived = ring.exchange(
         Phase.EXCHANGE_QKV,
         Work.QKV,
         [[whole[r] * heads[target] / spec.num_heads for target in ring.ranks] for r in ring.ranks],
         [[ring.rows[r] * spec.qkv_width(heads[target]) for target in ring.ranks] for r in ring.ranks],
     )
+    ring.wait_for(arrived)
 
 
 def _exchange_out(ring: RingTasks) -> None:
@@ -76,6 +77,7 @@ def _exchange_out(ring: RingTasks) -> None:
         Work.ATTENTION,
         [[core[r] * ring.rows[target] / ring.num_rows for target in ring.ranks] for r in ring.ranks],
         [[ring.rows[target] * spec.q_width(heads[r]) for target in ring.ranks] for r in ring.ranks],
+        tiled=True,
     )
     for rank in ring.ranks:
         whole = ring.own_rows(rank, ring.blocks[rank].out(spec.num_heads))
