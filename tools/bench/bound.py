@@ -35,19 +35,13 @@ class Segment(Enum):
 
 _Part: TypeAlias = tuple[int | None, Segment | TaskKind]  # layer, and what of it
 
-# Every other kind of a layer is a part of its own.
-SEGMENTS: Mapping[TaskKind, Segment] = {
+# A transfer belongs to the segment of its work. Every other kind of a layer is a part of its own.
+SEGMENTS: Mapping[TaskKind | None, Segment] = {
     Work.QKV: Segment.ENTER_ATTENTION,
-    Phase.GATHER_ATTENTION: Segment.ENTER_ATTENTION,
-    Phase.EXCHANGE_QKV: Segment.ENTER_ATTENTION,
     Work.ATTENTION: Segment.LEAVE_ATTENTION,
     Work.OUT: Segment.LEAVE_ATTENTION,
-    Phase.REDUCE_ATTENTION: Segment.LEAVE_ATTENTION,
-    Phase.EXCHANGE_HEADS: Segment.LEAVE_ATTENTION,
     Work.UP: Segment.MLP,
     Work.DOWN: Segment.MLP,
-    Phase.GATHER_MLP: Segment.MLP,
-    Phase.REDUCE_MLP: Segment.MLP,
     Phase.GATHER_KEYS: Segment.KEYS_AND_VALUES,
     Phase.GATHER_VALUES: Segment.KEYS_AND_VALUES,
 }
@@ -73,7 +67,9 @@ def _parts(events: Events, bytes_per_second: float) -> dict[_Part, float]:
     """The time that one device needs for each part: computing, sending or receiving, the longest of them."""
     lanes: defaultdict[_Part, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        lanes[event.layer, SEGMENTS.get(event.kind, event.kind)][event.lane] += (
+        work = event.kind.work if isinstance(event.kind, Phase) else event.kind
+        part = SEGMENTS.get(work) or SEGMENTS.get(event.kind, event.kind)
+        lanes[event.layer, part][event.lane] += (
             event.end_seconds - event.start_seconds if event.lane == "compute" else event.num_bytes / bytes_per_second
         )
     return {part: max(seconds.values()) for part, seconds in lanes.items()}

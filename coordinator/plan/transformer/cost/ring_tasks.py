@@ -72,7 +72,7 @@ class RingTasks:
         values = [
             [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
         ]
-        self.wait_for(self.exchange(Phase.EMBED, Work.EMBEDDING, self.nothing, values))
+        self.wait_for(self.exchange(Phase.EMBED, self.nothing, values))
         self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
 
     def head(self) -> None:
@@ -87,12 +87,10 @@ class RingTasks:
     def connective(self, kind: Work, rows: Sequence[int]) -> None:
         self.compute(kind, [self.blocks[r].connective(rows[r]) for r in self.ranks])
 
-    def gather(
-        self, kind: Work | None, phase: Phase, seconds: Sequence[Sequence[float]], row_values: int | None = None
-    ) -> None:
+    def gather(self, phase: Phase, seconds: Sequence[Sequence[float]], row_values: int | None = None) -> None:
         """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there.
 
-        Without a GEMM (`kind` None), the rank's tasks of no seconds, of the phase itself, end when the tiles are there.
+        Without a GEMM (no `phase.work`), tasks of the phase itself, of no seconds, end when the tiles are there.
         """
         arrived, moved = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
         for rank in self.ranks:
@@ -101,13 +99,14 @@ class RingTasks:
             for tile in (step.compute for step in rings.ring_all_gather(self._num_ranks, rank)):
                 if self.rows[tile]:
                     after = (*before, *arrived[rank, tile])
-                    ends.append(self.task(kind or phase, rank, seconds[rank][tile], after, tile))
+                    ends.append(self.task(phase.work or phase, rank, seconds[rank][tile], after, tile))
                 if tile == rank:
                     ends.append(self.task(Work.WIRE, rank, moved[rank], before))
             self.last[rank] = tuple(ends) or before
 
-    def scatter(self, kind: Work, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
+    def scatter(self, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
         """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
+        kind = phase.work or phase
         start = list(self.last)
         if not self.body.overlap:
             for rank in self.ranks:
@@ -124,31 +123,34 @@ class RingTasks:
 
     def gather_and_scatter(
         self,
-        entering: tuple[Work, Phase, Sequence[Sequence[float]]],
-        leaving: tuple[Work, Phase, Sequence[Sequence[float]]],
+        entering: Phase,
+        first: Sequence[Sequence[float]],
+        leaving: Phase,
+        second: Sequence[Sequence[float]],
     ) -> None:
-        """A gather and a scatter (kind, phase, seconds) whose GEMMs on a tile follow each other: the first partial sums
-        leave while later tiles are still gathered."""
+        """A gather and a scatter whose GEMMs on a tile (their seconds as in `gather`) follow each other: the first partial
+        sums leave while later tiles are still gathered."""
         if not self.body.overlap:
-            self.gather(*entering)
-            self.scatter(*leaving)
+            self.gather(entering, first)
+            self.scatter(leaving, second)
             return
+        up, down = entering.work or entering, leaving.work or leaving
         start = list(self.last)
-        arrived, moved = self._ring_all_gather(entering[1], self.spec.hidden_size)
+        arrived, moved = self._ring_all_gather(entering, self.spec.hidden_size)
         computed: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
             before = start[rank]
             if self.rows[rank]:
-                before = (self.task(entering[0], rank, entering[2][rank][rank], before, rank),)
+                before = (self.task(up, rank, first[rank][rank], before, rank),)
             wire = self.task(Work.WIRE, rank, moved[rank], start[rank])
             for tile in self._in_order_of_sums(rank):
                 if tile != rank:
                     after = (*before, *arrived[rank, tile])
-                    before = (self.task(entering[0], rank, entering[2][rank][tile], after, tile),)
-                computed[rank, tile] = self.task(leaving[0], rank, leaving[2][rank][tile], before, tile)
+                    before = (self.task(up, rank, first[rank][tile], after, tile),)
+                computed[rank, tile] = self.task(down, rank, second[rank][tile], before, tile)
                 before = (computed[rank, tile],)
             self.last[rank] = (*before, wire)
-        self._ring_reduce_scatter(leaving[1], computed, start)
+        self._ring_reduce_scatter(leaving, computed, start)
 
     def _in_order_of_sums(self, rank: int) -> list[int]:
         """Tiles without rows are left out."""
@@ -199,7 +201,6 @@ class RingTasks:
     def exchange(
         self,
         phase: Phase,
-        kind: Work,
         seconds: Sequence[Sequence[float]],
         num_values: Sequence[Sequence[float]],
         tiled: bool = False,
@@ -209,6 +210,7 @@ class RingTasks:
         `tiled`: it computes on the rows of rank k; otherwise on its own rows, for rank k. Returns what arrived at each
         rank, by its source; each rank's `last` becomes its own compute (see `wait_for`).
         """
+        kind = phase.work or phase
         arrived: list[dict[int, After]] = [{} for _ in self.ranks]
         moved = [0.0] * self._num_ranks
         start = list(self.last)

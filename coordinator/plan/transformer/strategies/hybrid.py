@@ -27,7 +27,7 @@ class Hybrid(TensorParallelStrategy):
         else:
             up = ring.tiled(lambda r: ring.blocks[r].up(ring.body.columns[r]))
             down = ring.tiled(lambda r: ring.blocks[r].down(ring.body.columns[r]))
-            ring.gather_and_scatter((Work.UP, Phase.GATHER_MLP, up), (Work.DOWN, Phase.REDUCE_MLP, down))
+            ring.gather_and_scatter(Phase.GATHER_MLP, up, Phase.REDUCE_MLP, down)
         ring.connective(Work.CONNECTIVE_MLP, ring.rows)
 
 
@@ -43,7 +43,7 @@ HMP = Hybrid(
 
 
 def _gather_qkv(ring: RingTasks) -> None:
-    ring.gather(Work.QKV, Phase.GATHER_ATTENTION, ring.tiled(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
+    ring.gather(Phase.GATHER_ATTENTION, ring.tiled(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
 
 
 def reduce_out(ring: RingTasks) -> None:
@@ -52,7 +52,7 @@ def reduce_out(ring: RingTasks) -> None:
     for rank in ring.ranks:
         core = ring.blocks[rank].core(ring.body.heads[rank]) * ring.core_scale[rank]
         out[rank] = [s + core * rows / ring.num_rows for s, rows in zip(out[rank], ring.rows, strict=True)]
-    ring.scatter(Work.OUT, Phase.REDUCE_ATTENTION, out)
+    ring.scatter(Phase.REDUCE_ATTENTION, out)
 
 
 def _exchange_qkv(ring: RingTasks) -> None:
@@ -61,7 +61,6 @@ def _exchange_qkv(ring: RingTasks) -> None:
     whole = [ring.own_rows(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
     arrived = ring.exchange(
         Phase.EXCHANGE_QKV,
-        Work.QKV,
         [[whole[r] * heads[target] / spec.num_heads for target in ring.ranks] for r in ring.ranks],
         [[ring.rows[r] * spec.qkv_width(heads[target]) for target in ring.ranks] for r in ring.ranks],
     )
@@ -74,7 +73,6 @@ def _exchange_out(ring: RingTasks) -> None:
     core = [ring.blocks[r].core(heads[r]) * ring.core_scale[r] for r in ring.ranks]
     arrived = ring.exchange(
         Phase.EXCHANGE_HEADS,
-        Work.ATTENTION,
         [[core[r] * ring.rows[target] / ring.num_rows for target in ring.ranks] for r in ring.ranks],
         [[ring.rows[target] * spec.q_width(heads[r]) for target in ring.ranks] for r in ring.ranks],
         tiled=True,
@@ -93,7 +91,7 @@ def _attention_by_rows(ring: RingTasks) -> None:
     heads = ring.spec.num_heads
     ring.compute(Work.QKV, [ring.own_rows(r, ring.blocks[r].qkv(heads)) for r in ring.ranks])
     for phase in (Phase.GATHER_KEYS, Phase.GATHER_VALUES):
-        ring.gather(None, phase, ring.nothing, row_values=ring.spec.kv_width(heads))
+        ring.gather(phase, ring.nothing, row_values=ring.spec.kv_width(heads))
     core = [ring.blocks[r].core(heads) * ring.core_scale[r] * ring.rows[r] / ring.num_rows for r in ring.ranks]
     ring.compute(Work.ATTENTION, core)
     ring.compute(Work.OUT, [ring.own_rows(r, ring.blocks[r].out(heads)) for r in ring.ranks])

@@ -18,11 +18,11 @@ class Megatron(TensorParallelStrategy):
         blocks, body, everywhere = ring.blocks, ring.body, [ring.num_rows] * len(ring.ranks)
         ring.compute(Work.QKV, [blocks[r].qkv(body.heads[r]) * ring.scale[r] for r in ring.ranks])
         reduce_out(ring)
-        ring.gather(None, Phase.REDUCE_GATHER_ATTENTION, ring.nothing)
+        ring.gather(Phase.REDUCE_GATHER_ATTENTION, ring.nothing)
         ring.connective(Work.CONNECTIVE_ATTENTION, everywhere)
         ring.compute(Work.UP, [blocks[r].up(body.columns[r]) * ring.scale[r] for r in ring.ranks])
-        ring.scatter(Work.DOWN, Phase.REDUCE_MLP, ring.tiled(lambda r: blocks[r].down(body.columns[r])))
-        ring.gather(None, Phase.REDUCE_GATHER_MLP, ring.nothing)
+        ring.scatter(Phase.REDUCE_MLP, ring.tiled(lambda r: blocks[r].down(body.columns[r])))
+        ring.gather(Phase.REDUCE_GATHER_MLP, ring.nothing)
         ring.connective(Work.CONNECTIVE_MLP, everywhere)
 
 
