@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-# What an error is a fault of, and with it what ends and what may go on:
 # The fault's place, which decides what ends and what goes on:
 #   request  the request, or a setting or file that it names: only this request ends, and another plan would not help it
 #   worker   a device or its worker: the plan that runs on it ends, its requests may continue on the next plan

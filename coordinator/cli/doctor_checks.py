@@ -75,13 +75,13 @@ def examine(key_path: Path, interface: str | None, mdns_interfaces: list[str] | 
         check_versions(),
         check_interface(found, interface),
         check_disk(default_state_dir(os.environ)),
-        check_multicast(mdns_interfaces or usable or ["127.0.0.1"], _multicast_works),
+        check_multicast(mdns_interfaces or usable or ["127.0.0.1"], multicast_works),
         check_firewall(_run),
-        check_ports(_is_open),
+        check_ports(port_is_open),
         key_finding,
     ]
     if credential is not None:
-        findings += asyncio.run(_look_around(credential, mdns_interfaces))
+        findings += asyncio.run(look_around(credential, mdns_interfaces))
     return findings
 
 
@@ -132,8 +132,8 @@ def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Findi
     return Finding("multicast", "problem", f"multicast sent from {', '.join(deaf)} does not come back", do)
 
 
-def _multicast_works(address: str) -> bool:
-    probe = _probe()
+def multicast_works(address: str) -> bool:
+    probe = multicast_probe()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as member, suppress(OSError):
         interface = socket.inet_aton(address)
         member.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +150,7 @@ def _multicast_works(address: str) -> bool:
     return False
 
 
-def _probe() -> bytes:
+def multicast_probe() -> bytes:
     """A well-formed mDNS question that nobody has an answer to, told from others by its random name."""
     header = struct.pack("!6H", 0, 0, 1, 0, 0, 0)
     labels = (f"hearth-doctor-{os.urandom(8).hex()}".encode(), b"local")
@@ -210,7 +210,7 @@ def check_ports(is_open: Callable[[int], bool]) -> Finding:
     return Finding("ports", "ok", f"on this device: {agent_says}, {coordinator_says}")
 
 
-def _is_open(port: int) -> bool:
+def port_is_open(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_SECONDS).close()
     except OSError:
@@ -229,7 +229,7 @@ def check_key(path: Path) -> tuple[Finding, Credential | None]:
     return Finding("key", "ok", what), credential
 
 
-async def _look_around(
+async def look_around(
     credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
 ) -> list[Finding]:
     """Agents and coordinators on the network, which have `look_seconds` to answer: protocol, version, clock, how many."""

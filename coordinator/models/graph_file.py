@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from coordinator.models.file_kinds import TITLES, file_kind, read_content
 from coordinator.models.onnx.json_reader import read_json
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph_spec import GraphSpec
+from hearth.wire.messages import ElementType
 
 if TYPE_CHECKING:
     from coordinator.models.onnx.reader import OnnxModel
@@ -29,6 +30,13 @@ class Graph:
     @property
     def fingerprint(self) -> str:
         return self.model.fingerprint if self.model is not None else ""
+
+    def check_types(self) -> None:
+        """Raises BadModelFile for an input or an output that no request can carry."""
+        for tensor in (*self.spec.inputs, *self.spec.outputs):
+            if tensor.dtype not in get_args(ElementType) or tensor.dtype == "bfloat16":
+                reason = f"its tensor {tensor.name} is of {tensor.dtype}, which numpy lacks and requests cannot carry"
+                raise BadModelFile(path=str(self.path), reason=reason)
 
 
 def kind_of(path: Path) -> Kind:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from coordinator.deploy.deployment import Result, Weights
 from coordinator.deploy.graph import Arrays, GraphDeployment, segment_weights
@@ -24,12 +24,12 @@ from coordinator.serve.kind import Handler, Revision, Tools
 from coordinator.serve.planner_process import solve
 from coordinator.serve.requests import Requests, failure_of
 from coordinator.serve.state import GraphGoal
-from hearth.errors import BadModelFile, BadPlan, BadRequest, BadSetting, HearthError, StepFailed
+from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, StepFailed
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.platform.units import format_seconds
 from hearth.wire.framing import pack_arrays, unpack_arrays
-from hearth.wire.messages import ArrayInfo, ElementType, GetModelInfo, Infer, Inferred, Message, ModelInfo
+from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
 from hearth.wire.rpc import Reply
 
 if TYPE_CHECKING:
@@ -50,10 +50,7 @@ class GraphKind:
         if self.graph.model is None:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec
-        for tensor in (*self.spec.inputs, *self.spec.outputs):
-            if tensor.dtype not in get_args(ElementType) or tensor.dtype == "bfloat16":
-                reason = f"its tensor {tensor.name} is of {tensor.dtype}, which has no place in numpy"
-                raise BadModelFile(path=goal.model_file, reason=reason)
+        self.graph.check_types()
         self.workload = graph_workload(self.graph)
         self.handlers: Mapping[type[Message], Handler] = {GetModelInfo: self._on_model_info, Infer: self._on_infer}
         self._goal = goal

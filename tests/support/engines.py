@@ -19,7 +19,7 @@ from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import Generation
-from agent.worker.transformer.shard import load_shard
+from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
@@ -76,6 +76,7 @@ class EngineCluster:
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
+        self.shards: list[Shard] = []
         self.communicators: list[Communicator] = []
         self.engines: list[Engine] = []
         self.generations: list[Generation] = []
@@ -90,6 +91,7 @@ class EngineCluster:
             codecs = link_codecs(plan, rank, rates)
             communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
             communicator.start()
+            self.shards.append(shard)
             self.communicators.append(communicator)
             self.engines.append(Engine(plan, rank, shard, communicator, staging))
             if plan.body.generation is not None:

@@ -261,10 +261,10 @@ class GraphCluster:
             )
             for rank in range(plan.num_ranks)
         ]  # fmt: skip
-        self._threads = [threading.Thread(target=engine.compute, daemon=True) for engine in self.engines]
+        self.threads = [threading.Thread(target=engine.compute, daemon=True) for engine in self.engines]
 
     def __enter__(self) -> GraphCluster:
-        for engine, thread in zip(self.engines, self._threads, strict=True):
+        for engine, thread in zip(self.engines, self.threads, strict=True):
             engine.start()
             thread.start()
         return self
@@ -273,7 +273,7 @@ class GraphCluster:
         for engine in self.engines:
             engine.close()
         self.hub.close()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
 

@@ -123,3 +123,17 @@ def save_two_branch_model(path: Path, channels: int = 8, size: int = 16, depth: 
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path
+
+
+def save_bfloat16_model(path: Path) -> Path:
+    """A graph whose input `x` is of a type that numpy lacks."""
+    import onnx
+    from onnx import TensorProto, helper
+
+    graph = helper.make_graph(
+        [helper.make_node("Cast", ["x"], ["y"], "cast", to=TensorProto.FLOAT)], "bfloat16",
+        [helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return path

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.home import TestHome
+from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_decoder
 from support.waiting import wait_for
 
@@ -184,22 +187,37 @@ def test_too_many_requests_are_refused_and_an_app_that_is_killed_frees_its_own(
     with TestHome(tmp_path, slow_model_dir, known) as house:
         house.start_agent("a")
         house.start_coordinator("--strategy", "local", "--context", "8000")
-        with house.ready() as home:
-            other = house.connect()
-            answers = [other.generate(token_ids=PROMPT, max_tokens=7900) for _ in range(2)]
-            for answer in answers:
-                next(answer)
+        with house.ready() as home, _two_long_answers(house) as other:
             with pytest.raises(QueueFull):
                 home.generate(token_ids=PROMPT, max_tokens=2).text()
-            _drop_connection(other)
+            other.kill()  # nobody says goodbye
             wait_for("room for a request", lambda: _is_served(home))
 
 
-def _drop_connection(home: Home) -> None:
-    """As when its process is killed: nobody says goodbye."""
-    client = home._home._client
-    assert client is not None
-    home._loop.call_soon_threadsafe(client._socket.close)
+ANSWERS = f"""
+import sys
+from hearth.client.sync import connect
+
+home = connect(sys.argv[1], key=sys.argv[2])
+answers = [home.generate(token_ids={PROMPT}, max_tokens=7900) for _ in range(2)]
+for answer in answers:
+    next(answer)
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _two_long_answers(house: TestHome) -> Iterator[subprocess.Popen[str]]:
+    """A client's process, with both answers begun."""
+    command = [sys.executable, "-c", ANSWERS, f"{LOOPBACK}:{house.port('coordinator')}", str(house.key)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "begun\n"
+            yield client
+        finally:
+            client.kill()
 
 
 def _is_served(home: Home) -> bool:

@@ -93,24 +93,14 @@ def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(
         plan = home.status().plan
         assert plan is not None
         victim = plan.devices[0].name
-        (worker,) = [
-            int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_worker_of(int(pid), house.pid(victim))
-        ]
+        worker = house.worker_pid(victim)
+        assert worker is not None
         os.kill(worker, signal.SIGKILL)
         wait_for("the loss to be seen", lambda: "worker" in home.status().last_error)
         assert_equal(home.infer(image(), timeout_seconds=60.0), reference(model, image()))
         after = home.status().plan
         assert after is not None
         assert victim not in [device.name for device in after.devices]
-
-
-def _is_worker_of(pid: int, agent: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return f"PPid:\t{agent}\n" in status and b"agent.worker" in command
 
 
 def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_flight_and_no_more(

@@ -6,15 +6,17 @@ import asyncio
 import hashlib
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import zmq.asyncio
+from support.contexts import zmq_context
 from support.home import LOOPBACK, TestHome
+from support.waiting import until
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
@@ -55,30 +57,42 @@ from hearth.wire.rpc import Reply, RpcClient
 pytestmark = pytest.mark.processes
 
 HOLDER = "test"
+NO_STEP = 9999
 
 
 class Agents:
     """What a coordinator is to two agents, as far as a graph needs it."""
 
-    def __init__(self, house: TestHome, names: Sequence[str], deployment: str = DEFAULT_DEPLOYMENT) -> None:
+    def __init__(self, clients: Sequence[RpcClient], deployment: str) -> None:
         self.command = {"holder": HOLDER, "deployment": deployment}
-        self._context = zmq.asyncio.Context()
+        self._clients = clients
+
+    @classmethod
+    @asynccontextmanager
+    async def of(
+        cls, house: TestHome, names: Sequence[str], deployment: str = DEFAULT_DEPLOYMENT
+    ) -> AsyncIterator[Agents]:
+        """Connected to these agents, with the lease of each."""
         access = agent_access(load_credential(house.key))
-        self._clients = [
-            RpcClient(self._context, f"tcp://{LOOPBACK}:{house.port(name)}", access, HOLDER) for name in names
-        ]
-
-    async def __aenter__(self) -> Agents:
-        await self.all(AcquireLease(**self.command, holder_name=HOLDER, seconds=60.0))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for client in self._clients:
-            await client.close()
-        self._context.destroy(linger=0)
+        async with AsyncExitStack() as stack:
+            context = stack.enter_context(zmq_context())
+            clients = []
+            for name in names:
+                clients.append(RpcClient(context, f"tcp://{LOOPBACK}:{house.port(name)}", access, HOLDER))
+                stack.push_async_callback(clients[-1].close)
+            agents = cls(clients, deployment)
+            await agents.all(AcquireLease(**agents.command, holder_name=HOLDER, seconds=60.0))
+            yield agents
 
     async def ask(self, rank: int, message: Message, payload: Sequence[Any] = (), seconds: float = 60.0) -> Reply:
         return await self._clients[rank].call(message, payload, timeout_seconds=seconds)
+
+    async def begin(self, rank: int, request: Run, payload: Sequence[Any]) -> asyncio.Task[Reply]:
+        """Ask, and return once the worker has the request: it takes in order what is asked on one connection."""
+        asked = asyncio.create_task(self.ask(rank, request, payload))
+        await until("the request is sent", lambda: self._clients[rank].pending)
+        await self.ask(rank, Abort(**self.command, epoch=request.epoch, step=NO_STEP, reason="a step that never began"))
+        return asked
 
     async def all(self, message: Message) -> None:
         await asyncio.gather(*(self.ask(rank, message) for rank in range(len(self._clients))))
@@ -143,17 +157,16 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def with_agents(house: TestHome, scenario: Any) -> None:
     async def run() -> None:
-        async with Agents(house, ("a", "b")) as agents:
+        async with Agents.of(house, ("a", "b")) as agents:
             await asyncio.wait_for(scenario(agents), 120)
 
     asyncio.run(run())
 
 
 def worker_of(house: TestHome, agent: str) -> psutil.Process:
-    (found,) = (
-        child for child in psutil.Process(house.pid(agent)).children() if "agent.worker.main" in child.cmdline()
-    )
-    return found
+    pid = house.worker_pid(agent)
+    assert pid is not None
+    return psutil.Process(pid)
 
 
 def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHome) -> None:
@@ -189,19 +202,13 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
             await agents.ask(waiting, late, payload)
 
         # Given up from outside, at once.
-        asked = asyncio.create_task(
-            agents.ask(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
-        )
-        await asyncio.sleep(0.2)
+        asked = await agents.begin(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
         await agents.ask(waiting, Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
         with pytest.raises(StepFailed, match="the client has gone"):
             await asyncio.wait_for(asked, 45)
 
         # A worker that dies is told to all that wait for it; the agent takes the next plan.
-        asked = asyncio.create_task(
-            agents.ask(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
-        )
-        await asyncio.sleep(0.2)
+        asked = await agents.begin(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
         worker_of(house, "ab"[waiting]).send_signal(signal.SIGKILL)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await asyncio.wait_for(asked, 45)
@@ -209,8 +216,7 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
         await agents.deploy(model, again, max_in_flight=1)
         assert (await agents.run(again, 1, feeds[0])).keys() == reference(model, feeds[0]).keys()
         late = late.model_copy(update={"epoch": 2, "step": 2, "timeout_seconds": 60.0})
-        asked = asyncio.create_task(agents.ask(waiting, late, payload))
-        await asyncio.sleep(0.2)
+        asked = await agents.begin(waiting, late, payload)
         with pytest.raises(QueueFull):
             await agents.ask(waiting, late.model_copy(update={"step": 3}), payload)
         await agents.all(Unload(holder=HOLDER, epoch=2))
@@ -250,7 +256,7 @@ def test_an_agent_keeps_a_worker_and_a_lease_for_each_deployment(house: TestHome
     expected = reference(model, feeds)
 
     async def scenario() -> None:
-        async with Agents(house, ("a", "b"), "one") as one, Agents(house, ("a", "b"), "two") as two:
+        async with Agents.of(house, ("a", "b"), "one") as one, Agents.of(house, ("a", "b"), "two") as two:
             await one.deploy(model, plan)
             await two.deploy(model, plan)  # the same epoch: epochs are counted by deployment
             for agents, step in ((one, 1), (two, 1), (one, 2)):

@@ -10,13 +10,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-import zmq.asyncio
+from support.contexts import zmq_context
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
@@ -37,7 +36,6 @@ from hearth.errors import (
     ModelDoesNotFit,
     NotAuthorised,
     NotServing,
-    QueueFull,
     StepFailed,
     TextTooLong,
     WorkerDied,
@@ -197,13 +195,12 @@ def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Mess
     """One request to the control socket of agent a, with any key."""
 
     async def ask() -> Message:
-        context = zmq.asyncio.Context()
-        client = RpcClient(context, f"tcp://{LOOPBACK}:{pair.port('a')}", agent_access(credential), "test")
-        try:
-            return (await client.call(message, timeout_seconds=30.0)).message
-        finally:
-            await client.close()
-            context.destroy(linger=0)
+        with zmq_context() as context:
+            client = RpcClient(context, f"tcp://{LOOPBACK}:{pair.port('a')}", agent_access(credential), "test")
+            try:
+                return (await client.call(message, timeout_seconds=30.0)).message
+            finally:
+                await client.close()
 
     return asyncio.run(ask())
 
@@ -287,52 +284,53 @@ def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
     return caught[0]
 
 
-def test_after_a_power_cut_the_model_serves_again_with_no_command(model_dir: Path, known: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, known) as house:
-        names = ["a", "b", "coordinator"]
-        house.start_agent("a")
-        house.start_agent("b")
-        house.start_coordinator("--strategy", "hmp", "--min-devices", "2")
-        with house.ready() as home:
-            before = home.hidden_states(TOKENS)
-            epoch = home.status().plan.epoch  # type: ignore[union-attr]
-        chunks = _stored_chunks(tmp_path)
-        workers = [house.worker_pid("a"), house.worker_pid("b")]
-        for name in names:
-            house.kill(name)
-        for pid in workers:
-            assert pid is not None
-            wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
-        lost = sorted(chunks)[::10]  # as if the cut had come in the middle of a push
-        for path in lost:
-            path.unlink()
-        random.shuffle(names)
-        for name in names:
-            if name == "coordinator":
-                house.start_coordinator(model=False)
-            else:
-                house.start_agent(name)
-        with house.ready() as home:
-            assert np.array_equal(home.hidden_states(TOKENS), before)
-            plan = home.status().plan
-            assert plan is not None
-            assert plan.epoch > epoch
-        stored = _stored_chunks(tmp_path)
-        assert set(stored) == set(chunks)
-        assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # only those were sent again
+@pytest.fixture(scope="module")
+def twins(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Two agents that both hold all weights."""
+    with TestHome(tmp_path_factory.mktemp("twins"), model_dir, known) as home:
+        home.start_agent("a")
+        home.start_agent("b")
+        home.start_coordinator("--strategy", "sp", "--min-devices", "2")
+        home.ready().close()
+        yield home
 
 
-def test_what_two_devices_need_leaves_the_coordinator_once(model_dir: Path, known: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, known) as house:
-        house.start_agent("a")
-        house.start_agent("b")
-        house.start_coordinator("--strategy", "sp", "--min-devices", "2")  # all weights on both
-        with house.ready() as home:
-            assert home.hidden_states(TOKENS).shape[0] == len(TOKENS)
-        said = re.search(r"pushed ([\d.]+ \w+) of weights, devices passed on ([\d.]+ \w+)", house.log("coordinator"))
-        assert said is not None
-        pushed, passed = map(parse_bytes, said.groups())
-        assert 0.1 * pushed < passed < pushed  # all but the vocabulary, which is split
+def test_what_two_devices_need_leaves_the_coordinator_once(twins: TestHome) -> None:
+    said = re.search(r"pushed ([\d.]+ \w+) of weights, devices passed on ([\d.]+ \w+)", twins.log("coordinator"))
+    assert said is not None
+    pushed, passed = map(parse_bytes, said.groups())
+    assert 0.1 * pushed < passed < pushed  # all but the vocabulary, which is split
+
+
+def test_after_a_power_cut_the_model_serves_again_with_no_command(twins: TestHome) -> None:
+    names = ["a", "b", "coordinator"]
+    with twins.connect() as home:
+        before = home.hidden_states(TOKENS)
+        epoch = home.status().plan.epoch  # type: ignore[union-attr]
+    chunks = _stored_chunks(twins.folder)
+    workers = [twins.worker_pid("a"), twins.worker_pid("b")]
+    for name in names:
+        twins.kill(name)
+    for pid in workers:
+        assert pid is not None
+        wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
+    lost = sorted(chunks)[::10]  # as if the cut had come in the middle of a push
+    for path in lost:
+        path.unlink()
+    random.shuffle(names)
+    for name in names:
+        if name == "coordinator":
+            twins.start_coordinator(model=False)
+        else:
+            twins.start_agent(name)
+    with twins.ready() as home:
+        assert np.array_equal(home.hidden_states(TOKENS), before)
+        plan = home.status().plan
+        assert plan is not None
+        assert plan.epoch > epoch
+    stored = _stored_chunks(twins.folder)
+    assert set(stored) == set(chunks)
+    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # only those were sent again
 
 
 def _stored_chunks(folder: Path) -> dict[Path, int]:
@@ -385,24 +383,6 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, know
             )
             home.wait_ready(60.0)
             assert np.array_equal(home.hidden_states(TOKENS), before)
-
-
-def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
-    slow_model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir, known) as house:
-        house.start_agent("a")
-        house.start_coordinator("--strategy", "local")
-        with house.ready() as home, ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
-            outcomes = [future.exception() or future.result().shape for future in asked]
-        refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
-        assert refused
-        assert refused[0].limit == 2
-        assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 512)] * (
-            8 - len(refused)
-        )
 
 
 def test_without_multicast_agents_and_coordinator_are_found_by_address(

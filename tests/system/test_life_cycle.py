@@ -1,4 +1,4 @@
-"""The life cycle with real processes: settings that contradict each other, a planned stop, the history in `hearth status`."""
+"""The life cycle with real processes: contradicting settings, a full queue, the history in `hearth status`, a planned stop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +20,24 @@ from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from hearth.errors import NotServing
+from hearth.errors import NotServing, QueueFull
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def house(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """One device, a model that takes a good part of a second for a request, and places for two requests that wait."""
+    config = small_bert(
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
+    )  # fmt: skip
+    model = save_random_model(tmp_path_factory.mktemp("model"), config)
+    with pytest.MonkeyPatch.context() as environ, TestHome(tmp_path_factory.mktemp("house"), model, known) as home:
+        environ.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
+        home.start_agent("a")
+        home.start_coordinator("--strategy", "local")
+        home.ready().close()
+        yield home
 
 
 def test_settings_that_contradict_each_other_end_hearth_serve_with_status_2(known: Path, tmp_path: Path) -> None:
@@ -37,52 +54,54 @@ def test_settings_that_contradict_each_other_end_hearth_serve_with_status_2(know
         assert "error: The setting --strategy cannot be used: sp needs a context" in house.log("coordinator")
 
 
-def test_a_planned_stop_lets_a_running_request_finish(known: Path, tmp_path: Path) -> None:
-    config = small_bert(
-        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
-    )  # fmt: skip
-    with TestHome(tmp_path, save_random_model(tmp_path / "model", config), known) as house:
-        house.start_agent("a")
-        house.start_coordinator("--strategy", "local")
-        with house.ready() as home:
-            expected = home.hidden_states([7] * 512)
-            answers: list[np.ndarray] = []
-            refused: list[NotServing] = []
-            began = threading.Event()
-
-            def ask() -> None:
-                while True:
-                    began.set()
-                    try:
-                        answers.append(home.hidden_states([7] * 512, timeout_seconds=60.0))
-                    except NotServing as error:
-                        refused.append(error)
-                        return
-
-            asking = threading.Thread(target=ask)
-            asking.start()
-            began.wait(30)
-            wait_for("a request to be served", lambda: len(answers) > 1)
-            os.kill(house.pid("coordinator"), signal.SIGTERM)
-            asking.join(60)
-            assert house.wait("coordinator", 60.0) == 0
-        assert all(np.array_equal(answer, expected) for answer in answers)
-        assert "stopping" in str(refused[0])
-        assert "stopping: running requests finish, no new ones are taken" in house.log("coordinator")
+def test_status_shows_the_phase_and_how_it_came_to_it(house: TestHome) -> None:
+    with house.connect() as home:
+        status = home.status()
+    assert status.phase == "serving"
+    assert [move.phase for move in status.history][-4:] == ["pushing", "loading", "warming", "serving"]
+    command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(house.key)]
+    command += ["--address", f"{LOOPBACK}:{house.port('coordinator')}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "History" in shown
+    assert "a first request ran" in shown
+    told = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    assert told["phase"] == "serving"
 
 
-def test_status_shows_the_phase_and_how_it_came_to_it(known: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, save_random_model(tmp_path / "model", small_bert()), known) as house:
-        house.start_agent("a")
-        house.start_coordinator()
-        with house.ready() as home:
-            status = home.status()
-        assert status.phase == "serving"
-        assert [move.phase for move in status.history][-4:] == ["pushing", "loading", "warming", "serving"]
-        command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(house.key)]
-        command += ["--address", f"{LOOPBACK}:{house.port('coordinator')}"]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert "History" in shown
-        assert "a first request ran" in shown
-        told = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True).stdout)
-        assert told["phase"] == "serving"
+def test_a_full_queue_refuses_at_once_and_serves_what_it_took(house: TestHome) -> None:
+    with house.connect() as home, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
+        outcomes = [future.exception() or future.result().shape for future in asked]
+    refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
+    assert refused
+    assert refused[0].limit == 2
+    assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 512)] * (8 - len(refused))
+
+
+def test_a_planned_stop_lets_a_running_request_finish(house: TestHome) -> None:
+    """The last test of this house: it ends its coordinator."""
+    with house.connect() as home:
+        expected = home.hidden_states([7] * 512)
+        answers: list[np.ndarray] = []
+        refused: list[NotServing] = []
+        began = threading.Event()
+
+        def ask() -> None:
+            while True:
+                began.set()
+                try:
+                    answers.append(home.hidden_states([7] * 512, timeout_seconds=60.0))
+                except NotServing as error:
+                    refused.append(error)
+                    return
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        began.wait(30)
+        wait_for("a request to be served", lambda: len(answers) > 1)
+        os.kill(house.pid("coordinator"), signal.SIGTERM)
+        asking.join(60)
+        assert house.wait("coordinator", 60.0) == 0
+    assert all(np.array_equal(answer, expected) for answer in answers)
+    assert "stopping" in str(refused[0])
+    assert "stopping: running requests finish, no new ones are taken" in house.log("coordinator")

@@ -132,6 +132,7 @@ class GraphPlanning:
         if self.graph.model is None:
             reason = f"{self.graph.path} has no weights to run anywhere; name a cluster"
             raise BadSetting(setting="--cluster", reason=reason)
+        self.graph.check_types()
         return None
 
     async def measure(self, live: Live) -> GraphCluster:

@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-import zmq
-import zmq.asyncio
+from support.contexts import zmq_context
 
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
@@ -28,33 +27,32 @@ from hearth.wire.messages import (
 
 def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
     async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        gatekeeper = asyncio_gatekeeper(context)
-        mine, theirs = new_keypair(), new_keypair()
-        server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
-        gatekeeper.start()
-        await server.start()
-        request = MeasureLink(
-            host="127.0.0.1",
-            port=server.port,
-            peer_public_key=theirs.public,
-            max_bytes=8 << 20,
-            max_seconds=1.0,
-        )
-        try:
-            with pytest.raises(WrongKey):
-                await measure_link(request, mine)
-            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-            measured = await asyncio.wait_for(measure_link(request, mine), 20)
-            assert measured.bytes_per_second > 1e6
-            assert measured.round_trip_seconds > 0
-            assert measured.num_bytes <= 8 << 20
-            with pytest.raises(WrongKey):
-                await measure_link(request, new_keypair())
-        finally:
-            await server.close()
-            gatekeeper.stop()
-            context.destroy(linger=0)
+        with zmq_context() as context:
+            gatekeeper = asyncio_gatekeeper(context)
+            mine, theirs = new_keypair(), new_keypair()
+            server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
+            gatekeeper.start()
+            await server.start()
+            request = MeasureLink(
+                host="127.0.0.1",
+                port=server.port,
+                peer_public_key=theirs.public,
+                max_bytes=8 << 20,
+                max_seconds=1.0,
+            )
+            try:
+                with pytest.raises(WrongKey):
+                    await measure_link(request, mine)
+                server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+                measured = await asyncio.wait_for(measure_link(request, mine), 20)
+                assert measured.bytes_per_second > 1e6
+                assert measured.round_trip_seconds > 0
+                assert measured.num_bytes <= 8 << 20
+                with pytest.raises(WrongKey):
+                    await measure_link(request, new_keypair())
+            finally:
+                await server.close()
+                gatekeeper.stop()
 
     asyncio.run(scenario())
 
@@ -69,31 +67,30 @@ def test_chunks_come_from_a_peer_that_lets_us_in(tmp_path: Path) -> None:
     theirs.path_of(hashes[3]).write_bytes(b"damaged")
 
     async def scenario() -> None:
-        context = zmq.asyncio.Context()
-        gatekeeper = asyncio_gatekeeper(context)
-        mine, peer = new_keypair(), new_keypair()
-        server = LinkServer(
-            context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
-        )  # fmt: skip
-        gatekeeper.start()
-        await server.start()
-        request = FetchChunks(
-            holder="c",
-            host="127.0.0.1",
-            port=server.port,
-            peer_public_key=peer.public,
-            hashes=tuple(hashes),
-            seconds=10.0,
-        )
-        try:
-            refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, ours.put)
-            assert sorted(refused) == sorted(hashes)
-            server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
-            missing = await asyncio.wait_for(fetch_chunks(request, mine, ours.put), 20)
-        finally:
-            await server.close()
-            gatekeeper.stop()
-            context.destroy(linger=0)
+        with zmq_context() as context:
+            gatekeeper = asyncio_gatekeeper(context)
+            mine, peer = new_keypair(), new_keypair()
+            server = LinkServer(
+                context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
+            )  # fmt: skip
+            gatekeeper.start()
+            await server.start()
+            request = FetchChunks(
+                holder="c",
+                host="127.0.0.1",
+                port=server.port,
+                peer_public_key=peer.public,
+                hashes=tuple(hashes),
+                seconds=10.0,
+            )
+            try:
+                refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, ours.put)
+                assert sorted(refused) == sorted(hashes)
+                server.open(OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
+                missing = await asyncio.wait_for(fetch_chunks(request, mine, ours.put), 20)
+            finally:
+                await server.close()
+                gatekeeper.stop()
         assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
         assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
 

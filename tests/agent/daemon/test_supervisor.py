@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +18,12 @@ pytest.importorskip("psutil")
 
 import zmq
 import zmq.asyncio
+from support.contexts import zmq_context
 from support.messages import EXAMPLES
+from support.waiting import until
 
 from agent.daemon import supervisor
 from agent.daemon.supervisor import WorkerProcess
-from agent.daemon.worker_state import WorkerLife
 from hearth.errors import (
     DeadlineExceeded,
     StepFailed,
@@ -27,12 +32,15 @@ from hearth.errors import (
 from hearth.wire.messages import (
     Abort,
     Cancel,
+    ConnectPeers,
+    Done,
     Failed,
     GenerateTokens,
     GenerationEnded,
     Message,
     Start,
     TokensGenerated,
+    WorkerBound,
     decode,
     encode,
 )
@@ -58,26 +66,54 @@ class ScriptedWorker:
             await self._socket.send_multipart([request_id, encode(message)])
 
 
+START = next(message for message in EXAMPLES if isinstance(message, Start))
+Scenario = Callable[[WorkerProcess, ScriptedWorker], Awaitable[None]]
+WithWorker = Callable[[Scenario], None]
+
+
 @asynccontextmanager
-async def scripted_worker() -> AsyncIterator[tuple[WorkerProcess, ScriptedWorker]]:
-    context = zmq.asyncio.Context()
-    process = WorkerProcess(context, "kitchen")
-    process._life = WorkerLife("ready")
-    socket = context.socket(zmq.DEALER)
-    socket.bind(process._client.endpoint)
-    try:
-        yield process, ScriptedWorker(socket)
-    finally:
-        await process.stop()
-        context.destroy(linger=0)
+async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, ScriptedWorker]]:
+    """A worker that is ready. Its process only says where it was told to listen; the test answers there."""
+    endpoint = folder / "endpoint"
+    with zmq_context() as context:
+        process = WorkerProcess(context, "kitchen")
+        try:
+            starting = asyncio.create_task(process.start(START))
+            await until("the process", endpoint.exists)
+            socket = context.socket(zmq.DEALER)
+            socket.bind(endpoint.read_text())
+            worker = ScriptedWorker(socket)
+            request_id, message, _ = await worker.receive()
+            assert message == START
+            await worker.answer(request_id, WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+            await starting
+            connecting = asyncio.create_task(process.connect(ConnectPeers(holder="c", epoch=1, peers=())))
+            await worker.answer((await worker.receive())[0], Done())
+            await connecting
+            assert process.state == "ready"
+            yield process, worker
+        finally:
+            await process.stop()
 
 
-def with_worker(scenario: Callable[[WorkerProcess, ScriptedWorker], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with scripted_worker() as (process, worker):
-            await asyncio.wait_for(scenario(process, worker), 30)
+@pytest.fixture
+def with_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithWorker:
+    """Runs a scenario with a scripted worker."""
+    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT LEVEL`
+    program.write_text(
+        f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/endpoint\nexec sleep 600\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
 
-    asyncio.run(main())
+    def run(scenario: Scenario) -> None:
+        async def main() -> None:
+            async with scripted_worker(tmp_path) as (process, worker):
+                await asyncio.wait_for(scenario(process, worker), 30)
+
+        asyncio.run(main())
+
+    return run
 
 
 def token(index: int) -> TokensGenerated:
@@ -88,7 +124,7 @@ async def read(stream: Any) -> list[Message]:
     return [reply.message async for reply in stream]
 
 
-def test_a_workers_tokens_are_passed_on_up_to_the_end() -> None:
+def test_a_workers_tokens_are_passed_on_up_to_the_end(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         one, two = (asyncio.create_task(read(process.stream(REQUEST, [b"ids", name]))) for name in (b"1", b"2"))
         asked = [await worker.receive() for _ in range(2)]
@@ -103,12 +139,11 @@ def test_a_workers_tokens_are_passed_on_up_to_the_end() -> None:
         assert await one == [token(10), token(11), token(12), END]
         with pytest.raises(StepFailed):
             await two
-        assert not process._client._pending
 
     with_worker(scenario)
 
 
-def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker() -> None:
+def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         stream = process.stream(REQUEST, ())
         async with aclosing(stream):
@@ -128,13 +163,14 @@ def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker() -> None:
 
 
 @pytest.mark.parametrize("end", ["death", "stop"])
-def test_a_worker_that_ends_ends_its_streams(end: str) -> None:
+def test_a_worker_that_ends_ends_its_streams(end: str, with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         reading = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
         await worker.answer(request_id, token(1))
         if end == "death":
-            process._fail(WorkerDied(device="kitchen", reason="killed by SIGSEGV"))
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGSEGV)
         else:
             await process.stop()
         with pytest.raises(WorkerDied):
@@ -146,7 +182,9 @@ def test_a_worker_that_ends_ends_its_streams(end: str) -> None:
     with_worker(scenario)
 
 
-def test_only_between_two_tokens_a_worker_may_not_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_between_two_tokens_a_worker_may_not_be_silent(
+    with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "_TOKEN_SECONDS", 0.2)
 
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
@@ -165,16 +203,14 @@ def test_only_between_two_tokens_a_worker_may_not_be_silent(monkeypatch: pytest.
 
 def test_a_worker_that_cannot_even_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies before it reads anything: nobody waits until its time to load is over."""
-    monkeypatch.setattr(supervisor.sys, "executable", shutil.which("false"))
-    start = next(message for message in EXAMPLES if isinstance(message, Start))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
 
     async def main() -> None:
-        context = zmq.asyncio.Context()
-        process = WorkerProcess(context, "kitchen")
-        with pytest.raises(WorkerDied, match="exited with code 1"):
-            await asyncio.wait_for(process.start(start), 20)
-        assert process.state == "failed"
-        await process.stop()
-        context.destroy(linger=0)
+        with zmq_context() as context:
+            process = WorkerProcess(context, "kitchen")
+            with pytest.raises(WorkerDied, match="exited with code 1"):
+                await asyncio.wait_for(process.start(START), 20)
+            assert process.state == "failed"
+            await process.stop()
 
     asyncio.run(main())

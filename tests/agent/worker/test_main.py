@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import zmq.asyncio
+from support.contexts import zmq_context
 
 from hearth.errors import StepFailed
 from hearth.wire.messages import Abort, Done, GenerateTokens, GenerationEnded, Run
@@ -19,28 +19,27 @@ RUN = Run(holder="c", epoch=1, step=1, timeout_seconds=1.0)
 
 def test_a_worker_without_a_plan_refuses_to_run_and_has_nothing_to_abort(tmp_path: Path) -> None:
     async def main() -> None:
-        context = zmq.asyncio.Context()
-        client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO)
-        )
-        try:
-            for request in (RUN, Done()):
-                with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
-                    await client.call(request, timeout_seconds=60)
-            abort = Abort(holder="c", epoch=1, reason="a peer is gone")
-            assert (await client.call(abort, timeout_seconds=60)).message == Done()
-            stream = client.stream(
-                GenerateTokens(holder="c", epoch=1, max_tokens=1), timeout_seconds=60, last=GenerationEnded
+        with zmq_context() as context:
+            client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO)
             )
-            with pytest.raises(StepFailed, match="not ready for GenerateTokens"):
-                await anext(stream)
-            assert not {"torch", "onnxruntime"} & imported(process.pid)
-        finally:
-            process.kill()
-            await process.wait()
-            await client.close()
-            context.destroy(linger=0)
+            try:
+                for request in (RUN, Done()):
+                    with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
+                        await client.call(request, timeout_seconds=60)
+                abort = Abort(holder="c", epoch=1, reason="a peer is gone")
+                assert (await client.call(abort, timeout_seconds=60)).message == Done()
+                stream = client.stream(
+                    GenerateTokens(holder="c", epoch=1, max_tokens=1), timeout_seconds=60, last=GenerationEnded
+                )
+                with pytest.raises(StepFailed, match="not ready for GenerateTokens"):
+                    await anext(stream)
+                assert not {"torch", "onnxruntime"} & imported(process.pid)
+            finally:
+                process.kill()
+                await process.wait()
+                await client.close()
 
     asyncio.run(main())
 

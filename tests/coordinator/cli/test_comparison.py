@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_model
-from support.graphs import cluster_of, save_two_branch_model, two_branches
+from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.planning import graphs_planned_here
@@ -446,6 +446,16 @@ def test_strategies_of_a_graph_that_found_one_plan_share_a_run(strategy: str) ->
     assert plans[0].planner.split(", ")[0] == planned.plan.planner
     assert sorted(name for plan in plans for name in plan.planner.split(", ")) == sorted(GRAPH_METHODS.names("latency"))
     assert len({(plan.body, plan.devices) for plan in plans}) == len(plans) < len(GRAPH_METHODS.names("latency"))
+
+
+@pytest.mark.parametrize("options", [(), ("--compare",)])
+def test_a_graph_that_no_request_can_feed_is_refused_before_any_device_is_asked(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = save_bfloat16_model(tmp_path / "model.onnx")
+    result = CliRunner().invoke(app, ["plan", str(model), *options, "--key", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "its tensor x is of bfloat16, which numpy lacks" in " ".join(result.output.split())
 
 
 @pytest.mark.processes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from zeroconf._protocol.incoming import DNSIncoming
+from zeroconf import DNSIncoming
 
 import hearth
 from coordinator.cli import doctor_checks as doctor
@@ -87,22 +87,22 @@ def test_an_address_that_has_gone_is_a_problem() -> None:
 
 
 def test_multicast_on_loopback_comes_back() -> None:
-    assert check_multicast(["127.0.0.1"], doctor._multicast_works).status == "ok"
+    assert check_multicast(["127.0.0.1"], doctor.multicast_works).status == "ok"
 
 
 def test_multicast_from_an_address_that_is_not_ours_is_a_problem() -> None:
-    finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor._multicast_works)
+    finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor.multicast_works)
     assert finding.status == "problem"
     assert "203.0.113.77" in finding.what
     assert "127.0.0.1" not in finding.what
 
 
 def test_the_multicast_probe_is_a_question_that_mdns_programs_can_read() -> None:
-    packet = DNSIncoming(doctor._probe())
+    packet = DNSIncoming(doctor.multicast_probe())
     assert packet.valid
     assert packet.is_query()
     assert [question.name.endswith(".local.") for question in packet.questions] == [True]
-    assert doctor._probe() != doctor._probe()
+    assert doctor.multicast_probe() != doctor.multicast_probe()
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_the_port_check_notices_an_agent_that_is_half_there(open_ports: set[int]
 def test_a_port_is_open_while_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert doctor._is_open(port)
-    assert not doctor._is_open(port)
+        assert doctor.port_is_open(port)
+    assert not doctor.port_is_open(port)
 
 
 # ---- key and disk --------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
         await asyncio.gather(*(advertiser.start() for advertiser in advertisers))
         try:
             for _ in range(20):  # on a busy machine multicast is late
-                found = await doctor._look_around(home, ["127.0.0.1"], look_seconds=1.5)
+                found = await doctor.look_around(home, ["127.0.0.1"], look_seconds=1.5)
                 if any(finding.status == "problem" for finding in found):
                     break
             return found
@@ -255,7 +255,7 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
 
 @pytest.mark.parametrize("address", ["203.0.113.77", "nonsense"])
 def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: str) -> None:
-    findings = asyncio.run(doctor._look_around(new_home_key(), [address], look_seconds=0.1))
+    findings = asyncio.run(doctor.look_around(new_home_key(), [address], look_seconds=0.1))
     assert [f.status for f in findings] == ["problem"]
     assert address in findings[0].what
 

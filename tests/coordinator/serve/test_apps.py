@@ -5,12 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from coordinator.serve.apps import AppRegistry
 from hearth.errors import BadRequest, BadSetting
-
-runner = CliRunner()
 
 
 def test_apps_are_admitted_revoked_and_remembered(tmp_path: Path) -> None:

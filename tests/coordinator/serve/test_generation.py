@@ -10,17 +10,17 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
+from support.contexts import zmq_context
 from support.fleets import TransformerFleet
 from support.houses import House, serving
 from support.plans import LLAMA_1B, make_plan, with_generation
@@ -762,21 +762,20 @@ class Coordinator:
 
 @asynccontextmanager
 async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -> Any:
-    context = zmq.asyncio.Context()
-    gatekeeper = asyncio_gatekeeper(context)
-    gatekeeper.admit("test", lambda key: True)
-    gatekeeper.start()
     keys = derive_keypair(KEY.key_bytes(), "coordinator")
     coordinator = Coordinator(script, model)
-    server = RpcServer(context, "127.0.0.1", port, keys, "test", coordinator.handle)
-    await server.start()
-    try:
-        yield coordinator, server
-    finally:
-        await server.close()
-        gatekeeper.stop()
-        await turns()  # its task ends, before another socket takes its file descriptor
-        context.destroy(linger=0)
+    with zmq_context() as context:
+        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit("test", lambda key: True)
+        gatekeeper.start()
+        server = RpcServer(context, "127.0.0.1", port, keys, "test", coordinator.handle)
+        await server.start()
+        try:
+            yield coordinator, server
+        finally:
+            await server.close()
+            gatekeeper.stop()
+            await turns()  # its task ends, before another socket takes its file descriptor
 
 
 def access(key: HomeKey = KEY) -> Access:
@@ -869,9 +868,14 @@ def test_leaving_an_answer_ends_it_in_the_home() -> None:
 
 def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
     async def main() -> None:
+        async with AsyncExitStack() as clients:
+            await ask(clients)
+
+    async def ask(clients: AsyncExitStack) -> None:
         async with coordinator(Script(silent_after=2)) as (served, server):
             port = server.port
-            home = await AsyncHome(access(), f"127.0.0.1:{port}", None).open(5)
+            home = await clients.enter_async_context(AsyncHome(access(), f"127.0.0.1:{port}", None))
+            await home.open(5)
             answer = home.generate(token_ids=[1])
             await anext(answer)
             await server.close()
@@ -888,7 +892,6 @@ def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
             again.error = AppRevoked(app="lamp")
             with pytest.raises(AppRevoked):
                 await home.generate(token_ids=[1]).text()
-            await home.close()
 
     asyncio.run(main())
 
@@ -981,8 +984,7 @@ def test_ctrl_c_ends_the_answer_and_the_connection_lives() -> None:
 
 
 def test_threads_share_a_home_and_none_waits_for_ever_when_it_is_closed() -> None:
-    with Background(Script(silent_after=20)) as served:
-        home = served.connect()
+    with Background(Script(silent_after=20)) as served, served.connect() as home:
         found: list[Any] = []
 
         def read(max_tokens: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import GraphFleet
-from support.graphs import save_two_branch_model, two_branches
+from support.graphs import save_bfloat16_model, save_two_branch_model, two_branches
 from support.houses import House, serving
 
 from coordinator.cli import load as clients
@@ -291,6 +291,12 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
                 pass
 
     asyncio.run(main())
+
+
+def test_a_graph_that_no_request_can_feed_is_refused(tmp_path: Path) -> None:
+    goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
+    with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
+        House(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
 
 
 def test_a_graph_without_weights_is_refused(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
+from support.contexts import zmq_context
 
 from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
 from hearth.platform.security import (
@@ -140,29 +140,27 @@ class Guarded:
 @asynccontextmanager
 async def guarded() -> Any:
     """The server, and a function that makes clients; everything is closed at the end."""
-    context, clients_context, clients = zmq.asyncio.Context(), zmq.asyncio.Context(), []
-    guard = Guarded()
-    gatekeeper: Gatekeeper = asyncio_gatekeeper(context)
-    gatekeeper.admit("test", lambda key: key in guard.admitted)
-    gatekeeper.start()
-    server = RpcServer(context, "127.0.0.1", 0, guard.keys, "test", guard.handle)
-    await server.start()
-    guard.port = server.port
+    guard, clients = Guarded(), list[RpcClient]()
+    with zmq_context() as context, zmq_context() as clients_context:
+        gatekeeper: Gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit("test", lambda key: key in guard.admitted)
+        gatekeeper.start()
+        server = RpcServer(context, "127.0.0.1", 0, guard.keys, "test", guard.handle)
+        await server.start()
+        guard.port = server.port
 
-    def client(own: KeyPair, server_public: str | None = None) -> RpcClient:
-        access = Access(own, server_public or guard.keys.public)
-        clients.append(RpcClient(clients_context, f"tcp://127.0.0.1:{server.port}", access, "test"))
-        return clients[-1]
+        def client(own: KeyPair, server_public: str | None = None) -> RpcClient:
+            access = Access(own, server_public or guard.keys.public)
+            clients.append(RpcClient(clients_context, f"tcp://127.0.0.1:{server.port}", access, "test"))
+            return clients[-1]
 
-    try:
-        yield guard, client
-    finally:
-        for each in clients:
-            await each.close()
-        await server.close()
-        gatekeeper.stop()
-        context.destroy(linger=0)
-        clients_context.destroy(linger=0)
+        try:
+            yield guard, client
+        finally:
+            for each in clients:
+                await each.close()
+            await server.close()
+            gatekeeper.stop()
 
 
 def test_only_an_admitted_key_gets_through_and_is_named() -> None:
@@ -198,14 +196,13 @@ def test_a_key_that_is_shut_out_cannot_connect_again() -> None:
 def test_a_client_without_any_key_is_not_heard() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, _):
-            context = zmq.asyncio.Context()
-            plain = context.socket(zmq.DEALER)
-            plain.linger = 0
-            plain.connect(f"tcp://127.0.0.1:{guard.port}")
-            await plain.send_multipart([bytes(8), b"hello"])
-            assert not await plain.poll(500)
-            assert guard.heard == []
-            context.destroy(linger=0)
+            with zmq_context() as context:
+                plain = context.socket(zmq.DEALER)
+                plain.linger = 0
+                plain.connect(f"tcp://127.0.0.1:{guard.port}")
+                await plain.send_multipart([bytes(8), b"hello"])
+                assert not await plain.poll(500)
+                assert guard.heard == []
 
     asyncio.run(scenario())
 
@@ -214,17 +211,15 @@ def test_a_server_without_a_gatekeeper_admits_nobody() -> None:
     """The default of ZeroMQ is to let any key in when no handler runs; ZAP_ENFORCE_DOMAIN closes that."""
 
     async def scenario() -> None:
-        context, client_context = zmq.asyncio.Context(), zmq.asyncio.Context()
         keys = new_keypair()
-        server = context.socket(zmq.ROUTER)
-        secure_server(server, keys, "test")
-        port = server.bind_to_random_port("tcp://127.0.0.1")
-        client = RpcClient(client_context, f"tcp://127.0.0.1:{port}", Access(new_keypair(), keys.public), "test")
-        with pytest.raises((WrongKey, Unreachable)):
-            await client.call(GetReadiness(), timeout_seconds=1)
-        assert not await server.poll(0)
-        await client.close()
-        context.destroy(linger=0)
-        client_context.destroy(linger=0)
+        with zmq_context() as context, zmq_context() as client_context:
+            server = context.socket(zmq.ROUTER)
+            secure_server(server, keys, "test")
+            port = server.bind_to_random_port("tcp://127.0.0.1")
+            client = RpcClient(client_context, f"tcp://127.0.0.1:{port}", Access(new_keypair(), keys.public), "test")
+            with pytest.raises((WrongKey, Unreachable)):
+                await client.call(GetReadiness(), timeout_seconds=1)
+            assert not await server.poll(0)
+            await client.close()
 
     asyncio.run(scenario())

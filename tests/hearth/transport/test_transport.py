@@ -101,20 +101,22 @@ def test_closing_wakes_the_receiver(kind: str) -> None:
 def test_only_the_plans_peers_get_in() -> None:
     with sockets(2, encrypted=True) as transports:
         context = zmq.Context()
-        stranger = context.socket(zmq.PUSH)
-        secure_client(stranger, new_keypair(), transports[0].public_key)
-        stranger.connect(f"tcp://127.0.0.1:{transports[0].port}")
-        nobody = context.socket(zmq.PUSH)
-        nobody.linger = 0
-        nobody.connect(f"tcp://127.0.0.1:{transports[0].port}")
-        stranger.send(b"let me in")
-        nobody.send(b"me too")
-        assert transports[0].receive(0.5) is None
-        transports[1].send(0, [b"peer"])
-        received = transports[0].receive(10)
-        assert received is not None
-        assert received.source == 1
-        context.destroy(linger=0)
+        try:
+            stranger = context.socket(zmq.PUSH)
+            secure_client(stranger, new_keypair(), transports[0].public_key)
+            stranger.connect(f"tcp://127.0.0.1:{transports[0].port}")
+            nobody = context.socket(zmq.PUSH)
+            nobody.linger = 0
+            nobody.connect(f"tcp://127.0.0.1:{transports[0].port}")
+            stranger.send(b"let me in")
+            nobody.send(b"me too")
+            assert transports[0].receive(0.5) is None
+            transports[1].send(0, [b"peer"])
+            received = transports[0].receive(10)
+            assert received is not None
+            assert received.source == 1
+        finally:
+            context.destroy(linger=0)
 
 
 def test_a_peer_that_knocks_early_is_let_in_when_we_know_it() -> None:

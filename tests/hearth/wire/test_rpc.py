@@ -8,7 +8,9 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
+import zmq
 import zmq.asyncio
+from support.contexts import zmq_context
 from support.waiting import until
 
 from hearth.errors import (
@@ -84,27 +86,35 @@ async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Resp
 
 
 @asynccontextmanager
-async def pair(port: int = 0) -> Any:
-    context, client_context = zmq.asyncio.Context(), zmq.asyncio.Context()
-    gatekeeper = asyncio_gatekeeper(context)
-    gatekeeper.admit("test", lambda key: key == CLIENT.public)
-    gatekeeper.start()
-    server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo)
-    await server.start()
-    client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
-    try:
-        yield server, client, client_context
-    finally:
-        await client.close()
-        await server.close()
-        gatekeeper.stop()
-        context.destroy(linger=0)
-        client_context.destroy(linger=0)
+async def pair(port: int = 0, sndhwm: int = 1000) -> Any:
+    with zmq_context() as context, zmq_context() as client_context:
+        context.setsockopt(zmq.SNDHWM, sndhwm)  # of its sockets
+        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit("test", lambda key: key == CLIENT.public)
+        gatekeeper.start()
+        server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo)
+        await server.start()
+        client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
+        try:
+            yield server, client, client_context
+        finally:
+            await client.close()
+            await server.close()
+            gatekeeper.stop()
 
 
-def run(scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]]) -> None:
+def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) -> zmq.asyncio.Socket:
+    """A client that does only what the test does."""
+    socket = context.socket(zmq.DEALER)
+    socket.rcvhwm = rcvhwm
+    secure_client(socket, CLIENT, SERVER.public)
+    socket.connect(endpoint)
+    return socket
+
+
+def run(scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]], sndhwm: int = 1000) -> None:
     async def main() -> None:
-        async with pair() as (server, client, context):
+        async with pair(sndhwm=sndhwm) as (server, client, context):
             await asyncio.wait_for(scenario(server, client, context), 30)
 
     asyncio.run(main())
@@ -165,9 +175,7 @@ def test_another_protocol_version_is_named() -> None:
 
 def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
-        raw = context.socket(zmq.DEALER)
-        secure_client(raw, CLIENT, SERVER.public)
-        raw.connect(client.endpoint)
+        raw = raw_client(context, client.endpoint)
         for frames in (
             [b"short", b""],
             [b"", b""],
@@ -206,10 +214,8 @@ def test_a_lost_server_fails_calls_at_once_and_is_found_again() -> None:
 
 def test_a_port_that_is_taken_names_the_way_out() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
-        context = zmq.asyncio.Context()
-        with pytest.raises(PortInUse, match="--port"):
+        with zmq_context() as context, pytest.raises(PortInUse, match="--port"):
             RpcServer(context, "127.0.0.1", server.port, SERVER, "test", echo)
-        context.destroy(linger=0)
 
     run(scenario)
 
@@ -232,6 +238,7 @@ def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
         assert [message.token_ids for message in messages[:-1]] == [(index,) for index in range(200)]  # type: ignore[union-attr]
         assert closed == ["all"]
         await until("the request's end", lambda: not server.num_running)
+        assert not client.pending
 
     run(scenario)
 
@@ -308,15 +315,15 @@ def test_only_the_connection_that_asked_can_cancel() -> None:
         async with aclosing(stream(client, "mine", ENDLESS)) as mine:
             await anext(mine)
             (request_id,) = client.pending
-            other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
-            await other.call(Done(), timeout_seconds=30)
+            other = raw_client(context, client.endpoint)
             for cancelled in (request_id, bytes(8)):
-                await other._socket.send_multipart([b"12345678", encode(Cancel(request=cancelled))])
-            await other.call(Done(), timeout_seconds=30)
+                await other.send_multipart([b"12345678", encode(Cancel(request=cancelled))])
+            await other.send_multipart([b"the last", encode(Done())])
+            assert (await asyncio.wait_for(other.recv_multipart(), 30))[0] == b"the last"
             for _ in range(20):
                 await anext(mine)
             assert not closed
-            await other.close()
+            other.close()
         await until("the generator's end", lambda: closed == ["mine"])
 
     run(scenario)
@@ -324,9 +331,7 @@ def test_only_the_connection_that_asked_can_cancel() -> None:
 
 def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
-        raw = context.socket(zmq.DEALER)
-        secure_client(raw, CLIENT, SERVER.public)
-        raw.connect(client.endpoint)
+        raw = raw_client(context, client.endpoint)
         for index in range(50):
             request_id = index.to_bytes(8, "big")
             await raw.send_multipart([request_id, encode(Generate(prompt="early", max_tokens=ENDLESS))])
@@ -342,15 +347,13 @@ def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
 
 def test_a_caller_that_vanishes_is_noticed_at_the_next_answer() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
-        other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other")
-        reading = stream(other, "gone", ENDLESS)
-        await anext(reading)
-        other._socket.close()  # as when its process is killed: no Cancel
+        closed.clear()
+        other = raw_client(context, client.endpoint)
+        await other.send_multipart([bytes(8), encode(Generate(prompt="gone", max_tokens=ENDLESS))])
+        await asyncio.wait_for(other.recv_multipart(), 30)
+        other.close()  # as when its process is killed: no Cancel
         await until("the generator's end", lambda: closed == ["gone"])
         assert await client.call(Done(), timeout_seconds=30)
-        await reading.aclose()
-        for task in other._tasks:
-            task.cancel()
 
     run(scenario)
 
@@ -359,11 +362,7 @@ def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: py
     monkeypatch.setattr(rpc, "_STALLED_SECONDS", 3.0)
 
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
-        server._socket.sndhwm = 10
-        raw = context.socket(zmq.DEALER)
-        raw.rcvhwm = 10
-        secure_client(raw, CLIENT, SERVER.public)
-        raw.connect(client.endpoint)
+        raw = raw_client(context, client.endpoint, rcvhwm=10)
         closed.clear()
         await raw.send_multipart([bytes(8), encode(Generate(prompt="large", max_tokens=ENDLESS))])
         answered_before = 0
@@ -374,7 +373,7 @@ def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: py
         assert answered_before
         raw.close()
 
-    run(scenario)
+    run(scenario, sndhwm=10)
 
 
 def test_a_lost_server_ends_a_stream() -> None:

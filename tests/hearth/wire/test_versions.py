@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 import zmq.asyncio
+from support.contexts import zmq_context
 from support.messages import EXAMPLES
 from support.waiting import until
 
@@ -46,15 +47,14 @@ async def agent(caller: Caller, message: Message, payload: Sequence[Any]) -> Res
 
 @asynccontextmanager
 async def secured() -> AsyncIterator[zmq.asyncio.Context]:
-    context = zmq.asyncio.Context()
-    gatekeeper = asyncio_gatekeeper(context)
-    gatekeeper.admit("test", lambda key: key == CLIENT.public)
-    gatekeeper.start()
-    try:
-        yield context
-    finally:
-        gatekeeper.stop()
-        context.destroy(linger=0)
+    with zmq_context() as context:
+        gatekeeper = asyncio_gatekeeper(context)
+        gatekeeper.admit("test", lambda key: key == CLIENT.public)
+        gatekeeper.start()
+        try:
+            yield context
+        finally:
+            gatekeeper.stop()
 
 
 @asynccontextmanager
@@ -129,31 +129,30 @@ def test_a_server_that_went_back_to_version_1_gives_the_version_error_without_a_
 
 def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgraded() -> None:
     async def main() -> None:
-        async with secured() as context:
-            async with version_1(context, REFUSAL_1) as port:
-                address = f"127.0.0.1:{port}"
-                fleet = Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False)
-                await fleet.__aenter__()
+        async with secured() as context, AsyncExitStack() as before:
+            port = await before.enter_async_context(version_1(context, REFUSAL_1))
+            address = f"127.0.0.1:{port}"
+            async with Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False) as fleet:
                 await until("the refusal", lambda: bool(fleet.infos()))
                 (refused,) = fleet.infos()
                 assert (refused.state, refused.name) == ("refused", address)
                 assert f"{address} speaks protocol version 1, this side speaks 2" in refused.reason
                 assert len(fleet.refusals) == 1
-            servers: list[RpcServer] = []
+                await before.aclose()
+                servers: list[RpcServer] = []
 
-            def upgraded() -> bool:
-                """libzmq gives the port back a moment after its socket was closed."""
-                with suppress(PortInUse):
-                    servers.append(RpcServer(context, "127.0.0.1", port, SERVER, "test", agent))
-                return bool(servers)
+                def upgraded() -> bool:
+                    """libzmq gives the port back a moment after its socket was closed."""
+                    with suppress(PortInUse):
+                        servers.append(RpcServer(context, "127.0.0.1", port, SERVER, "test", agent))
+                    return bool(servers)
 
-            await until("the port", upgraded)
-            (server,) = servers
-            await server.start()
-            await until("the device", lambda: bool(fleet.devices))
-            assert [(info.name, info.state) for info in fleet.infos()] == [("kitchen", "alive")]
-            assert not fleet.refusals
-            await fleet.__aexit__()
+                await until("the port", upgraded)
+                (server,) = servers
+                await server.start()
+                await until("the device", lambda: bool(fleet.devices))
+                assert [(info.name, info.state) for info in fleet.infos()] == [("kitchen", "alive")]
+                assert not fleet.refusals
             await server.close()
 
     asyncio.run(main())

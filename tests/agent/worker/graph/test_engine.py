@@ -41,6 +41,7 @@ from agent.worker.tracing import Moved, Recorder
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
+from hearth.transport.base import Received
 from hearth.wire.codec import Codec
 from hearth.wire.framing import TileKey, encode_tile
 from hearth.wire.messages import ArrayChunks, Failed, RunDone, SegmentFiles, WireStats, decode, encode
@@ -217,11 +218,18 @@ def test_what_peers_send_before_the_request_waits_for_it_within_bounds() -> None
 
 def test_exact_tensors_reach_the_session_where_the_transport_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [[Stage()], [Stage("a")], [Stage("b")]]
-    with GraphCluster(CHAIN, sessions=stages) as cluster:
-        received: list[memoryview] = []
-        transport = cluster.hub.transport(1)
-        put = transport._put
-        monkeypatch.setattr(transport, "_put", lambda each: (received.extend(each.frames), put(each))[1])
+    received: list[memoryview] = []
+    cluster = GraphCluster(CHAIN, sessions=stages)
+    transport = cluster.hub.transport(1)
+    receive = transport.receive
+
+    def noted(timeout_seconds: float) -> Received | None:
+        found = receive(timeout_seconds)
+        received.extend(found.frames if found is not None else ())
+        return found
+
+    monkeypatch.setattr(transport, "receive", noted)
+    with cluster:
         cluster.start(1, {"x": np.zeros(50_000, np.float32)})
         cluster.outputs(1)
     (array,) = stages[1][0].fed
@@ -322,7 +330,7 @@ def test_a_running_segment_is_stopped_when_its_request_is_given_up(
         with pytest.raises(StepFailed, match="enough"):
             cluster.outputs(2)
         cluster.engines[0].close()
-        cluster._threads[0].join(60)
+        cluster.threads[0].join(60)
     assert ends == ["whole", "stopped"]
 
 

@@ -167,8 +167,10 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any)
             for _ in range(6):
                 home.step()
             planned = [memory_use(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
-            for generation, use, count in zip(cluster.generations, planned, plan.body.layers, strict=True):
-                held = generation._shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
+            for generation, shard, use, count in zip(
+                cluster.generations, cluster.shards, planned, plan.body.layers, strict=True
+            ):
+                held = shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
                 (cached,) = generation._caches.values()
                 assert cached._store.shape[0] == count

@@ -302,7 +302,7 @@ def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float,
         request = (home := Home(cluster)).submit(prompt, 12)
         home.run()
         assert len(home.answers[request]) == 12
-        errors = [generation._shard.weight_error() for generation in cluster.generations]
+        errors = [shard.weight_error() for shard in cluster.shards]
     assert all(1e-4 < error < tolerance for error in errors), errors
     with torch.inference_mode():
         expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
