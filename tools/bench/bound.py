@@ -67,9 +67,12 @@ def _parts(events: Events, bytes_per_second: float) -> dict[_Part, float]:
     """The time that one device needs for each part: computing, sending or receiving, the longest of them."""
     lanes: defaultdict[_Part, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
-        work = event.kind.work if isinstance(event.kind, Phase) else event.kind
-        part = SEGMENTS.get(work) or SEGMENTS.get(event.kind, event.kind)
-        lanes[event.layer, part][event.lane] += (
+        lanes[event.layer, _segment(event.kind)][event.lane] += (
             event.end_seconds - event.start_seconds if event.lane == "compute" else event.num_bytes / bytes_per_second
         )
     return {part: max(seconds.values()) for part, seconds in lanes.items()}
+
+
+def _segment(kind: TaskKind) -> Segment | TaskKind:
+    work = kind.work if isinstance(kind, Phase) else kind
+    return SEGMENTS.get(work) or SEGMENTS.get(kind) or kind
