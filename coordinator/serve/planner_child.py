@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from coordinator.serve import planner_process
@@ -18,37 +19,28 @@ def _progress(strategy: str) -> None:
     print(f"{planner_process.MARK}{strategy}", file=sys.stderr, flush=True)
 
 
-def _transformer(request: dict[str, Any]) -> Any:
-    from coordinator.plan.transformer.make import plan_transformer
+def _plan(kind: planner_process.Kind, request: Any) -> Any:
+    """The planners are imported late, so that only those of one kind are."""
+    if kind == "transformer":
+        from coordinator.plan.transformer.make import plan_transformer
 
-    planned = plan_transformer(planner_process.TRANSFORMER_REQUEST.validate_python(request))
-    return planner_process.TRANSFORMER_PLANNED.dump_python(planned, mode="json")
+        return plan_transformer(request)
+    from coordinator.plan.graph.auto import plan_graph, plan_instance
 
-
-def _graph(request: dict[str, Any]) -> Any:
-    from coordinator.plan.graph.auto import plan_graph
-
-    planned = plan_graph(planner_process.GRAPH_REQUEST.validate_python(request), time.monotonic, _progress)
-    return planner_process.GRAPH_PLANNED.dump_python(planned, mode="json")
-
-
-def _instance(request: dict[str, Any]) -> Any:
+    if kind == "graph":
+        return plan_graph(request, time.monotonic, _progress)
     from coordinator.devices.cluster_file import read_instance
-    from coordinator.plan.graph.auto import plan_instance
 
-    problem = read_instance(request["path"], request["congestion"])
-    limit = request["time_limit_seconds"]
-    planned = plan_instance(problem, request["strategy"], limit, time.monotonic, _progress)
-    return planner_process.GRAPH_PLANNED.dump_python(planned, mode="json")
-
-
-_PLANNERS = {"transformer": _transformer, "graph": _graph, "instance": _instance}
+    problem = read_instance(Path(request.model_file), request.congestion)
+    return plan_instance(problem, request.strategy, request.time_limit_seconds, time.monotonic, _progress)
 
 
 def main() -> None:
     asked = json.load(sys.stdin)
+    takes, gives = planner_process.TYPES[asked["kind"]]
     try:
-        result = _PLANNERS[asked["kind"]](asked["request"])
+        planned = _plan(asked["kind"], takes.validate_python(asked["request"]))
+        result = gives.dump_python(planned, mode="json")
     except HearthError as error:
         result = {"error": error.code, "details": error.details()}
     json.dump(result, sys.stdout)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
 from coordinator.plan.transformer.request import PlanRequest
+from coordinator.serve.state import GraphGoal
 from hearth.errors import DeadlineExceeded, InternalError, error_from_wire
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.child import run_module
@@ -22,45 +23,40 @@ _GRACE_FACTOR = 3.0
 MARK = "planning: "  # before a strategy's name, on the child's standard error
 Kind = Literal["transformer", "graph", "instance"]
 Progress = Callable[[str], None]
-GRAPH_REQUEST: TypeAdapter[GraphRequest] = TypeAdapter(GraphRequest)
-GRAPH_PLANNED: TypeAdapter[Planned[GraphPlan]] = TypeAdapter(Planned[GraphPlan])
-TRANSFORMER_REQUEST: TypeAdapter[PlanRequest] = TypeAdapter(PlanRequest)
-TRANSFORMER_PLANNED: TypeAdapter[Planned[TransformerPlan]] = TypeAdapter(Planned[TransformerPlan])
+# The types of a request and of its answer. An instance is a placement problem in a file, which the goal names.
+TYPES: dict[Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+    "transformer": (TypeAdapter(PlanRequest), TypeAdapter(Planned[TransformerPlan])),
+    "graph": (TypeAdapter(GraphRequest), TypeAdapter(Planned[GraphPlan])),
+    "instance": (TypeAdapter(GraphGoal), TypeAdapter(Planned[GraphPlan])),
+}
 
 
 async def solve_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
     """As `plan_transformer`, in a child process that is gone when this ends. Raises also DeadlineExceeded."""
-    fields = TRANSFORMER_REQUEST.dump_python(request, mode="json")
-    return TRANSFORMER_PLANNED.validate_python(await _child("transformer", fields, 0.0))
+    planned: Planned[TransformerPlan] = await _child("transformer", request, 0.0)
+    return planned
 
 
 async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> Planned[GraphPlan]:
     """As `plan_graph`, likewise."""
-    fields = GRAPH_REQUEST.dump_python(request, mode="json")
-    return GRAPH_PLANNED.validate_python(await _child("graph", fields, request.time_limit_seconds, progress))
+    planned: Planned[GraphPlan] = await _child("graph", request, request.time_limit_seconds, progress)
+    return planned
 
 
-async def solve_instance(
-    path: str,
-    strategy: str,
-    congestion: bool,
-    time_limit_seconds: float,
-    progress: Progress = lambda line: None,
-) -> Planned[GraphPlan]:
+async def solve_instance(goal: GraphGoal, progress: Progress) -> Planned[GraphPlan]:
     """As `plan_instance`, for a placement instance in a file, likewise. Raises also BadGraph."""
-    fields = {"path": path, "strategy": strategy, "congestion": congestion, "time_limit_seconds": time_limit_seconds}
-    return GRAPH_PLANNED.validate_python(await _child("instance", fields, time_limit_seconds, progress))
+    planned: Planned[GraphPlan] = await _child("instance", goal, goal.time_limit_seconds, progress)
+    return planned
 
 
-async def _child(
-    kind: Kind, fields: dict[str, Any], time_limit_seconds: float, progress: Progress = lambda line: None
-) -> Any:
+async def _child(kind: Kind, request: Any, time_limit_seconds: float, progress: Progress = lambda line: None) -> Any:
     def listen(line: str) -> None:
         if line.startswith(MARK):
             progress(line.removeprefix(MARK))
 
+    takes, gives = TYPES[kind]
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
-    question = json.dumps({"kind": kind, "request": fields}).encode()
+    question = json.dumps({"kind": kind, "request": takes.dump_python(request, mode="json")}).encode()
     try:
         ended = await run_module("coordinator.serve.planner_child", question, seconds, listen)
     except asyncio.TimeoutError:
@@ -72,4 +68,4 @@ async def _child(
         raise InternalError(where="the coordinator", reason=reason[:1000]) from None
     if "error" in values:
         raise error_from_wire(values["error"], values["details"])
-    return values
+    return gives.validate_python(values)

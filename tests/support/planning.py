@@ -12,6 +12,7 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
+from coordinator.serve.state import GraphGoal
 from hearth.plan.plan import GraphPlan
 
 
@@ -22,10 +23,9 @@ def graphs_planned_here() -> Iterator[None]:
     async def solve(request: GraphRequest, progress: Callable[[str], None]) -> Planned[GraphPlan]:
         return plan_graph(request, time.monotonic, progress)
 
-    async def solve_instance(
-        path: str, strategy: str, congestion: bool, seconds: float, progress: Callable[[str], None]
-    ) -> Planned[GraphPlan]:
-        return plan_instance(read_instance(path, congestion), strategy, seconds, time.monotonic, progress)
+    async def solve_instance(goal: GraphGoal, progress: Callable[[str], None]) -> Planned[GraphPlan]:
+        problem = read_instance(goal.model_file, goal.congestion)
+        return plan_instance(problem, goal.strategy, goal.time_limit_seconds, time.monotonic, progress)
 
     with mock.patch.object(graph, "solve", solve), mock.patch.object(problem, "solve_instance", solve_instance):
         yield

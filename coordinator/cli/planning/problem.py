@@ -24,7 +24,7 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     if output.picture is not None:
         check_picture(output.picture)
     problem = read_instance(path, goal.congestion)
-    planned = await solve_instance(str(path), goal.strategy, goal.congestion, goal.time_limit_seconds, report_strategy)
+    planned = await solve_instance(goal, report_strategy)
     solution = planned.chosen.solution
     assert solution is not None
     assignment = solution.assignment.devices
