@@ -36,17 +36,13 @@ from hearth.wire.messages import (
     CoordinatorWelcome,
     DeviceList,
     Done,
-    Embed,
-    Generate,
-    GetHiddenStates,
-    GetModelInfo,
     GetReadiness,
     GetStatus,
     Hello,
-    Infer,
     ListApps,
     ListDevices,
     Message,
+    ModelRequest,
     Readiness,
     RevokeApp,
     Status,
@@ -57,20 +53,15 @@ from hearth.wire.rpc import Caller, Response, RpcServer
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
-_INFERENCE = (Embed, GetHiddenStates, Generate, GetModelInfo, Infer)
 # What an app's key may ask; everything else takes an admin's.
-_FOR_APPS = (Hello, GetReadiness, *_INFERENCE)
+_FOR_APPS = (Hello, GetReadiness, ModelRequest)
 
 
 class Service:
     """Answers clients. The caller's role is looked up at every request: ZAP runs only at the handshake."""
 
     def __init__(
-        self,
-        settings: CoordinatorSettings,
-        home: HomeKey,
-        report: Callable[[str], None],
-        progress: Progress = lambda name, done, total: None,
+        self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], progress: Progress
     ) -> None:
         self._settings = settings
         self._keypair = derive_keypair(home.key_bytes(), "coordinator")
@@ -174,14 +165,15 @@ class Service:
                 state=deployment.state,
                 model=deployment.goal.path[-256:],
             )
-        if isinstance(message, _INFERENCE):
+        if isinstance(message, ModelRequest):
             deployment = self._addressed(message)
             answer = deployment.kind.handlers.get(type(message))
             if answer is None:
                 raise BadRequest(reason=deployment.kind.usage)
             return await answer(message, payload)
         if isinstance(message, ListDevices):
-            return await self._devices()
+            await self._fleet.refresh_telemetry()
+            return DeviceList(devices=tuple(self._fleet.infos()), links=tuple(self._profiler.links.values()))
         if isinstance(message, GetStatus):
             return self._status(self._addressed(message))
         if isinstance(message, AddApp):
@@ -191,21 +183,26 @@ class Service:
             self._apps.revoke(message.name)
             return Done()
         if isinstance(message, ListApps):
-            return AppList(names=tuple(self._apps.names()), revoked=tuple(self._apps.revoked_names()))
+            apps = self._apps.current()
+            return AppList(names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values()))))
         raise BadRequest(reason=f"a coordinator does not take {type(message).__name__}")
 
     # ---- trust ----------------------------------------------------------------------------------------------------
 
     def _admits(self, public_key: str) -> bool:
         """The handshake. A revoked app may still connect: at its first request it is told that it was revoked."""
-        return public_key in self._admins or self._apps.name_of(public_key) is not None
+        if public_key in self._admins:
+            return True
+        apps = self._apps.current()
+        return public_key in apps.keys or public_key in apps.revoked
 
     def _authorise(self, public_key: str, message: Message) -> None:
         if public_key in self._admins:
             return
-        if self._apps.is_revoked(public_key):
-            raise AppRevoked(app=self._apps.name_of(public_key) or "unknown")
-        if not self._apps.is_admitted(public_key):
+        apps = self._apps.current()
+        if public_key in apps.revoked:
+            raise AppRevoked(app=apps.revoked[public_key])
+        if public_key not in apps.keys:
             raise NotAuthorised(role="none", action="ask this coordinator")
         if not isinstance(message, _FOR_APPS):
             raise NotAuthorised(role="app", action=f"send {type(message).__name__}")
@@ -221,13 +218,6 @@ class Service:
             there = ", ".join(self._deployments)
             raise BadRequest(reason=f"there is no deployment '{message.deployment}'; there are: {there}")
         return self._deployments[message.deployment]
-
-    async def _devices(self) -> DeviceList:
-        await self._fleet.refresh_telemetry()
-        return DeviceList(
-            devices=tuple(self._fleet.infos()),
-            links=tuple(self._profiler.links.values()),
-        )
 
     def _status(self, deployment: Controller) -> Status:
         requests, running = deployment.requests, deployment.deployment

@@ -29,6 +29,10 @@ class CoordinatorWelcome(Message):
     name: Name
 
 
+class ModelRequest(ClientRequest, abstract=True):
+    """A request that the served model answers. All that an app may send, but for GetReadiness."""
+
+
 class GetReadiness(ClientRequest):
     pass
 
@@ -43,14 +47,14 @@ class Readiness(Message):
 # ---- transformers -------------------------------------------------------------------------------------------------
 
 
-class Embed(ClientRequest):
+class Embed(ModelRequest):
     """Sentence embeddings, normalised. The answer is `Vectors` with payload [N,H] float32."""
 
     texts: tuple[Text, ...] = Field(min_length=1, max_length=4096)
     trace: bool = False
 
 
-class GetHiddenStates(ClientRequest):
+class GetHiddenStates(ModelRequest):
     """Last hidden states of one sequence. Payload: token ids [T] int32. The answer's payload is [T,H] float32."""
 
 
@@ -84,7 +88,7 @@ class SamplingChoice(WireModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # None: another one each time
 
 
-class Generate(ClientRequest):
+class Generate(ModelRequest):
     """Continue a prompt: a text, a chat, or token ids (payload [T] int32; exactly one of the three).
 
     The answer is a stream of `TextGenerated` that ends with `TextEnded`.
@@ -120,7 +124,7 @@ class TextEnded(Message):
 # ---- graphs -------------------------------------------------------------------------------------------------------
 
 
-class GetModelInfo(ClientRequest):
+class GetModelInfo(ModelRequest):
     pass
 
 
@@ -138,7 +142,7 @@ class ModelInfo(Message):
     outputs: tuple[ArrayInfo, ...]
 
 
-class Infer(ClientRequest):
+class Infer(ModelRequest):
     """Run the served graph once. Payload: every input, in two frames each. The answer is `Inferred`."""
 
     names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)

@@ -6,33 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.serve.apps import AppRegistry
+from coordinator.serve.apps import AppRegistry, Apps
 from hearth.errors import BadRequest, BadSetting
 
 
 def test_apps_are_admitted_revoked_and_remembered(tmp_path: Path) -> None:
     apps = AppRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
-    assert AppRegistry(tmp_path / "apps.json").is_admitted("k1")
+    assert "k1" in AppRegistry(tmp_path / "apps.json").current().keys
     for bad in ("lamp", "Lamp", "", "a b", "x" * 33):
         with pytest.raises(BadRequest):
             apps.add(bad, "k2")
     apps.revoke("lamp")
-    assert apps.is_revoked("k1")
-    assert not apps.is_admitted("k1")
-    assert apps.name_of("k1") == "lamp"
+    assert apps.current() == Apps(revoked={"k1": "lamp"})
     with pytest.raises(BadRequest, match="no app"):
         apps.revoke("lamp")
     apps.add("lamp", "k3")
-    assert (apps.names(), apps.revoked_names()) == (["lamp"], ["lamp"])
+    assert apps.current() == Apps(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
 
 
 def test_a_change_of_the_file_counts_at_the_next_request(tmp_path: Path) -> None:
     first, second = (AppRegistry(tmp_path / "apps.json") for _ in range(2))
     first.add("lamp", "k1")
-    assert second.is_admitted("k1")
+    assert "k1" in second.current().keys
     first.revoke("lamp")
-    assert not second.is_admitted("k1")
+    assert "k1" not in second.current().keys
     (tmp_path / "apps.json").write_text("{")
     with pytest.raises(BadSetting, match="cannot be read"):
-        second.is_admitted("k1")
+        second.current()
