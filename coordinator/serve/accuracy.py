@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TypeAlias, get_args
+
+import numpy as np
 
 from hearth.plan.value_formats import Values
 from hearth.platform.units import format_seconds
-
-if TYPE_CHECKING:
-    import numpy as np
+from hearth.wire.codec import Array
 
 FORMATS: tuple[Values, ...] = get_args(Values)
 
@@ -21,7 +21,7 @@ _REPEATS = 3  # timed steps of each format, on the longest batch
 _SEED = 20240525
 
 # Runs one step in a format: token ids [T] to hidden states [T,H] and its seconds.
-RunBatch: TypeAlias = "Callable[[Values, np.ndarray[Any, Any]], Awaitable[tuple[np.ndarray[Any, Any], float]]]"
+RunBatch: TypeAlias = Callable[[Values, Array], Awaitable[tuple[Array, float]]]
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,19 @@ class Measured:
     seconds: float
 
 
-def relative_error(exact_TH: np.ndarray[Any, Any], other_TH: np.ndarray[Any, Any]) -> float:
+def relative_error(exact_TH: Array, other_TH: Array) -> float:
     """max over rows of ||other - exact|| / ||exact||. Infinite where that is no number, unless the rows are equal."""
-    import numpy as np
-
     exact, other = exact_TH.astype(np.float64), other_TH.astype(np.float64)
     if exact.size == 0 or np.array_equal(exact, other):
         return 0.0
     with np.errstate(all="ignore"):
         away = np.linalg.norm(other - exact, axis=-1)
         ratios = np.where(away == 0, 0.0, away / np.linalg.norm(exact, axis=-1))
-    worst = float(np.max(np.where(np.isnan(ratios), np.inf, ratios)))
-    return worst
+    return float(np.max(np.where(np.isnan(ratios), np.inf, ratios)))
 
 
-def calibration_batches(vocab_size: int, seq_len: int) -> list[np.ndarray[Any, Any]]:
+def calibration_batches(vocab_size: int, seq_len: int) -> list[Array]:
     """Token ids of up to three sequences, the longest last: random, and the same every time."""
-    import numpy as np
-
     random = np.random.default_rng(_SEED)
     lengths = sorted({max(seq_len // 8, 1), max(seq_len // 2, 1), seq_len})
     return [random.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hearth.errors import HearthError, QueueFull
 
 _D = TypeVar("_D")
-
-
-@dataclass(eq=False)
-class _Waiter(Generic[_D]):
-    turn: asyncio.Future[_D]
-    exclusive: bool
 
 
 class Admission(Generic[_D]):
@@ -33,8 +25,8 @@ class Admission(Generic[_D]):
         self._capacity = 0
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
-        self._exclusive = False
-        self._waiters: deque[_Waiter[_D]] = deque()
+        self._exclusive = False  # whether what runs now does
+        self._turns: dict[asyncio.Future[_D], bool] = {}  # the queue, first come first; whether each is exclusive
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -45,7 +37,7 @@ class Admission(Generic[_D]):
     @property
     def waiting(self) -> int:
         """Requests that wait."""
-        return sum(not waiter.exclusive for waiter in self._waiters)
+        return sum(not exclusive for exclusive in self._turns.values())
 
     def open(self, deployment: _D, capacity: int) -> None:
         self._deployment, self._capacity = deployment, capacity
@@ -55,10 +47,9 @@ class Admission(Generic[_D]):
         """Admit nobody until the next `open`. With `refusal`, raise it to all that wait and to all that come."""
         self._deployment, self._refusal = None, refusal
         if refusal is not None:
-            for waiter in self._waiters:
-                if not waiter.turn.done():
-                    waiter.turn.set_exception(refusal)
-            self._waiters.clear()
+            for turn in self._turns:
+                turn.set_exception(refusal)
+            self._turns.clear()
 
     async def enter(self, timeout_seconds: float) -> _D:
         """Wait for the turn; returns the deployment to run on.
@@ -67,11 +58,6 @@ class Admission(Generic[_D]):
         """
         if self._refusal is not None:
             raise self._refusal
-        if self._deployment is not None and not self._waiters and self._has_room():
-            self._take()
-            return self._deployment
-        if self.waiting >= self._most_waiting:
-            raise QueueFull(limit=self._most_waiting)
         return await self._turn(exclusive=False, timeout_seconds=timeout_seconds)
 
     def leave(self) -> None:
@@ -97,50 +83,35 @@ class Admission(Generic[_D]):
         """Wait until nothing runs."""
         await self._idle.wait()
 
-    # ---- turns ----------------------------------------------------------------------------------------------------
-
-    def _has_room(self) -> bool:
-        return self.running < self._capacity and not self._exclusive
-
-    def _take(self) -> None:
-        self.running += 1
-        self.admitted += 1
-        self._idle.clear()
-
     async def _turn(self, exclusive: bool, timeout_seconds: float | None) -> _D:
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter[_D](loop.create_future(), exclusive)
-        self._waiters.append(waiter)
+        turn: asyncio.Future[_D] = asyncio.get_running_loop().create_future()
+        self._turns[turn] = exclusive
         self._advance()
-        timer = loop.call_later(timeout_seconds, self._expire, waiter) if timeout_seconds is not None else None
         try:
-            return await waiter.turn
+            if not turn.done():
+                if not exclusive and self.waiting > self._most_waiting:
+                    raise QueueFull(limit=self._most_waiting)
+                await asyncio.wait({turn}, timeout=timeout_seconds)
+            if not turn.done():
+                raise asyncio.TimeoutError
+            return turn.result()
         except asyncio.CancelledError:
-            if waiter in self._waiters:
-                self._forget(waiter)
-            elif not waiter.turn.cancelled() and waiter.turn.exception() is None:
+            if turn.done() and turn.exception() is None:
                 self.leave()  # admitted and given up in the same moment
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _expire(self, waiter: _Waiter[_D]) -> None:
-        if waiter in self._waiters:
-            self._forget(waiter)
-            waiter.turn.set_exception(asyncio.TimeoutError())
-
-    def _forget(self, waiter: _Waiter[_D]) -> None:
-        self._waiters.remove(waiter)
-        self._advance()  # an exclusive one may have held up those behind it
+            if self._turns.pop(turn, None):
+                self._advance()  # an exclusive one may have held up those behind it
 
     def _advance(self) -> None:
         """Admit from the front of the queue as long as there is room."""
-        while self._waiters and self._deployment is not None:
-            waiter = self._waiters[0]
-            if not (self.running == 0 if waiter.exclusive else self._has_room()):
+        while self._turns and self._deployment is not None:
+            turn, exclusive = next(iter(self._turns.items()))
+            if self._exclusive or self.running >= (1 if exclusive else self._capacity):
                 return
-            self._waiters.popleft()
-            self._exclusive = waiter.exclusive
-            self._take()
-            waiter.turn.set_result(self._deployment)
+            del self._turns[turn]
+            self._exclusive = exclusive
+            self.running += 1
+            self.admitted += 1
+            self._idle.clear()
+            turn.set_result(self._deployment)

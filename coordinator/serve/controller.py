@@ -40,12 +40,7 @@ class Controller:
     """
 
     def __init__(
-        self,
-        name: str,
-        goal: Goal,
-        plan: Plan | None,
-        tools: Tools,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, goal: Goal, plan: Plan | None, tools: Tools, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = name
         self.goal = goal
@@ -140,7 +135,7 @@ class Controller:
                 deployment = self._deployment
                 assert deployment is not None
                 monitor = DriftMonitor(deployment.plan)
-                self.requests.watch(deployment, monitor)
+                self.requests.watched = (deployment, monitor)
                 self._background = asyncio.create_task(self._improve(deployment, monitor))
                 admission.open(deployment, self.kind.capacity(deployment))
             case cycle.StopAdmitting(refuse):

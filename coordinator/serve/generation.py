@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from coordinator.serve.goal import Model
-from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer, read_generation_defaults
-from hearth.errors import (
-    BadPlan,
-    BadRequest,
-    ContextTooLong,
-    DeadlineExceeded,
-    HearthError,
-    QueueFull,
-)
+import numpy as np
+
+from coordinator.deploy.transformer import TransformerDeployment
+from coordinator.serve.prompts import GenerationDefaults, StopTexts, TextStream, TextTokenizer
+from coordinator.serve.requests import Requests
+from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import within
+from hearth.wire.codec import Array
 from hearth.wire.messages import (
     FinishReason,
     Generate,
@@ -33,44 +29,12 @@ from hearth.wire.messages import (
 )
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # rank 0's agent counts them together with our heartbeats to it
 _MAX_FAILURES = 3  # of the plans that a request runs on; after one more it is told
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: each is looked for at every token
 _LATE_SECONDS = 10.0  # by which an agent's patience exceeds the request's own, which knows better what to say
 _WARM_UP_TOKENS = 8
 _WARM_UP_SECONDS = 120.0
-
-
-class Deployed(Protocol):
-    """What runs sequences (see `coordinator.deploy.transformer`)."""
-
-    plan: TransformerPlan
-
-    def generate(
-        self,
-        token_ids: np.ndarray[Any, Any],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_ids: Sequence[int],
-        first_index: int,
-        timeout_seconds: float,
-    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]: ...
-
-
-D = TypeVar("D", bound=Deployed)
-
-
-class Host(Protocol[D]):
-    """Admits requests to the present deployment (see `coordinator.serve.requests`)."""
-
-    def place(self, timeout_seconds: float) -> AbstractAsyncContextManager[D]:
-        """A place on the deployment. Raises NotServing, QueueFull, DeadlineExceeded while it waits for one."""
-
-    def failed_on(self, deployment: D, error: HearthError) -> None:
-        """A request got this error from it."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +45,7 @@ class TextModel:
     tokenizer: TextTokenizer | None  # without one, token ids still work
     defaults: GenerationDefaults
 
-    @classmethod
-    def of(cls, model: Model) -> TextModel:
-        """Raises BadCheckpoint."""
-        tokenizer: object = model.tokenizer
-        return cls(
-            model.spec,
-            tokenizer if isinstance(tokenizer, TextTokenizer) else None,
-            read_generation_defaults(model.directory),
-        )
-
-    def prompt_ids(self, request: Generate, token_ids: np.ndarray[Any, Any] | None) -> list[int]:
+    def prompt_ids(self, request: Generate, token_ids: Array | None) -> list[int]:
         """The request's prompt. Raises BadRequest."""
         if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="it needs a prompt, messages or token ids, and only one of them")
@@ -123,10 +77,8 @@ def context_tokens(plan: TransformerPlan) -> int:
     return min(plan.model.max_positions, promised, plan.body.generation.context or promised)
 
 
-async def warm_up(deployment: Deployed) -> None:
+async def warm_up(deployment: TransformerDeployment) -> None:
     """Two tokens: proves that all workers reach each other in prefill and decoding, and loads the kernels."""
-    import numpy as np
-
     context = context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
@@ -135,27 +87,27 @@ async def warm_up(deployment: Deployed) -> None:
             pass
 
 
-class Generations(Generic[D]):
+class Generations:
     """All requests that generate, at most `limit` at once. They run side by side: rank 0 batches them."""
 
-    def __init__(self, host: Host[D], limit: int) -> None:
+    def __init__(self, requests: Requests[TransformerDeployment], limit: int) -> None:
         self.num_running = 0
         self.limit = min(limit, _MAX_AT_ONCE)
-        self._host = host
+        self._requests = requests
 
     async def run(
-        self, model: TextModel, request: Generate, token_ids: np.ndarray[Any, Any] | None
+        self, model: TextModel, request: Generate, token_ids: Array | None
     ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
         """The answer, as it comes. When a plan fails, the next one goes on with the tokens so far.
 
         Without `max_tokens` the answer has at most what generation_config.json says, else 512 tokens, and no more than the
         context has room for. Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
-        if self.num_running >= self.limit:
-            raise QueueFull(limit=self.limit)
+        began = asyncio.get_running_loop().time()
         self.num_running += 1
         try:
-            began = asyncio.get_running_loop().time()
+            if self.num_running > self.limit:
+                raise QueueFull(limit=self.limit)
             try:
                 reading = asyncio.to_thread(model.prompt_ids, request, token_ids)
                 prompt = await within(request.timeout_seconds, reading)
@@ -165,7 +117,12 @@ class Generations(Generic[D]):
             async with aclosing(self._parts(answer, began + request.timeout_seconds)) as parts:
                 async for part in parts:
                     yield part
-            yield answer.ended()
+            ended = answer.ended()
+            yield ended
+            self._requests.count(ended.first_token_seconds + ended.decode_seconds)
+        except HearthError as error:
+            self._requests.count_failure(error)
+            raise
         finally:
             self.num_running -= 1
 
@@ -175,7 +132,7 @@ class Generations(Generic[D]):
         num_failures = 0
         answer.left(answer.model.spec.max_positions)  # a prompt that can never fit is refused before a wait
         while answer.reason is None:
-            async with self._host.place(deadline - loop.time()) as deployment:
+            async with self._requests.place(deadline - loop.time()) as deployment:
                 max_tokens = answer.left(context_tokens(deployment.plan))
                 if max_tokens == 0:  # only the message of its end was lost
                     answer.reason = "stop" if answer.stopped else "length"
@@ -187,7 +144,7 @@ class Generations(Generic[D]):
                         except asyncio.TimeoutError:
                             raise _too_late(answer.request) from None
                         except HearthError as error:
-                            self._host.failed_on(deployment, error)
+                            self._requests.failed_on(deployment, error)
                             num_failures += 1
                             if num_failures > _MAX_FAILURES or error.scope not in ("worker", "peer"):
                                 raise
@@ -195,7 +152,7 @@ class Generations(Generic[D]):
                         if isinstance(event, TokensGenerated):
                             yield answer.take(event.token_ids)
                         else:
-                            answer.finish(event)
+                            answer.end, answer.reason = event, event.reason
 
 
 class _Answer:
@@ -205,6 +162,7 @@ class _Answer:
         self.model = model
         self.request = request
         self.reason: FinishReason | None = None  # once it has ended
+        self.end: GenerationEnded | None = None  # as the plan tells it
         self._prompt = prompt
         self._tokens: list[int] = []
         self._text: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
@@ -214,7 +172,6 @@ class _Answer:
         self._began = began
         self._num_plans = 0
         self._sent = self._first = self._last = began
-        self._event: GenerationEnded | None = None
 
     @property
     def stopped(self) -> bool:
@@ -231,11 +188,9 @@ class _Answer:
         return max((wanted or min(self.model.defaults.max_tokens, room)) - len(self._tokens), 0)
 
     def on(
-        self, deployment: Deployed, max_tokens: int, deadline: float
+        self, deployment: TransformerDeployment, max_tokens: int, deadline: float
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
         """What is still to come, from this deployment."""
-        import numpy as np
-
         self._num_plans += 1
         if self._num_plans == 1:
             self._sent = self._clock()
@@ -263,11 +218,6 @@ class _Answer:
                     return TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
         return TextGenerated(token_ids=tuple(token_ids), text=text)
 
-    def finish(self, event: GenerationEnded) -> None:
-        """The plan says that it has ended."""
-        self._event = event
-        self.reason = event.reason
-
     def ended(self) -> TextEnded:
         """The end, with the text that was held back."""
         assert self.reason is not None
@@ -275,9 +225,9 @@ class _Answer:
         if self._text is not None:
             text = self._stops.push(self._text.flush()) + self._stops.flush()
         queued, first, others = self._sent - self._began, self._first - self._sent, self._last - self._first
-        if self._event is not None and self._num_plans == 1:  # where it ran knows better how long it waited there
-            queued += self._event.queued_seconds
-            first, others = self._event.prefill_seconds, self._event.decode_seconds
+        if self.end is not None and self._num_plans == 1:  # where it ran knows better how long it waited there
+            queued += self.end.queued_seconds
+            first, others = self.end.prefill_seconds, self.end.decode_seconds
         return TextEnded(
             text=text,
             reason="stop" if self._stops.found else self.reason,

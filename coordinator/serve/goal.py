@@ -17,7 +17,7 @@ from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRe
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.sentences import SentenceTokenizer
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
-from hearth.errors import BadPlan, BadSetting
+from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
@@ -74,20 +74,6 @@ def allowed(goal: Goal, devices: Iterable[_D]) -> list[_D]:
     """The devices that the user does not exclude."""
     excluded = set(goal.exclude)
     return [device for device in devices if not {device.name, device.device_id} & excluded]
-
-
-def check_plan(plan: TransformerPlan, model: Model) -> None:
-    """Raise BadPlan that says why a plan is not for this model, or has not the capacity that the user asks for."""
-    body, wanted = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
-    if wanted is not None:  # a pipeline prefills in smaller chunks
-        wanted = wanted.model_copy(update={"prefill_rows": min(wanted.prefill_rows, body.max_step_rows)})
-    if plan.model != model.spec:
-        what = "weights in another format" if plan.model.name == model.spec.name else f"the model {plan.model.name}"
-        raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {model.spec.weights}")
-    if body.seq_len != model.seq_len:
-        raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
-    if body.generation != wanted:
-        raise BadPlan(reason="it was made for another --context or another number of --sequences")
 
 
 def plan_request(

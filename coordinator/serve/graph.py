@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from coordinator.deploy.deployment import Result, Weights
-from coordinator.deploy.graph import Arrays, GraphDeployment, segment_weights
+import numpy as np
+
+from coordinator.deploy.deployment import Weights
+from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
@@ -20,20 +22,18 @@ from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.price import seconds_now
 from coordinator.plan.graph.request import seconds_of
 from coordinator.serve.goal import graph_request
-from coordinator.serve.kind import Handler, Revision, Tools
+from coordinator.serve.kind import Handler, Tools
 from coordinator.serve.planner_process import solve
-from coordinator.serve.requests import Requests, failure_of
+from coordinator.serve.requests import Answer, Requests, failure_of
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, StepFailed
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan, is_graph_plan
 from hearth.platform.units import format_seconds
+from hearth.wire.codec import Array
 from hearth.wire.framing import pack_arrays, unpack_arrays
 from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
 from hearth.wire.rpc import Reply
-
-if TYPE_CHECKING:
-    import numpy as np
 
 # While clients wait for a plan, the search for a better one ends here, whatever its limit.
 _RECOVERY_SECONDS = 3.0
@@ -52,7 +52,7 @@ class GraphKind:
         self.spec = self.graph.spec
         self.graph.check_types()
         self.workload = graph_workload(self.graph)
-        self.handlers: Mapping[type[Message], Handler] = {GetModelInfo: self._on_model_info, Infer: self._on_infer}
+        self.handlers: Mapping[type[Message], Handler] = {GetModelInfo: self.info, Infer: self.infer}
         self._goal = goal
         self._tools = tools
         self._requests = requests
@@ -78,20 +78,18 @@ class GraphKind:
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _RECOVERY_SECONDS)})
         request = graph_request(goal, self.graph, with_limits(cluster, goal.limits))
-        plan = (await solve(request)).chosen.plan
-        assert plan is not None
+        plan = (await solve(request)).plan
         self._tools.report(
             f"planned by {plan.planner}: {format_seconds(seconds_of(plan))} "
             f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
         )
         return plan
 
-    async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> Revision:
+    async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = graph_request(self._goal, self.graph, with_limits(cluster, self._goal.limits, deployed))
-        new = (await solve(request)).chosen.plan
-        assert new is not None
-        return Revision(new, seconds_of(new), seconds_now(request, deployed))
+        new = (await solve(request)).plan
+        return new, seconds_of(new), seconds_now(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
@@ -114,23 +112,25 @@ class GraphKind:
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
-    def info(self) -> ModelInfo:
+    async def info(self, request: GetModelInfo, payload: Sequence[Any]) -> ModelInfo:
         """The arrays that the model takes and gives."""
         return ModelInfo(name=self.spec.name[:256], inputs=_infos(self.spec.inputs), outputs=_infos(self.spec.outputs))
 
-    async def infer(self, request: Infer, payload: Sequence[Any]) -> Result[Arrays]:
+    async def infer(self, request: Infer, payload: Sequence[Any]) -> Reply:
         """One request. Raises BadRequest that names the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
         inputs = arrays_of(request.names, payload)
         check_inputs(self.spec.inputs, inputs)
         admission = self._requests.admission
 
-        async def compute(deployment: GraphDeployment) -> Result[Arrays]:
+        async def compute(deployment: GraphDeployment) -> Answer:
             before, alone = admission.admitted, admission.running == 1
             result = await deployment.infer(inputs, request.trace)
             # In a pipeline a request waits for those before it: only one that ran alone tells of links.
             total = result.latency_seconds if alone and admission.admitted == before else None
             self._requests.observe(deployment, 1.0, result.compute_seconds, total)
-            return result
+            names = tuple(result.outputs)
+            answer = Inferred(names=names, latency_seconds=result.latency_seconds, traces=result.traces)
+            return answer, pack_arrays(result.outputs)
 
         return await self._requests.run(compute, request.timeout_seconds, self._failed_on)
 
@@ -149,19 +149,11 @@ class GraphKind:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(probe())
 
-    async def _on_model_info(self, message: GetModelInfo, payload: Sequence[Any]) -> ModelInfo:
-        return self.info()
-
-    async def _on_infer(self, message: Infer, payload: Sequence[Any]) -> Reply:
-        result = await self.infer(message, payload)
-        answer = Inferred(names=tuple(result.outputs), latency_seconds=result.latency_seconds, traces=result.traces)
-        return Reply(answer, pack_arrays(result.outputs))
-
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
     """Arrays in two frames each, by name. Raises BadRequest, BadMessage."""
     if len(payload) != 2 * len(names):
         raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each takes two")
@@ -170,7 +162,7 @@ def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, np.ndar
     return unpack_arrays(names, payload)
 
 
-def check_inputs(wanted: Sequence[Tensor], given: dict[str, np.ndarray[Any, Any]]) -> None:
+def check_inputs(wanted: Sequence[Tensor], given: dict[str, Array]) -> None:
     """Raises BadRequest that names the first input that is unknown, missing, or of another dtype or shape."""
     names = [tensor.name for tensor in wanted]
     for name in given:
@@ -195,7 +187,5 @@ def _infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
     )
 
 
-def _zeros(tensors: Sequence[Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    import numpy as np
-
+def _zeros(tensors: Sequence[Tensor]) -> dict[str, Array]:
     return {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in tensors}

@@ -34,29 +34,12 @@ class Tools:
     progress: Progress
 
 
-@dataclass(frozen=True)
-class Revision:
-    """A new plan and what is deployed, both priced under what is known now."""
-
-    plan: Plan
-    new_seconds: float
-    old_seconds: float
-
-
 class ModelKind(Protocol[D]):
     """A model that was opened, and how its kind is planned, deployed and asked."""
 
-    @property
-    def usage(self) -> str:
-        """How such a model is asked, for clients that ask it for something else."""
-
-    @property
-    def workload(self) -> Workload[Any]:
-        """Measured on devices before they are planned for."""
-
-    @property
-    def handlers(self) -> Mapping[type[Message], Handler]:
-        """Of the requests that such a model answers."""
+    usage: str  # how such a model is asked, for clients that ask it for something else
+    workload: Workload[Any]  # measured on devices before they are planned for
+    handlers: Mapping[type[Message], Handler]  # of the requests that such a model answers
 
     def check(self, plan: Plan) -> None:
         """Raise BadPlan that says why a plan is not for this model and these settings."""
@@ -67,8 +50,11 @@ class ModelKind(Protocol[D]):
     async def plan(self, cluster: Any, recovering: bool) -> Plan:
         """`recovering`: clients wait, so a good plan soon is better than the best one later. Raises ModelDoesNotFit, ..."""
 
-    async def revise(self, cluster: Any, deployment: D) -> Revision:
-        """The best plan now; the memory that `deployment` holds will be free."""
+    async def revise(self, cluster: Any, deployment: D) -> tuple[Plan, float, float]:
+        """The best plan now, while the memory that `deployment` holds counts as free.
+
+        Also the seconds of that plan and of the deployed one, both priced for this cluster.
+        """
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
         """The chunks of a plan."""

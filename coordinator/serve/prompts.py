@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json
+from coordinator.serve.sentences import open_tokenizer
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.validation import first_error
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 
 if TYPE_CHECKING:
     import jinja2
-    from tokenizers import Tokenizer
 
 _NO_CHARACTER = "\ufffd"  # what decoders write for bytes that are no character, or not yet
 _DEFAULT_MAX_TOKENS = 512
@@ -28,15 +28,7 @@ class TextTokenizer:
     """The model's own tokenizer.json and chat template. Raises BadCheckpoint where they cannot be read."""
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
-        from tokenizers import Tokenizer
-
-        path = directory / "tokenizer.json"
-        try:
-            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({error})") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = open_tokenizer(directory)
         self._now = now
         config_path = directory / "tokenizer_config.json"
         config = read_json(config_path) if config_path.exists() else {}
@@ -45,8 +37,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with what the model wants before it (a token that begins texts, mostly)."""
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a chat that the model is to answer. Raises BadRequest: no template, or one that refuses.
@@ -68,13 +59,11 @@ class TextTokenizer:
             )
         except Exception as error:  # a template is a program of somebody else: it may fail in any way
             raise BadRequest(reason=f"the model's chat template does not take these messages ({error})") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
         """Text as tokens come. After a prompt, it is what they add to its text: the space between words, for instance."""
@@ -172,8 +161,7 @@ class GenerationDefaults(BaseModel):
 
     def merged(self, choice: SamplingChoice, seed: int) -> Sampling:
         """A request's sampling; `seed` where it names none."""
-        chosen = {name: value for name, value in choice.model_dump().items() if value is not None}
-        return self.sampling.model_copy(update={"seed": seed, **chosen})
+        return self.sampling.model_copy(update={"seed": seed, **choice.model_dump(exclude_none=True)})
 
 
 class _GenerationConfig(BaseModel):
@@ -200,15 +188,11 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
         stop_ids = config.eos_token_id
         if stop_ids is None:
             stop_ids = _GenerationConfig.model_validate(read_json(directory / "config.json")).eos_token_id
-        sampling: dict[str, Any] = {
-            "temperature": (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0,
-            "top_k": config.top_k,
-            "top_p": config.top_p,
-            "min_p": config.min_p,
-            "repetition_penalty": config.repetition_penalty,
-        }
+        sampling = {"temperature": 1.0, **config.model_dump(include=set(Sampling.model_fields), exclude_none=True)}
+        if not config.do_sample:
+            sampling["temperature"] = 0.0
         return GenerationDefaults(
-            sampling=Sampling(**{name: value for name, value in sampling.items() if value is not None}),
+            sampling=Sampling(**sampling),
             stop_ids=() if stop_ids is None else tuple(stop_ids) if isinstance(stop_ids, list) else (stop_ids,),
             max_tokens=config.max_new_tokens or _DEFAULT_MAX_TOKENS,
         )

@@ -82,16 +82,16 @@ class Replanner:
         profiled = {device.device_id for device in cluster.devices}
         if missing := [device.name for device in deployment.plan.devices if device.device_id not in profiled]:
             raise DeviceLost(device=", ".join(missing), reason="it could not be measured")
-        found = await self._kind.revise(cluster, deployment)
+        plan, new_seconds, old_seconds = await self._kind.revise(cluster, deployment)
         why = explain(reasons, {device.device_id: device.name for device in devices})
-        before, after = format_seconds(found.old_seconds), format_seconds(found.new_seconds)
+        before, after = format_seconds(old_seconds), format_seconds(new_seconds)
         compared = f"a new one is predicted to take {after} instead of {before}"
-        if not pays(found.new_seconds, found.old_seconds):
+        if not pays(new_seconds, old_seconds):
             self._tools.report(f"{why}: the plan stays; {compared}")
             return None
-        self.considered(devices, found.plan)
+        self.considered(devices, plan)
         self._tools.report(f"{why}: changing the plan; {compared}")
-        return found.plan
+        return plan
 
     async def _refresh_profiles(self, devices: Sequence[Device], deployment: Deployment, reasons: Reasons) -> None:
         """Bring in what was found, and measure what is new: links between requests, so that neither disturbs the other."""

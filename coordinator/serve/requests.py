@@ -6,30 +6,24 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from coordinator.serve.admission import Admission
 from coordinator.serve.drift import DriftMonitor
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, NotServing
+from hearth.wire.messages import Inferred, Vectors
+from hearth.wire.rpc import Reply
 
 log = logging.getLogger(__name__)
 
 D = TypeVar("D")
-
-
-class _Result(Protocol):
-    @property
-    def latency_seconds(self) -> float: ...
-
-
-T = TypeVar("T", bound=_Result)
+Answer: TypeAlias = tuple[Vectors | Inferred, Sequence[Any]]  # a message that tells its seconds, and its payload
 
 
 class Requests(Generic[D]):
     """Of one deployed model.
 
-    `state` describes for people what it is doing; `failed_on` is told
-    which error a request got from which deployment.
+    `state` describes for people what it is doing; `failed_on` is told which error a request got from which deployment.
     """
 
     def __init__(self, queue_limit: int, state: Callable[[], str], failed_on: Callable[[D, HearthError], None]) -> None:
@@ -38,56 +32,41 @@ class Requests(Generic[D]):
         self.failed = 0
         self.last_error = ""
         self.last_latency_seconds: float | None = None
+        self.failed_on = failed_on
         self._state = state
-        self._failed_on = failed_on
-        self._running: set[asyncio.Task[object]] = set()
-        self._watched: tuple[D, DriftMonitor] | None = None
+        self._running: set[asyncio.Task[Reply]] = set()
+        self.watched: tuple[D, DriftMonitor] | None = None  # the present deployment
 
     async def run(
         self,
-        compute: Callable[[D], Awaitable[T]],
+        compute: Callable[[D], Awaitable[Answer]],
         timeout_seconds: float,
         failed_on: Callable[[D, HearthError], None] | None = None,
-    ) -> T:
+    ) -> Reply:
         """One request on the deployment. `failed_on` takes the place of `Requests.failed_on`.
 
         Raises QueueFull, NotServing, DeadlineExceeded, and what `compute` raises. On the devices a request keeps its
         place until it has ended there, whether or not its client still waits.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_seconds
-        try:
-            deployment = await self.admission.enter(timeout_seconds)
-        except asyncio.TimeoutError:
-            raise self.too_late("the request", timeout_seconds) from None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_seconds
+        deployment = await self._enter(timeout_seconds)
         running = asyncio.create_task(self._run(compute, deployment, failed_on or self.failed_on))
         self._running.add(running)
         running.add_done_callback(self._ended)
-        remaining = deadline - asyncio.get_running_loop().time()
-        done, _ = await asyncio.wait({running}, timeout=max(remaining, 0.001))
-        if not done:
-            raise self.too_late("the request", timeout_seconds)
+        await asyncio.wait({running}, timeout=max(deadline - loop.time(), 0.001))
+        if not running.done():
+            raise self._too_late(timeout_seconds)
         return running.result()
 
     @asynccontextmanager
     async def place(self, timeout_seconds: float) -> AsyncIterator[D]:
         """A place on the deployment. Raises QueueFull, NotServing, DeadlineExceeded while it waits for one."""
-        try:
-            deployment = await self.admission.enter(max(timeout_seconds, 0.001))
-        except asyncio.TimeoutError:
-            raise self.too_late("the request", timeout_seconds) from None
+        deployment = await self._enter(timeout_seconds)
         try:
             yield deployment
         finally:
             self.admission.leave()
-
-    def failed_on(self, deployment: D, error: HearthError) -> None:
-        """A request got this error from a deployment."""
-        self._failed_on(deployment, error)
-
-    def too_late(self, action: str, seconds: float) -> NotServing | DeadlineExceeded:
-        if not self.admission.is_open:
-            return NotServing(state=self._state())
-        return DeadlineExceeded(action=action, seconds=seconds)
 
     def count(self, latency_seconds: float) -> None:
         """A request was served."""
@@ -104,32 +83,40 @@ class Requests(Generic[D]):
 
     # ---- drift ----------------------------------------------------------------------------------------------------
 
-    def watch(self, deployment: D, monitor: DriftMonitor) -> None:
-        self._watched = (deployment, monitor)
-
     def observe(
         self, deployment: D, share: float, compute_seconds: Sequence[float], total_seconds: float | None
     ) -> None:
         """See `DriftMonitor.observe`; a deployment of before is left out."""
-        if self._watched is not None and self._watched[0] is deployment:
-            self._watched[1].observe(share, compute_seconds, total_seconds)
+        if self.watched is not None and self.watched[0] is deployment:
+            self.watched[1].observe(share, compute_seconds, total_seconds)
 
     # ---- one request ----------------------------------------------------------------------------------------------
 
-    async def _run(
-        self, compute: Callable[[D], Awaitable[T]], deployment: D, failed_on: Callable[[D, HearthError], None]
-    ) -> T:
+    async def _enter(self, timeout_seconds: float) -> D:
         try:
-            result = await compute(deployment)
+            return await self.admission.enter(max(timeout_seconds, 0.001))
+        except asyncio.TimeoutError:
+            raise self._too_late(timeout_seconds) from None
+
+    def _too_late(self, seconds: float) -> HearthError:
+        if not self.admission.is_open:
+            return NotServing(state=self._state())
+        return DeadlineExceeded(action="the request", seconds=seconds)
+
+    async def _run(
+        self, compute: Callable[[D], Awaitable[Answer]], deployment: D, failed_on: Callable[[D, HearthError], None]
+    ) -> Reply:
+        try:
+            message, payload = await compute(deployment)
         except Exception as error:
             failure = failure_of(error)
             self.count_failure(failure)
             failed_on(deployment, failure)
             raise failure from None
-        self.count(result.latency_seconds)
-        return result
+        self.count(message.latency_seconds)
+        return Reply(message, payload)
 
-    def _ended(self, running: asyncio.Task[T]) -> None:
+    def _ended(self, running: asyncio.Task[Reply]) -> None:
         self._running.discard(running)
         self.admission.leave()
         if not running.cancelled():

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hearth.errors import BadCheckpoint, BadRequest, TextTooLong
+from hearth.wire.codec import Array
 
 if TYPE_CHECKING:
-    import numpy as np
+    from tokenizers import Tokenizer
+
+
+def open_tokenizer(directory: Path) -> Tokenizer:
+    """The model's own tokenizer.json, without truncation or padding. Raises BadCheckpoint."""
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class SentenceTokenizer:
-    """The model's own tokenizer.json, without truncation or padding: a text that is too long is an error."""
+    """Texts for an encoder: one that is too long is an error, and is not cut."""
 
-    def __init__(self, model_dir: Path) -> None:
-        from tokenizers import Tokenizer
-
-        path = model_dir / "tokenizer.json"
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({error})") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer = open_tokenizer(directory)
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Token ids of each text, special tokens included. Raises TextTooLong with the index of the first such text."""
@@ -51,21 +60,16 @@ def batches(lengths: Sequence[int], max_rows: int) -> list[range]:
     return result
 
 
-def pack(sequences: Sequence[Sequence[int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def pack(sequences: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     """Token ids [T] and cumulative lengths [N+1], both int32."""
-    import numpy as np
-
     ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in sequences])
     lengths = np.zeros(len(sequences) + 1, dtype=np.int32)
     np.cumsum([len(ids) for ids in sequences], out=lengths[1:])
     return ids, lengths
 
 
-def mean_pool(sums_NH: np.ndarray[Any, Any], cumulative_lengths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def mean_pool(sums_NH: Array, cumulative_lengths: Array) -> Array:
     """Mean over each sequence's tokens, then L2 normalisation: [N,H]."""
-    import numpy as np
-
     means = sums_NH / np.diff(cumulative_lengths)[:, None].astype(np.float32)
     norms = np.linalg.norm(means, axis=1, keepdims=True)
-    pooled: np.ndarray[Any, Any] = (means / np.maximum(norms, 1e-12)).astype(np.float32)
-    return pooled
+    return np.asarray(means / np.maximum(norms, 1e-12), np.float32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import numpy as np
 
 from coordinator.deploy.deployment import Result, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
@@ -16,16 +17,18 @@ from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import on_subset, price
 from coordinator.serve.accuracy import calibrate, choose, describe
 from coordinator.serve.generation import Generations, TextModel, warm_up
-from coordinator.serve.goal import check_plan, open_model, plan_request
-from coordinator.serve.kind import Handler, Revision, Tools
+from coordinator.serve.goal import open_model, plan_request
+from coordinator.serve.kind import Handler, Tools
 from coordinator.serve.planner_process import solve_transformer
-from coordinator.serve.requests import Requests
+from coordinator.serve.prompts import read_generation_defaults
+from coordinator.serve.requests import Answer, Requests
 from coordinator.serve.sentences import SentenceTokenizer, batches, mean_pool, pack
 from coordinator.serve.state import TransformerGoal
-from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, TextTooLong
+from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import Values
+from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     DeviceTrace,
@@ -39,24 +42,7 @@ from hearth.wire.messages import (
 )
 from hearth.wire.rpc import Reply
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Answer:
-    """float32 vectors [N,H] or [T,H]."""
-
-    vectors: np.ndarray[Any, Any]
-    latency_seconds: float
-    num_tokens: int
-    traces: tuple[DeviceTrace, ...] = ()
-
-    def reply(self) -> Reply:
-        message = Vectors(latency_seconds=self.latency_seconds, num_tokens=self.num_tokens, traces=self.traces)
-        return Reply(message, pack_array(self.vectors))
 
 
 class TransformerKind:
@@ -68,9 +54,9 @@ class TransformerKind:
         self.model = open_model(goal)
         self.workload = block_workload(self.model.spec, self.model.seq_len)
         self.handlers: Mapping[type[Message], Handler] = {
-            Embed: self._on_embed,
-            GetHiddenStates: self._on_hidden_states,
-            Generate: self._on_generate,
+            Embed: self.embed,
+            GetHiddenStates: self.hidden_states,
+            Generate: self.generate,
         }
         self._goal = goal
         self._tools = tools
@@ -82,15 +68,27 @@ class TransformerKind:
                 raise BadSetting(
                     setting="--accuracy-budget", reason="it is measured on models that embed, not generate"
                 )
-            self._text_model = TextModel.of(self.model)
+            tokenizer = self.model.tokenizer
+            assert not isinstance(tokenizer, SentenceTokenizer)
+            self._text_model = TextModel(self.model.spec, tokenizer, read_generation_defaults(self.model.directory))
         self._generations = Generations(requests, tools.settings.queue_limit)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
     def check(self, plan: Plan) -> None:
+        model, spec = self.model, self.model.spec
         if not is_transformer_plan(plan):
-            raise BadPlan(reason=f"it is for a graph of operators, and {self.model.spec.name} is a transformer")
-        check_plan(plan, self.model)
+            raise BadPlan(reason=f"it is for a graph of operators, and {spec.name} is a transformer")
+        body, wanted = plan.body, model.generation.limits(model.seq_len) if model.generation is not None else None
+        if wanted is not None:  # a pipeline prefills in smaller chunks
+            wanted = wanted.model_copy(update={"prefill_rows": min(wanted.prefill_rows, body.max_step_rows)})
+        if plan.model != spec:
+            what = "weights in another format" if plan.model.name == spec.name else f"the model {plan.model.name}"
+            raise BadPlan(reason=f"it was made for {what}, not for {model.directory} with weights in {spec.weights}")
+        if body.seq_len != model.seq_len:
+            raise BadPlan(reason=f"it was made for --seq-len {body.seq_len}, not {model.seq_len}")
+        if body.generation != wanted:
+            raise BadPlan(reason="it was made for another --context or another number of --sequences")
 
     async def profile(self, devices: Sequence[Device]) -> ClusterProfile:
         return await block_cluster(self._tools.profiler, devices, self.workload)
@@ -98,13 +96,13 @@ class TransformerKind:
     async def plan(self, cluster: ClusterProfile, recovering: bool) -> Plan:
         return (await solve_transformer(plan_request(self._goal, self.model, cluster, self._values))).plan
 
-    async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> Revision:
+    async def revise(self, cluster: ClusterProfile, deployment: TransformerDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
         new = (await solve_transformer(request)).plan
         old = price(on_subset(request, members), deployed.body, deployed.planner)
-        return Revision(new, seconds_of(new), seconds_of(old))
+        return new, seconds_of(new), seconds_of(old)
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
@@ -140,7 +138,7 @@ class TransformerKind:
         if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
             return
 
-        async def run(values: Values, ids: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], float]:
+        async def run(values: Values, ids: Array) -> tuple[Array, float]:
             async with self._requests.admission.exclusively():
                 result = await deployment.run_step(*pack([ids.tolist()]), "hidden", values=values)
             return result.outputs, result.step_seconds
@@ -152,36 +150,34 @@ class TransformerKind:
 
     # ---- requests to an encoder -----------------------------------------------------------------------------------
 
-    async def embed(self, texts: tuple[str, ...], timeout_seconds: float, trace: bool) -> Answer:
+    async def embed(self, request: Embed, payload: Sequence[Any]) -> Reply:
         """Normalised sentence embeddings [N,H]."""
         self._require_encoder()
         model = self.model
         if not isinstance(model.tokenizer, SentenceTokenizer):
             raise BadRequest(reason="the model has no tokenizer.json; send token ids instead of texts")
-        encoded = await asyncio.to_thread(model.tokenizer.encode, texts, model.seq_len)
+        encoded = await asyncio.to_thread(model.tokenizer.encode, request.texts, model.seq_len)
 
         async def compute(deployment: TransformerDeployment) -> Answer:
-            import numpy as np
-
-            vectors: list[np.ndarray[Any, Any]] = []
+            vectors: list[Array] = []
             traces: list[DeviceTrace] = []
             seconds = 0.0
             for batch in batches([len(ids) for ids in encoded], model.seq_len):
                 ids, lengths = pack([encoded[i] for i in batch])
-                result = await self._run_step(deployment, ids, lengths, "mean", trace)
+                result = await deployment.run_step(ids, lengths, "mean", request.trace)
+                self._observe(deployment, len(ids), result)
                 vectors.append(mean_pool(result.outputs, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
-            return Answer(np.concatenate(vectors), seconds, sum(map(len, encoded)), tuple(traces))
+            answer = Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
+            return answer, pack_array(np.concatenate(vectors))
 
-        return await self._requests.run(compute, timeout_seconds)
+        return await self._requests.run(compute, request.timeout_seconds)
 
-    async def hidden_states(self, token_ids: np.ndarray[Any, Any], timeout_seconds: float) -> Answer:
+    async def hidden_states(self, request: GetHiddenStates, payload: Sequence[Any]) -> Reply:
         """Last hidden states [T,H] of one sequence."""
-        import numpy as np
-
+        token_ids, model = _token_ids(payload), self.model
         self._require_encoder()
-        model = self.model
         if token_ids.ndim != 1 or token_ids.dtype != np.int32 or len(token_ids) == 0:
             raise BadRequest(reason="token ids must be a non-empty list of 32-bit integers")
         if len(token_ids) > model.seq_len:
@@ -191,24 +187,16 @@ class TransformerKind:
         ids, lengths = pack([token_ids.tolist()])
 
         async def compute(deployment: TransformerDeployment) -> Answer:
-            result = await self._run_step(deployment, ids, lengths, "hidden")
-            return Answer(result.outputs, result.latency_seconds, len(ids))
+            result = await deployment.run_step(ids, lengths, "hidden")
+            self._observe(deployment, len(ids), result)
+            return Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
 
-        return await self._requests.run(compute, timeout_seconds)
+        return await self._requests.run(compute, request.timeout_seconds)
 
-    async def _run_step(
-        self,
-        deployment: TransformerDeployment,
-        ids: np.ndarray[Any, Any],
-        lengths: np.ndarray[Any, Any],
-        output: Literal["hidden", "mean"],
-        trace: bool = False,
-    ) -> Result[np.ndarray[Any, Any]]:
-        """A request's step, watched for drift."""
-        result = await deployment.run_step(ids, lengths, output, trace)
-        share = len(ids) / deployment.plan.body.seq_len
+    def _observe(self, deployment: TransformerDeployment, num_rows: int, result: Result[Array]) -> None:
+        """Watch a request's step for drift."""
+        share = num_rows / deployment.plan.body.seq_len
         self._requests.observe(deployment, share, result.compute_seconds, result.step_seconds)
-        return result
 
     def _require_encoder(self) -> None:
         if self.model.spec.causal:
@@ -218,42 +206,17 @@ class TransformerKind:
     # ---- requests to a decoder ------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: Generate, token_ids: np.ndarray[Any, Any] | None
+        self, request: Generate, payload: Sequence[Any]
     ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
         """The answer to a prompt, as it comes (see `Generations.run`); closed early, it ends on the workers too."""
+        token_ids = _token_ids(payload) if payload else None
         if self._text_model is None:
             name = self.model.spec.name
             raise BadRequest(reason=f"{name} generates no text; it embeds (`hearth embed`, home.embed())")
-        try:
-            async with aclosing(self._generations.run(self._text_model, request, token_ids)) as parts:
-                async for part in parts:
-                    yield part
-        except HearthError as error:
-            self._requests.count_failure(error)
-            raise
-        if isinstance(part, TextEnded):
-            self._requests.count(part.first_token_seconds + part.decode_seconds)
-
-    # ---- messages -------------------------------------------------------------------------------------------------
-
-    async def _on_embed(self, message: Embed, payload: Sequence[Any]) -> Reply:
-        return (await self.embed(message.texts, message.timeout_seconds, message.trace)).reply()
-
-    async def _on_hidden_states(self, message: GetHiddenStates, payload: Sequence[Any]) -> Reply:
-        return (await self.hidden_states(_token_ids(payload), message.timeout_seconds)).reply()
-
-    async def _on_generate(self, message: Generate, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
-        parts = self.generate(message, _token_ids(payload) if payload else None)
-
-        async def replies() -> AsyncGenerator[Reply, None]:
-            async with aclosing(parts):
-                async for part in parts:
-                    yield Reply(part)
-
-        return replies()
+        return self._generations.run(self._text_model, request, token_ids)
 
 
-def _token_ids(payload: Sequence[Any]) -> np.ndarray[Any, Any]:
+def _token_ids(payload: Sequence[Any]) -> Array:
     if len(payload) != 2:
         raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
     return unpack_array(payload)

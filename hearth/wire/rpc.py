@@ -69,7 +69,7 @@ class Reply(NamedTuple):
     payload: Sequence[Any] = ()
 
 
-Response: TypeAlias = Message | Reply | AsyncGenerator[Reply, None]  # the last: a stream
+Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  # the last: a stream
 Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
 
 
@@ -137,7 +137,7 @@ class RpcServer:
                 message = self._read(caller, frames)
             except HearthError as error:
                 self.dropped += 1
-                await self._send(identity, request_id, Reply(Failed.of(error)))
+                await self._send(identity, request_id, Failed.of(error))
                 continue
             if isinstance(message, Cancel):
                 if (task := self._requests.get((identity, message.request))) is not None:
@@ -177,19 +177,22 @@ class RpcServer:
                             log.info("the caller of a stream (%s) is gone", type(message).__name__)
                             return
             else:
-                await self._send(identity, request_id, response if isinstance(response, Reply) else Reply(response))
+                await self._send(identity, request_id, response)
         except HearthError as error:
-            await self._send(identity, request_id, Reply(Failed.of(error)))
+            await self._send(identity, request_id, Failed.of(error))
         except Exception as error:
             log.exception("%s failed", type(message).__name__)
             failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
-            await self._send(identity, request_id, Reply(Failed.of(failure)))
+            await self._send(identity, request_id, Failed.of(failure))
 
-    async def _send(self, identity: bytes, request_id: bytes, reply: Reply, patience_seconds: float = 0.0) -> bool:
+    async def _send(
+        self, identity: bytes, request_id: bytes, answer: Message | Reply, patience_seconds: float = 0.0
+    ) -> bool:
         """Whether it was sent: not to a caller that is gone, nor to one whose buffer stays full for so long.
 
         Raises FrameTooLarge.
         """
+        reply = answer if isinstance(answer, Reply) else Reply(answer)
         frames = [identity, request_id, encode(reply.message), *reply.payload]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_seconds

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fleets import FakeFleet
 from support.waiting import until
@@ -20,6 +21,8 @@ from coordinator.serve.kind import Tools
 from coordinator.serve.state import Goal, StateFile
 from hearth.plan.plan import Plan
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire.framing import pack_array, unpack_array
+from hearth.wire.messages import GetHiddenStates
 
 
 def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> Tools:
@@ -55,6 +58,12 @@ class House:
             await until("what was waited for", what)
         except AssertionError as error:
             raise AssertionError(self.lines) from error
+
+    async def hidden_states(self, num_tokens: int, timeout_seconds: float = 10.0) -> Any:
+        """One request to an encoder; the rows [T,H] that it gets."""
+        request = GetHiddenStates(timeout_seconds=timeout_seconds)
+        reply = await self.kind.hidden_states(request, pack_array(np.ones(num_tokens, np.int32)))
+        return unpack_array(reply.payload)
 
     async def looks(self) -> None:
         """Wait until the re-planner has looked for reasons at the present time, and has done what it found to do.

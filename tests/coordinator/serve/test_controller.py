@@ -68,7 +68,7 @@ class Case:
         if isinstance(self.goal, GraphGoal):
             payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
             return await home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload)
-        return await home.kind.hidden_states(np.ones(16, np.int32), timeout_seconds)
+        return await home.hidden_states(16, timeout_seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_a_stop_before_it_serves_ends_it_at_once(tmp_path: Path, graph: Graph) -
             home.controller.stop()
             await asyncio.wait_for(running, 60)
             with pytest.raises(NotServing, match="stopped"):
-                await home.kind.hidden_states(np.ones(1, np.int32), 1.0)
+                await home.hidden_states(1, 1.0)
 
     asyncio.run(main())
 

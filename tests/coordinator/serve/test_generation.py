@@ -58,12 +58,13 @@ from hearth.errors import (
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
 from hearth.platform.security import Access, HomeKey, asyncio_gatekeeper, derive_keypair, new_home_key, save_credential
-from hearth.wire.framing import unpack_array
+from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     Abort,
     ChatMessage,
     CoordinatorWelcome,
     Done,
+    Embed,
     Generate,
     GenerateTokens,
     GenerationEnded,
@@ -169,7 +170,7 @@ class Script:
             self.open_now -= 1
 
 
-class Host(Requests[Script]):
+class Host(Requests[Any]):
     """Real admission; the deployment that failed is replaced by the next one, a moment later."""
 
     def __init__(self, *deployments: Script, pause_seconds: float = 0.0) -> None:
@@ -660,7 +661,7 @@ def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
 
 
 async def tokens_of(home: House, **fields: Any) -> list[int]:
-    parts = await _all(home.kind.generate(Generate(**fields), np.asarray([1, 2, 3], np.int32)))
+    parts = await _all(await home.kind.generate(Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32))))
     return [token for part in parts if isinstance(part, TextGenerated) for token in part.token_ids]
 
 
@@ -715,13 +716,13 @@ def test_a_model_is_asked_only_for_what_it_can(tmp_path: Path) -> None:
             for family in ("llama", "bert")
         )
         with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.kind.embed(("a",), 1.0, False)
+            await decoder.kind.embed(Embed(texts=("a",)), ())
         with pytest.raises(BadRequest, match="hearth generate"):
-            await decoder.kind.hidden_states(np.ones(1, np.int32), 1.0)
+            await decoder.hidden_states(1, 1.0)
         with pytest.raises(BadRequest, match="hearth embed"):
-            await anext(encoder.kind.generate(Generate(), np.ones(1, np.int32)))
+            await encoder.kind.generate(Generate(), ())
         with pytest.raises(NotServing):
-            await anext(decoder.kind.generate(Generate(timeout_seconds=0.05), np.ones(1, np.int32)))
+            await tokens_of(decoder, timeout_seconds=0.05)
         assert (decoder.controller.requests.failed, decoder.controller.requests.served) == (1, 0)
         with pytest.raises(BadSetting, match="accuracy-budget"):
             House(TransformerFleet("a"), tmp_path, goal_of(tmp_path / "b", "llama", accuracy_budget=0.01), None)

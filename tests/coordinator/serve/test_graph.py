@@ -40,7 +40,7 @@ from hearth.errors import (
 )
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import GraphPlan, Plan
-from hearth.wire.framing import pack_array
+from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import (
     ArrayInfo,
     Infer,
@@ -203,7 +203,7 @@ def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
                 await ask(home)
             home.fleet.released.set()
             answers = await asyncio.gather(*asked)
-            assert all(list(answer.outputs) == ["scores"] for answer in answers)
+            assert all(answer.message.names == ("scores",) for answer in answers)
             assert (home.fleet.most, home.controller.requests.served) == (room, room + 5)
 
     asyncio.run(main())
@@ -222,7 +222,7 @@ def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by
             home.fleet.released.set()
             results = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(each) for each in results[:room]] == [DeviceLost] * room
-            assert all(each.outputs["scores"].shape == (1, 40) for each in results[room:])  # they had only waited
+            assert all(unpack_array(each.payload).shape == (1, 40) for each in results[room:])  # they had only waited
             assert home.names() == "ac"
             assert home.plan.epoch == 2
 
