@@ -14,7 +14,7 @@ from typing import Any
 import zmq.asyncio
 
 from agent.daemon.worker_state import WorkerEvent, WorkerLife
-from hearth.errors import BadMessage, DeadlineExceeded, HearthError, WorkerDied
+from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.platform.child import cause_of_death, run_module
 from hearth.wire.messages import (
     Abort,
@@ -29,6 +29,7 @@ from hearth.wire.messages import (
     WorkerState,
     decode,
     encode,
+    expected,
 )
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -87,9 +88,8 @@ class WorkerProcess:
         self._move("spawned")
         self._watching = asyncio.create_task(self._watch(self._process))
         try:
-            bound = (await self._client.call(request, timeout_seconds=LOAD_SECONDS)).message
-            if not isinstance(bound, WorkerBound):
-                raise BadMessage(reason=f"a worker answered Start with {type(bound).__name__}")
+            reply = await self._client.call(request, timeout_seconds=LOAD_SECONDS)
+            bound = expected(reply.message, WorkerBound, "a worker")
         except HearthError as error:
             self._fail(error)
             raise

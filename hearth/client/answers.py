@@ -7,13 +7,13 @@ import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from hearth.errors import BadMessage, BadRequest, HearthError
+from hearth.errors import BadRequest, HearthError
 from hearth.validation import first_error
-from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated
+from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, expected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +24,17 @@ _M = TypeVar("_M", bound=BaseModel)
 
 Chat = Sequence[ChatMessage | Mapping[str, str]]  # {"role": "user", "content": "..."}
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class SamplingSettings(TypedDict, total=False):
+    """Settings of `generate`; `SamplingChoice` has their limits."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
 
 
 class Token(NamedTuple):
@@ -172,17 +183,11 @@ def parts_of(message: Message, seconds: float, first_token_seconds: float) -> li
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)
         return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
-    if not isinstance(message, TextEnded):
-        raise BadMessage(reason=f"the coordinator answered with {type(message).__name__}")
+    end = expected(message, TextEnded, "the coordinator")
     usage = Usage(
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_tokens=message.num_tokens,
-        finish_reason=message.reason,
-        first_token_seconds=first_token_seconds,
-        queued_seconds=message.queued_seconds,
-        decode_seconds=message.decode_seconds,
+        end.num_prompt_tokens, end.num_tokens, end.reason, first_token_seconds, end.queued_seconds, end.decode_seconds
     )
-    return [*([Token(message.text, None, seconds)] if message.text else []), usage]
+    return [*([Token(end.text, None, seconds)] if end.text else []), usage]
 
 
 def chat_message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:

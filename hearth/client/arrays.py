@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from hearth.errors import BadMessage, BadRequest
+from hearth.errors import BadRequest
 from hearth.protocol import MAX_PAYLOAD_FRAMES
-from hearth.wire.messages import DeviceTrace, Inferred, Message
+from hearth.wire.messages import DeviceTrace, Inferred, Message, expected
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,5 @@ def inference_of(message: Message, payload: Sequence[Any]) -> InferenceResult:
     """The coordinator's answer. Raises BadMessage."""
     from hearth.wire.framing import unpack_arrays
 
-    if not isinstance(message, Inferred):
-        raise BadMessage(reason=f"the coordinator answered with {type(message).__name__}")
-    outputs = unpack_arrays(message.names, payload)
-    return InferenceResult(outputs, message.latency_seconds, message.traces)
+    told = expected(message, Inferred, "the coordinator")
+    return InferenceResult(unpack_arrays(told.names, payload), told.latency_seconds, told.traces)

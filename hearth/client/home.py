@@ -20,6 +20,7 @@ import zmq.asyncio
 from hearth.client.answers import (
     AsyncGeneration,
     Chat,
+    SamplingSettings,
     Token,
     Usage,
     chat_message,
@@ -28,15 +29,7 @@ from hearth.client.answers import (
     valid,
 )
 from hearth.client.arrays import Arrays, InferenceResult, array_frames, inference_of
-from hearth.errors import (
-    BadMessage,
-    BadRequest,
-    ConnectionLost,
-    DeadlineExceeded,
-    HearthError,
-    NoCoordinator,
-    Unreachable,
-)
+from hearth.errors import BadRequest, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
 from hearth.platform.asyncio_tools import within
 from hearth.platform.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
 from hearth.wire.messages import (
@@ -63,17 +56,19 @@ from hearth.wire.messages import (
     Status,
     TextEnded,
     Vectors,
+    expected,
 )
 from hearth.wire.rpc import Reply, RpcClient
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Unpack
 
 COORDINATOR_PORT = 47830
 CALL_SECONDS = 10.0  # for calls that compute nothing
 _READY_POLL_SECONDS = 0.2
 
-_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
 
 
 class Result(NamedTuple):
@@ -148,28 +143,23 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         messages: Chat | None = None,
         token_ids: Sequence[int] | np.ndarray[Any, Any] | None = None,
         max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
         stop: str | Sequence[str] = (),
         timeout_seconds: float = 600.0,
+        **sampling: Unpack[SamplingSettings],
     ) -> AsyncGeneration:
         """Continue a prompt, answer a chat, or continue token ids; `async for token in home.generate("Once")`.
 
         What is left out comes from the model's generation_config.json, else the likeliest token is taken (temperature
-        0), up to 512 of them. `timeout_seconds` bounds the whole answer. Raises BadRequest for a value out of range at
-        once; later ContextTooLong, NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
+        0), up to 512 of them. `sampling` are temperature, top_k, top_p, min_p, repetition_penalty and seed.
+        `timeout_seconds` bounds the whole answer. Raises BadRequest for a value out of range at once; later
+        ContextTooLong, NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
-        sampling = valid(
-            SamplingChoice, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            repetition_penalty=repetition_penalty, seed=seed,
-        )  # fmt: skip
+        if unknown := sampling.keys() - SamplingChoice.model_fields:
+            raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
         request = valid(
             Generate, prompt=prompt, messages=tuple(chat_message(message) for message in messages or ()),
-            sampling=sampling, max_tokens=max_tokens, stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            sampling=valid(SamplingChoice, **sampling), max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             **_once(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
@@ -241,16 +231,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.wire.framing import unpack_array
 
         reply = await self._call(request, payload, timeout_seconds)
-        if not isinstance(reply.message, Vectors):
-            raise BadMessage(reason=f"the coordinator answered with {type(reply.message).__name__}")
-        vectors = unpack_array(reply.payload)
-        return Result(vectors, reply.message.latency_seconds, reply.message.num_tokens, reply.message.traces)
+        told = expected(reply.message, Vectors, "the coordinator")
+        return Result(unpack_array(reply.payload), told.latency_seconds, told.num_tokens, told.traces)
 
-    async def _ask(self, request: Message, expected: type[_T], timeout_seconds: float) -> _T:
-        reply = await self._call(request, (), timeout_seconds)
-        if not isinstance(reply.message, expected):
-            raise BadMessage(reason=f"the coordinator answered with {type(reply.message).__name__}")
-        return reply.message
+    async def _ask(self, request: Message, answer: type[_M], timeout_seconds: float) -> _M:
+        return expected((await self._call(request, (), timeout_seconds)).message, answer, "the coordinator")
 
     async def _call(self, request: Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
         loop = asyncio.get_running_loop()

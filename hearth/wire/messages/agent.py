@@ -40,7 +40,7 @@ class AgentWelcome(Message):
 
 
 class GetTelemetry(Message):
-    pass
+    """The answer is `Telemetry`."""
 
 
 class Gpu(WireModel):
@@ -84,7 +84,7 @@ class LeaseGranted(Message):
 
 
 class ReleaseLease(Command):
-    pass
+    """Stop the deployment's worker and end its lease."""
 
 
 class Heartbeat(Message):

@@ -6,11 +6,11 @@ Hello, the two welcomes and Failed keep their form in every protocol version: by
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
-from hearth.errors import HearthError, Scope, error_from_wire
+from hearth.errors import BadMessage, HearthError, Scope, error_from_wire
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
 
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -32,11 +32,11 @@ ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
 
 MESSAGE_TYPES: dict[str, type[Message]] = {}  # by tag
 
+_M = TypeVar("_M", bound="Message")
 
-class WireModel(BaseModel):
+
+class WireModel(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False):
     """A part of a message: frozen, validated, unknown fields ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Message(WireModel):
@@ -54,6 +54,13 @@ class Message(WireModel):
         if not abstract:
             cls.tag = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
             MESSAGE_TYPES[cls.tag] = cls
+
+
+def expected(message: Message, kind: type[_M], sender: str) -> _M:
+    """The message, which must be of this type. Raises BadMessage, naming the sender."""
+    if not isinstance(message, kind):
+        raise BadMessage(reason=f"{sender} answered with {type(message).__name__}")
+    return message
 
 
 class Command(Message, abstract=True):

@@ -34,7 +34,7 @@ class ModelRequest(ClientRequest, abstract=True):
 
 
 class GetReadiness(ClientRequest):
-    pass
+    """Whether a model is served. The answer is `Readiness`."""
 
 
 class Readiness(Message):
@@ -125,7 +125,7 @@ class TextEnded(Message):
 
 
 class GetModelInfo(ModelRequest):
-    pass
+    """What the served graph takes and makes. The answer is `ModelInfo`."""
 
 
 class ArrayInfo(WireModel):
@@ -161,7 +161,7 @@ class Inferred(Message):
 
 
 class ListDevices(ClientRequest):
-    pass
+    """The answer is `DeviceList`."""
 
 
 class DeviceInfo(WireModel):
@@ -187,7 +187,7 @@ class DeviceList(Message):
 
 
 class GetStatus(ClientRequest):
-    pass
+    """The answer is `Status`."""
 
 
 Phase: TypeAlias = Literal[
@@ -232,7 +232,7 @@ class RevokeApp(ClientRequest):
 
 
 class ListApps(ClientRequest):
-    pass
+    """The answer is `AppList`."""
 
 
 class AppList(Message):

@@ -113,7 +113,7 @@ class ConnectPeers(PlanCommand):
 
 
 class Unload(PlanCommand):
-    pass
+    """Stop the worker of this plan."""
 
 
 # ---- running ------------------------------------------------------------------------------------------------------

@@ -770,7 +770,6 @@ async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -
         gatekeeper.admit("test", lambda key: True)
         gatekeeper.start()
         server = RpcServer(context, "127.0.0.1", port, keys, "test", coordinator.handle)
-        await server.start()
         try:
             yield coordinator, server
         finally:
@@ -836,6 +835,15 @@ def test_a_value_out_of_range_is_named_before_anything_is_sent(fields: dict[str,
             with pytest.raises(BadRequest) as error:
                 home.generate(**{"prompt": "a", **fields})
             assert said in str(error.value)
+
+    asyncio.run(main())
+
+
+def test_a_setting_that_does_not_exist_is_a_type_error() -> None:
+    async def main() -> None:
+        async with AsyncHome(access(), "127.0.0.1:1", None) as home:
+            with pytest.raises(TypeError, match="temprature"):
+                home.generate("a", **{"temprature": 0.5})  # type: ignore[arg-type]
 
     asyncio.run(main())
 
