@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from hearth.platform.discovery import AGENT_PORT
 from hearth.platform.security import default_key_path
@@ -21,10 +21,8 @@ LINK_PORT = AGENT_PORT + 1
 DATA_PORTS = (AGENT_PORT + 10, AGENT_PORT + 29)
 
 
-class AgentSettings(BaseModel):
+class AgentSettings(BaseModel, frozen=True):
     """Every setting is a flag (`--store-bytes`) and a variable (`HEARTH_AGENT_STORE_BYTES`)."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str = Field(default_factory=platform.node, max_length=128, description="name shown to people")
     state_dir: Path = Field(description="identity of this device; one agent each")

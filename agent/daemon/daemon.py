@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,46 +23,12 @@ from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadRequest, HearthError, LeaseLost, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
 from hearth.protocol import PROTOCOL_VERSION
-from hearth.wire.messages import (
-    Abort,
-    AcquireLease,
-    AgentState,
-    AgentWelcome,
-    BlocksOf,
-    ChunksFetched,
-    ChunksMissing,
-    Command,
-    ConnectPeers,
-    Done,
-    FetchChunks,
-    FindMissing,
-    GenerateTokens,
-    GetTelemetry,
-    Heartbeat,
-    Hello,
-    LeaseGranted,
-    LinkMeasured,
-    Load,
-    MeasureLink,
-    Message,
-    OpenLinkProbe,
-    PlanCommand,
-    Profile,
-    PutChunk,
-    ReleaseLease,
-    Run,
-    Start,
-    StartProfile,
-    Unload,
-    WorkerStatus,
-)
-from hearth.wire.rpc import Caller, Reply, Response
+from hearth.wire import messages
+from hearth.wire.rpc import Caller, Response
 
 log = logging.getLogger(__name__)
 
 _LEASE_CHECK_SECONDS = 1.0
-
-Handler = Callable[[Any, Sequence[Any]], Awaitable[Response]]
 
 
 class AgentDaemon:
@@ -86,30 +52,11 @@ class AgentDaemon:
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key
-        self._bind_host = settings.bind_host
         self._leases: dict[str, Lease] = {}  # by deployment, as all of these
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._busy_measuring = asyncio.Lock()  # one measurement at a time, or they would measure each other
-        self._reads: Mapping[type[Any], Handler] = {Hello: self._hello, GetTelemetry: self._get_telemetry}
-        self._commands: Mapping[type[Any], Handler] = {
-            AcquireLease: self._acquire_lease,
-            ReleaseLease: self._release_lease,
-            Heartbeat: self._heartbeat,
-            OpenLinkProbe: self._open_link_probe,
-            MeasureLink: self._measure_link,
-            Profile: self._profile,
-            FindMissing: self._find_missing,
-            PutChunk: self._put_chunk,
-            FetchChunks: self._fetch_chunks,
-            Load: self._load,
-            ConnectPeers: self._connect_peers,
-            Run: self._run,
-            GenerateTokens: self._generate_tokens,
-            Abort: self._abort,
-            Unload: self._unload,
-        }
 
     @property
     def name(self) -> str:
@@ -120,17 +67,61 @@ class AgentDaemon:
         workers = (f"{deployment} {worker.state}" for deployment, worker in sorted(self._workers.items()))
         return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    async def handle(self, caller: Caller, message: messages.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the caller."""
-        if handler := self._reads.get(type(message)):
-            return await handler(message, payload)
-        if handler := self._commands.get(type(message)):
-            if caller.public_key != self._coordinator_public_key:
-                raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
-            if isinstance(message, Command) and not isinstance(message, AcquireLease):
-                require(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
-            return await handler(message, payload)
-        raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
+        if isinstance(message, messages.Hello):
+            return self._hello(message)
+        if isinstance(message, messages.GetTelemetry):
+            return self._telemetry.read(time.time())
+        if caller.public_key != self._coordinator_public_key:
+            raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
+        if isinstance(message, messages.Command) and not isinstance(message, messages.AcquireLease):
+            require(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
+        return await self._execute(message, payload)
+
+    async def _execute(self, message: messages.Message, payload: Sequence[Any]) -> Response:
+        """Do what the coordinator asks."""
+        match message:
+            case messages.AcquireLease():
+                return await self._acquire_lease(message)
+            case messages.ReleaseLease():
+                await self._end_lease(message.deployment)
+            case messages.Heartbeat():
+                return self._heartbeat(message)
+            case messages.OpenLinkProbe():
+                self._links.open(message)
+            case messages.MeasureLink():
+                async with self._busy_measuring:
+                    return await measure_link(message, self._identity.keypair)
+            case messages.Profile():
+                return await self._profile(message, payload)
+            case messages.FindMissing():
+                return messages.ChunksMissing(hashes=self._store.missing(message.hashes))
+            case messages.PutChunk():
+                if len(payload) != 1:
+                    raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
+                await asyncio.to_thread(self._store.put, message.hash, payload[0])
+            case messages.FetchChunks():
+                return messages.ChunksFetched(
+                    missing=await fetch_chunks(message, self._identity.keypair, self._store.put)
+                )
+            case messages.Load():
+                return await self._load(message)
+            case messages.ConnectPeers():
+                await self._worker_of(message).connect(message)
+            case messages.Run():
+                return await self._worker_of(message).run(message, payload)
+            case messages.GenerateTokens():
+                return self._worker_of(message).stream(message, payload)
+            case messages.Abort():
+                await self._worker_of(message).abort(message)
+            case messages.Unload():
+                worker = self._workers.get(message.deployment)
+                if worker is not None and worker.epoch == message.epoch:
+                    await self._stop_worker(message.deployment)
+            case _:
+                raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
+        return messages.Done()
 
     async def watch_lease(self) -> None:
         """Free the memory of workers whose coordinator has gone. Runs until cancelled."""
@@ -144,12 +135,10 @@ class AgentDaemon:
     async def close(self) -> None:
         await asyncio.gather(*map(self._stop_worker, list(self._workers)))
 
-    # ---- reads ----------------------------------------------------------------------------------------------------
-
-    async def _hello(self, message: Hello, _: Sequence[Any]) -> Message:
+    def _hello(self, message: messages.Hello) -> messages.Message:
         if message.protocol != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
-        return AgentWelcome(
+        return messages.AgentWelcome(
             version=hearth.__version__,
             device_id=self._identity.device_id,
             boot_id=self.boot_id,
@@ -158,32 +147,25 @@ class AgentDaemon:
             link_port=self._links.port,
         )
 
-    async def _get_telemetry(self, _message: GetTelemetry, _: Sequence[Any]) -> Message:
-        return self._telemetry.read(time.time())
-
     # ---- leases ---------------------------------------------------------------------------------------------------
 
     def _is_live(self, lease: Lease) -> bool:
         return time.monotonic() < lease.expires
 
-    async def _acquire_lease(self, message: AcquireLease, _: Sequence[Any]) -> Message:
+    async def _acquire_lease(self, message: messages.AcquireLease) -> messages.Message:
         previous = self._leases.get(message.deployment)
         self._leases[message.deployment] = acquire(
             previous, self.name, message.holder, message.holder_name, message.seconds, time.monotonic()
         )
         if previous is not None and previous.holder != message.holder:
             await self._stop_worker(message.deployment)
-        return LeaseGranted(last_epoch=self._last_epochs.get(message.deployment, 0))
-
-    async def _release_lease(self, message: ReleaseLease, _: Sequence[Any]) -> Message:
-        await self._end_lease(message.deployment)
-        return Done()
+        return messages.LeaseGranted(last_epoch=self._last_epochs.get(message.deployment, 0))
 
     async def _end_lease(self, deployment: str) -> None:
         del self._leases[deployment]
         await self._stop_worker(deployment)
 
-    async def _heartbeat(self, message: Heartbeat, _: Sequence[Any]) -> Message:
+    def _heartbeat(self, message: messages.Heartbeat) -> messages.Message:
         now = time.monotonic()
         held = {
             name: lease
@@ -193,10 +175,10 @@ class AgentDaemon:
         if not held:
             raise LeaseLost(device=self.name)
         self._leases |= {name: lease.renewed(now) for name, lease in held.items()}
-        return AgentState(
+        return messages.AgentState(
             boot_id=self.boot_id,
             workers=tuple(
-                WorkerStatus(
+                messages.WorkerStatus(
                     deployment=deployment,
                     state=worker.state,
                     epoch=worker.epoch,
@@ -209,22 +191,14 @@ class AgentDaemon:
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
-    async def _open_link_probe(self, message: OpenLinkProbe, _: Sequence[Any]) -> Message:
-        self._links.open(message)
-        return Done()
-
-    async def _measure_link(self, message: MeasureLink, _: Sequence[Any]) -> LinkMeasured:
-        async with self._busy_measuring:
-            return await measure_link(message, self._identity.keypair)
-
-    async def _profile(self, message: Profile, payload: Sequence[Any]) -> Message:
-        of_blocks = isinstance(message.subject, BlocksOf)
+    async def _profile(self, message: messages.Profile, payload: Sequence[Any]) -> messages.Message:
+        of_blocks = isinstance(message.subject, messages.BlocksOf)
         if not (of_blocks or payload):
             raise BadRequest(reason="the graph to be profiled is missing")
         device = self._telemetry.read(time.time())
         with self._store.scratch_folder() as folder:
             await asyncio.to_thread((Path(folder) / "graph.onnx").write_bytes, b"".join(payload))
-            start = StartProfile(
+            start = messages.StartProfile(
                 profile=message,
                 device=self.name,
                 folder=folder,
@@ -235,23 +209,9 @@ class AgentDaemon:
             async with self._busy_measuring:
                 return await run_child(module, start, message.timeout_seconds, device=self.name)
 
-    # ---- chunks ---------------------------------------------------------------------------------------------------
-
-    async def _find_missing(self, message: FindMissing, _: Sequence[Any]) -> Message:
-        return ChunksMissing(hashes=self._store.missing(message.hashes))
-
-    async def _put_chunk(self, message: PutChunk, payload: Sequence[Any]) -> Message:
-        if len(payload) != 1:
-            raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
-        await asyncio.to_thread(self._store.put, message.hash, payload[0])
-        return Done()
-
-    async def _fetch_chunks(self, message: FetchChunks, _: Sequence[Any]) -> Message:
-        return ChunksFetched(missing=await fetch_chunks(message, self._identity.keypair, self._store.put))
-
     # ---- the worker -----------------------------------------------------------------------------------------------
 
-    async def _load(self, message: Load, _: Sequence[Any]) -> Message:
+    async def _load(self, message: messages.Load) -> messages.Message:
         plan, deployment = message.plan, message.deployment
         last_epoch = self._last_epochs.get(deployment, 0)
         if plan.epoch <= last_epoch:
@@ -259,10 +219,10 @@ class AgentDaemon:
         if message.rank >= plan.num_ranks:
             raise BadRequest(reason=f"rank {message.rank} is not in a plan of {plan.num_ranks} devices")
         device = self._telemetry.read(time.time())
-        start = Start(
+        start = messages.Start(
             load=message,
             store_path=str(self._store.path),
-            bind_host=self._bind_host,
+            bind_host=self._settings.bind_host,
             ports=self._settings.data_ports,
             num_threads=device.num_threads,
             compute_device=device.compute_device,
@@ -276,27 +236,7 @@ class AgentDaemon:
             worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
             return await worker.start(start)
 
-    async def _connect_peers(self, message: ConnectPeers, _: Sequence[Any]) -> Message:
-        await self._worker_of(message).connect(message)
-        return Done()
-
-    async def _run(self, message: Run, payload: Sequence[Any]) -> Reply:
-        return await self._worker_of(message).run(message, payload)
-
-    async def _generate_tokens(self, message: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
-        return self._worker_of(message).stream(message, payload)
-
-    async def _abort(self, message: Abort, _: Sequence[Any]) -> Message:
-        await self._worker_of(message).abort(message)
-        return Done()
-
-    async def _unload(self, message: Unload, _: Sequence[Any]) -> Message:
-        worker = self._workers.get(message.deployment)
-        if worker is not None and worker.epoch == message.epoch:
-            await self._stop_worker(message.deployment)
-        return Done()
-
-    def _worker_of(self, message: PlanCommand) -> WorkerProcess:
+    def _worker_of(self, message: messages.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)
         if worker is None or worker.epoch != message.epoch:
             raise StepFailed(device=self.name, reason=f"the plan of epoch {message.epoch} is not loaded here")

@@ -9,10 +9,9 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, Field
 
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
@@ -32,22 +31,17 @@ _BUILT_IN_BUSES = ("pci", "platform", "virtio", "vmbus", "xen")
 _PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM of the kernel's netdevice.h; others are random, borrowed or set
 
 
-class _Saved(BaseModel):
-    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
+class Identity(BaseModel, frozen=True, hide_input_in_errors=True):
+    """Kept in the state directory. `hardware` tells whether that came from another board."""
 
     device_id: str
     hardware: str
     public_key: str
-    secret_key: str
+    secret_key: str = Field(repr=False)
 
-
-@dataclass(frozen=True)
-class Identity:
-    """`regenerated` is true when the state directory came from another board."""
-
-    device_id: str
-    keypair: KeyPair
-    regenerated: bool
+    @property
+    def keypair(self) -> KeyPair:
+        return KeyPair(self.public_key, self.secret_key)
 
 
 def hardware_fingerprint(root: Path = Path("/")) -> str:
@@ -98,27 +92,20 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
 
 def _load_or_make(path: Path, hardware: str) -> Identity:
     try:
-        saved = _Saved.model_validate_json(path.read_bytes())
+        saved = Identity.model_validate_json(path.read_bytes())
         if saved.hardware == hardware:
-            return Identity(saved.device_id, KeyPair(saved.public_key, saved.secret_key), regenerated=False)
+            return saved
         log.warning("this state directory comes from another device (a copied card?); this one gets a new identity")
         path.replace(path.with_suffix(".other-device"))
-        regenerated = True
     except FileNotFoundError:
-        regenerated = False
-    except (ValidationError, ValueError):
+        pass
+    except ValueError:
         log.warning("%s cannot be read and was kept aside; this device gets a new identity", path)
         path.replace(path.with_suffix(".unreadable"))
-        regenerated = True
-    keypair = new_keypair()
-    made = _Saved(
-        device_id=secrets.token_hex(8),
-        hardware=hardware,
-        public_key=keypair.public,
-        secret_key=keypair.secret,
-    )
+    public, secret = new_keypair()
+    made = Identity(device_id=secrets.token_hex(8), hardware=hardware, public_key=public, secret_key=secret)
     write_atomically(path, made.model_dump_json(), private=True)
-    return Identity(made.device_id, keypair, regenerated)
+    return made
 
 
 def _read(path: Path) -> str:

@@ -60,9 +60,6 @@ class LinkServer:
     def port(self) -> int:
         return self._server.port
 
-    async def start(self) -> None:
-        await self._server.start()
-
     async def close(self) -> None:
         await self._server.close()
 

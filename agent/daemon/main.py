@@ -21,7 +21,7 @@ from agent.daemon.links import LinkServer
 from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
-from hearth.platform.discovery import AGENT_SERVICE, Advertiser
+from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.interfaces import choose_address
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, asyncio_gatekeeper, derive_keypair, fingerprint, load_credential
@@ -60,7 +60,6 @@ async def run_agent(settings: AgentSettings) -> None:
             context, gatekeeper, settings.bind_host, settings.link_port, identity.keypair,
             lambda chunk: store.path_of(chunk).read_bytes(),
         )  # fmt: skip
-        await links.start()
         stack.push_async_callback(links.close)
         daemon = AgentDaemon(
             settings, identity, store, TelemetryReader(settings, gpu), links, context, coordinator_public
@@ -69,15 +68,13 @@ async def run_agent(settings: AgentSettings) -> None:
             context, settings.bind_host, settings.control_port, agent_keys, ZAP_DOMAIN, daemon.handle,
             port_setting="--control-port",
         )  # fmt: skip
-        await server.start()
         stack.push_async_callback(server.close)
         stack.push_async_callback(daemon.close)
         if settings.advertise:
-            advertiser = Advertiser(
-                AGENT_SERVICE, server.port, fingerprint(agent_keys.public), secrets.token_hex(8), [address]
+            own = fingerprint(agent_keys.public)
+            await stack.enter_async_context(
+                advertised(AGENT_SERVICE, server.port, own, secrets.token_hex(8), [address])
             )
-            await advertiser.start()
-            stack.push_async_callback(advertiser.stop)
         notifier = Notifier(os.environ)
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)

@@ -25,7 +25,7 @@ from coordinator.serve.kind import Tools
 from coordinator.serve.state import Goal, StateFile
 from hearth.errors import AppRevoked, BadPlan, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
-from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser
+from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
@@ -97,18 +97,14 @@ class Service:
             gatekeeper.start()
             stack.callback(gatekeeper.stop)
             server = RpcServer(
-                context, self._settings.bind_host, self._settings.port, self._keypair, ZAP_DOMAIN, self.handle,
-                port_setting="--port",
-            )  # fmt: skip
-            await server.start()
+                context, self._settings.bind_host, self._settings.port, self._keypair, ZAP_DOMAIN, self.handle
+            )
             stack.push_async_callback(server.close)
             if self._settings.advertise:
-                advertiser = Advertiser(
-                    COORDINATOR_SERVICE, server.port, fingerprint(self._keypair.public), secrets.token_hex(8),
-                    self._settings.interfaces,
-                )  # fmt: skip
-                await advertiser.start()
-                stack.push_async_callback(advertiser.stop)
+                own = fingerprint(self._keypair.public)
+                await stack.enter_async_context(
+                    advertised(COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), self._settings.interfaces)
+                )
             await stack.enter_async_context(self._fleet)
             self._report(f"listening on port {server.port}")
             notifier.send("READY=1")

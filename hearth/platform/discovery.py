@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hearth.errors import BadSetting
@@ -39,42 +40,33 @@ class Found(NamedTuple):
     fingerprint: str
 
 
-class Advertiser:
-    """Advertises one service until `stop`, which says goodbye."""
+@asynccontextmanager
+async def advertised(
+    service: str, port: int, fingerprint: str, random_id: str, interfaces: Sequence[str] | None
+) -> AsyncIterator[None]:
+    """Advertise one service until the end of the block, then say goodbye.
 
-    def __init__(
-        self, service: str, port: int, fingerprint: str, random_id: str, interfaces: Sequence[str] | None
-    ) -> None:
-        """`interfaces` are the local addresses on which to speak, and which are advertised (None: all)."""
-        self._service = service
-        self._port = port
-        self._fields = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": fingerprint}
-        self._interfaces = list(interfaces) if interfaces else None
-        self._zeroconf: AsyncZeroconf | None = None
+    `interfaces` are the local addresses on which to speak, and which are advertised (None: all).
+    """
+    from zeroconf.asyncio import AsyncServiceInfo
 
-    async def start(self) -> None:
-        from zeroconf.asyncio import AsyncServiceInfo
+    from hearth.platform.interfaces import all_addresses
 
-        from hearth.platform.interfaces import all_addresses
-
-        random_id = self._fields["id"]
-        addresses = self._interfaces or all_addresses()
-        info = AsyncServiceInfo(
-            self._service,
-            f"{random_id}.{self._service}",
-            port=self._port,
-            properties=self._fields,
-            server=f"{random_id}.local.",
-            parsed_addresses=addresses,
-        )
-        self._zeroconf = _open(self._interfaces)
-        await (await self._zeroconf.async_register_service(info, cooperating_responders=True))
-
-    async def stop(self) -> None:
-        if self._zeroconf is not None:
-            await self._zeroconf.async_unregister_all_services()
-            await self._zeroconf.async_close()
-            self._zeroconf = None
+    info = AsyncServiceInfo(
+        service,
+        f"{random_id}.{service}",
+        port=port,
+        properties={"id": random_id, "v": str(PROTOCOL_VERSION), "fp": fingerprint},
+        server=f"{random_id}.local.",
+        parsed_addresses=list(interfaces or all_addresses()),
+    )
+    zeroconf = _open(interfaces)
+    await (await zeroconf.async_register_service(info, cooperating_responders=True))
+    try:
+        yield
+    finally:
+        await zeroconf.async_unregister_all_services()
+        await zeroconf.async_close()
 
 
 class Browser:
@@ -86,7 +78,7 @@ class Browser:
         self.found: dict[str, Found] = {}
         self._service = service
         self._on_found = on_found
-        self._interfaces = list(interfaces) if interfaces else None
+        self._interfaces = interfaces
         self._zeroconf: AsyncZeroconf | None = None
         self._browser: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -169,13 +161,13 @@ def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple
     return tuple(peers)
 
 
-def _open(interfaces: list[str] | None) -> AsyncZeroconf:
+def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     from zeroconf import InterfaceChoice, IPVersion
     from zeroconf.asyncio import AsyncZeroconf
 
     if interfaces and all(":" not in address for address in interfaces):
-        return AsyncZeroconf(interfaces=interfaces, ip_version=IPVersion.V4Only)
-    return AsyncZeroconf(interfaces=interfaces or InterfaceChoice.All)
+        return AsyncZeroconf(interfaces=list(interfaces), ip_version=IPVersion.V4Only)
+    return AsyncZeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
 
 
 def _read(info: AsyncServiceInfo) -> Found | None:

@@ -35,7 +35,7 @@ from hearth.errors import (
 from hearth.platform.asyncio_tools import within
 from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
-from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode
+from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expected
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ _REFUSALS = (
 )
 _LOSSES = functools.reduce(operator.or_, _REFUSALS, zmq.EVENT_DISCONNECTED)
 
-_T = TypeVar("_T")
+_M = TypeVar("_M", bound=Message)
 
 
 class Caller(NamedTuple):
@@ -91,7 +91,7 @@ class RpcServer:
         handler: Handler,
         port_setting: str = "--port",
     ) -> None:
-        """Port 0 takes any free one. Raises PortInUse, naming `port_setting` as the way out."""
+        """Bind and listen. Port 0 takes any free one. Raises PortInUse, naming `port_setting` as the way out."""
         self.dropped = 0
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,14 +109,12 @@ class RpcServer:
                 raise PortInUse(port=port, setting=port_setting) from None
             raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._loop_task = asyncio.create_task(self._receive_loop())
 
     @property
     def num_running(self) -> int:
         """Requests whose handlers run, or whose answers are still being sent."""
         return max(sum(self._running.values()), len(self._requests))
-
-    async def start(self) -> None:
-        self._loop_task = asyncio.create_task(self._receive_loop())
 
     async def close(self) -> None:
         tasks = [self._loop_task, *self._tasks]
@@ -268,7 +266,7 @@ class RpcClient:
         self._failure = error
         self._fail_pending(error)
 
-    async def hello(self, expected: type[_T], timeout_seconds: float) -> _T:
+    async def hello(self, welcome: type[_M], timeout_seconds: float) -> _M:
         """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
         try:
             reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
@@ -278,9 +276,7 @@ class RpcClient:
         theirs = getattr(reply.message, "protocol", None)
         if theirs is not None and theirs != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)
-        if not isinstance(reply.message, expected):
-            raise BadMessage(reason=f"{self.endpoint} answered hello with {type(reply.message).__name__}")
-        return reply.message
+        return expected(reply.message, welcome, self.endpoint)
 
     async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
         """Ask and wait. Raises what the server raised; Unreachable (nothing was sent), WrongKey,

@@ -73,10 +73,10 @@ def test_an_identity_stays_until_the_card_moves_to_another_board(tmp_path: Path)
     with load_identity(state, mine) as first:
         pass
     with load_identity(state, mine) as again:
-        assert (again.device_id, again.keypair, again.regenerated) == (first.device_id, first.keypair, False)
+        assert again == first
     shutil.copytree(state, tmp_path / "clone")
     with load_identity(tmp_path / "clone", other) as cloned:
-        assert cloned.regenerated
+        assert (tmp_path / "clone/identity.other-device").exists()
         assert cloned.device_id != first.device_id
         assert cloned.keypair != first.keypair
     assert hardware_fingerprint(mine) != hardware_fingerprint(other)
@@ -99,5 +99,5 @@ def test_one_state_directory_takes_one_agent(tmp_path: Path) -> None:
 def test_a_damaged_identity_is_kept_aside(tmp_path: Path) -> None:
     (tmp_path / "identity.json").write_text("{")
     with load_identity(tmp_path) as identity:
-        assert identity.regenerated
+        assert identity.device_id
     assert (tmp_path / "identity.unreadable").read_text() == "{"

@@ -32,7 +32,6 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
             mine, theirs = new_keypair(), new_keypair()
             server = LinkServer(context, gatekeeper, "127.0.0.1", 0, theirs, lambda chunk: b"")
             gatekeeper.start()
-            await server.start()
             request = MeasureLink(
                 host="127.0.0.1",
                 port=server.port,
@@ -74,7 +73,6 @@ def test_chunks_come_from_a_peer_that_lets_us_in(tmp_path: Path) -> None:
                 context, gatekeeper, "127.0.0.1", 0, peer, lambda chunk: theirs.path_of(chunk).read_bytes()
             )  # fmt: skip
             gatekeeper.start()
-            await server.start()
             request = FetchChunks(
                 holder="c",
                 host="127.0.0.1",

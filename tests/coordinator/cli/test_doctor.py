@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from coordinator.cli.doctor_checks import (
 )
 from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
-from hearth.platform.discovery import COORDINATOR_SERVICE, Advertiser, Found
+from hearth.platform.discovery import COORDINATOR_SERVICE, Found, advertised
 from hearth.platform.interfaces import Interface
 from hearth.platform.security import coordinator_access, fingerprint, new_home_key, new_keypair, save_credential
 from hearth.wire.messages import AgentWelcome
@@ -226,25 +227,17 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
     home, other = new_home_key(), new_home_key()
 
     async def look() -> list[doctor.Finding]:
-        advertisers = [
-            Advertiser(
-                COORDINATOR_SERVICE,
-                port,
-                fingerprint(coordinator_access(key).server_public),
-                f"doctor-test-{port}",
-                ["127.0.0.1"],
-            )
-            for key, port in ((home, 40001), (home, 40002), (other, 40003))
-        ]
-        await asyncio.gather(*(advertiser.start() for advertiser in advertisers))
-        try:
+        async with AsyncExitStack() as stack:
+            for key, port in ((home, 40001), (home, 40002), (other, 40003)):
+                public = fingerprint(coordinator_access(key).server_public)
+                await stack.enter_async_context(
+                    advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", ["127.0.0.1"])
+                )
             for _ in range(20):  # on a busy machine multicast is late
                 found = await doctor.look_around(home, ["127.0.0.1"], look_seconds=1.5)
                 if any(finding.status == "problem" for finding in found):
                     break
             return found
-        finally:
-            await asyncio.gather(*(advertiser.stop() for advertiser in advertisers))
 
     (finding,) = [f for f in asyncio.run(look()) if f.check == "coordinator"]
     assert finding.status == "problem"

@@ -11,9 +11,9 @@ from hearth.errors import BadSetting
 from hearth.platform.discovery import (
     AGENT_SERVICE,
     COORDINATOR_SERVICE,
-    Advertiser,
     Browser,
     Found,
+    advertised,
     find_coordinator,
     parse_static_peers,
 )
@@ -37,21 +37,19 @@ def test_services_are_found_over_mdns_and_show_nothing_more_than_they_must() -> 
     async def scenario() -> None:
         found: asyncio.Queue[Found] = asyncio.Queue()
         browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
-        agent = Advertiser(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", ["127.0.0.1"])
-        boss = Advertiser(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", ["127.0.0.1"])
         await browser.start()
-        await agent.start()
-        await boss.start()
         try:
-            first = await asyncio.wait_for(found.get(), 20)
-            while first.id != "1234abcd":  # another agent may be on this machine
+            async with (
+                advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", ["127.0.0.1"]),
+                advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", ["127.0.0.1"]),
+            ):
                 first = await asyncio.wait_for(found.get(), 20)
-            assert first == Found("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
-            assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]
-            assert await find_coordinator("0" * 16, 0.3, ["127.0.0.1"]) is None
+                while first.id != "1234abcd":  # another agent may be on this machine
+                    first = await asyncio.wait_for(found.get(), 20)
+                assert first == Found("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
+                assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]
+                assert await find_coordinator("0" * 16, 0.3, ["127.0.0.1"]) is None
         finally:
             await browser.stop()
-            await agent.stop()
-            await boss.stop()
 
     asyncio.run(scenario())

@@ -146,7 +146,6 @@ async def guarded() -> Any:
         gatekeeper.admit("test", lambda key: key in guard.admitted)
         gatekeeper.start()
         server = RpcServer(context, "127.0.0.1", 0, guard.keys, "test", guard.handle)
-        await server.start()
         guard.port = server.port
 
         def client(own: KeyPair, server_public: str | None = None) -> RpcClient:

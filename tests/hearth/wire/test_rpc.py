@@ -93,7 +93,6 @@ async def pair(port: int = 0, sndhwm: int = 1000) -> Any:
         gatekeeper.admit("test", lambda key: key == CLIENT.public)
         gatekeeper.start()
         server = RpcServer(context, "127.0.0.1", port, SERVER, "test", echo)
-        await server.start()
         client = RpcClient(client_context, f"tcp://127.0.0.1:{server.port}", Access(CLIENT, SERVER.public), "test")
         try:
             yield server, client, client_context

@@ -84,7 +84,6 @@ def test_whatever_a_client_of_version_1_asks_it_gets_the_version_error() -> None
     async def main() -> None:
         async with secured() as context:
             server = RpcServer(context, "127.0.0.1", 0, SERVER, "test", agent)
-            await server.start()
             socket = context.socket(zmq.DEALER)
             secure_client(socket, CLIENT, SERVER.public)
             socket.connect(f"tcp://127.0.0.1:{server.port}")
@@ -149,7 +148,6 @@ def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgr
 
                 await until("the port", upgraded)
                 (server,) = servers
-                await server.start()
                 await until("the device", lambda: bool(fleet.devices))
                 assert [(info.name, info.state) for info in fleet.infos()] == [("kitchen", "alive")]
                 assert not fleet.refusals
