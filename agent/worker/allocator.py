@@ -8,7 +8,7 @@ sizes in every layer, so it keeps them.
 from __future__ import annotations
 
 import ctypes
-import sys
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEEP_BYTES = 256 << 20
@@ -17,21 +17,13 @@ _MMAP_ABOVE_BYTES = 32 << 20  # glibc's own maximum; weights are larger or live 
 
 def keep_freed_buffers() -> None:
     """Call first thing in a worker's process. Elsewhere than on glibc it does nothing."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
+    with suppress(AttributeError, TypeError):  # no such function: musl, macOS, Windows
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # musl
-        return
-    mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 def give_back_freed_buffers() -> None:
     """To the kernel, once: what was kept is of no more use, and memory may be short."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
+    with suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:  # musl
-        return

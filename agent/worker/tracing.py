@@ -34,14 +34,14 @@ class Recorder:
     """Collects events; appending to a list is atomic, so the compute and communication threads share one recorder."""
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._events: list[TraceEvent] = []
 
     def bar(
         self, work: Work, layer: int | None = None, tile: int | None = None, peer: int | None = None
     ) -> AbstractContextManager[None]:
         """The time inside is one bar of the compute lane. `peer`: the rank whose heads or rows it is for."""
-        return self._bar(work, layer, tile, peer) if self._enabled else _NOTHING
+        return self._bar(work, layer, tile, peer) if self.enabled else _NOTHING
 
     @contextmanager
     def _bar(self, work: Work, layer: int | None, tile: int | None, peer: int | None) -> Iterator[None]:
@@ -56,7 +56,7 @@ class Recorder:
 
     def transfer(self, moved: Moved, tensor: str = "") -> None:
         """`tensor`: in a graph, its name."""
-        if not self._enabled:
+        if not self.enabled:
             return
         key = moved.key
         self._events.append(
@@ -72,10 +72,6 @@ class Recorder:
                 num_bytes=moved.num_bytes,
             )
         )
-
-    @property
-    def enabled(self) -> bool:
-        return self._enabled
 
     def events(self) -> tuple[TraceEvent, ...]:
         return tuple(self._events)

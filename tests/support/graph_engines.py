@@ -242,7 +242,6 @@ class GraphCluster:
         folder: Path | None = None,
         sessions: Sequence[Sequence[Any]] | None = None,
         max_in_flight: int = 16,
-        early_seconds: float = 30.0,
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks)
@@ -255,9 +254,9 @@ class GraphCluster:
             sessions = [self._load(model, rank, folder) for rank in range(plan.num_ranks)]
         self.engines = [
             GraphEngine(
-                self.routes[rank], plan.epoch, TOKEN, sessions[rank], self.hub.transport(rank),
+                self.routes[rank], TOKEN, sessions[rank], self.hub.transport(rank),
                 {peer: Codec(plan.wire, 1e9, time.perf_counter) for peer in range(plan.num_ranks) if peer != rank},
-                max_in_flight, early_seconds, self._answer,
+                max_in_flight, self._answer,
             )
             for rank in range(plan.num_ranks)
         ]  # fmt: skip

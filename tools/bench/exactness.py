@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ class Ranks:
             if shard.embedding.head is not None and shard.embedding.vocabulary.size:
                 recorded = _Recorded(shard.embedding.head)
                 self._heads.append(recorded)
-                shard.embedding.head = recorded
+                shard.embedding.head = cast(Matrix, recorded)
             codecs = link_codecs(plan, rank, {peer: 1e9 for peer in range(plan.num_ranks) if peer != rank})
             communicator = Communicator(hub.transport(rank), plan.epoch, _TOKEN, codecs)
             communicator.start()

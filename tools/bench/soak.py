@@ -10,14 +10,16 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
 
 import psutil
+from pydantic import Field, TypeAdapter
 
-from agent.worker.transformer.generation.facts import SequenceCancelled, facts_in
+from agent.worker.transformer.generation.facts import MARK, SequenceCancelled, StepBegun
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.client_runner import ClientRunner
@@ -35,6 +37,9 @@ _POOL = 32  # different requests
 _SEED = 20240229
 _SETTLE_SECONDS = 30.0
 _SOAK_MARGIN_SECONDS = 300.0
+_FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
+    Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
+)
 
 
 @dataclass
@@ -55,7 +60,7 @@ def read_ledger(lines: Sequence[str]) -> Ledger:
     a step after either are rows too many. Numbers are never given twice."""
     ledger = Ledger()
     gone: set[int] = set()
-    for fact in facts_in(lines):
+    for fact in _facts_in(lines):
         if isinstance(fact, SequenceCancelled):
             ledger.cancelled[fact.sequence] = fact.num_tokens
             gone.add(fact.sequence)
@@ -64,6 +69,14 @@ def read_ledger(lines: Sequence[str]) -> Ledger:
             gone.update(fact.freed)
             ledger.rows_after.update({sequence: rows for sequence, rows in fact.rows.items() if sequence in gone})
     return ledger
+
+
+def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
+    """The facts in a process's log. Raises pydantic's ValidationError for one of another version."""
+    for line in lines:
+        _, mark, text = line.partition(MARK)
+        if mark:
+            yield _FACT.validate_json(text)
 
 
 def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:

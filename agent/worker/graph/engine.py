@@ -72,24 +72,21 @@ class GraphEngine:
     def __init__(
         self,
         routes: Routes,
-        epoch: int,
         token: bytes,
         sessions: Sequence[SegmentSession],
         transport: Transport,
         codecs: Mapping[int, Codec],
         max_in_flight: int,
-        early_seconds: float,
         answer: Answer,
     ) -> None:
-        """`early_seconds`: how long tensors of a request that has not come yet are kept."""
         self.dropped = 0
         self._routes = routes
-        self._epoch = epoch
+        self._epoch = routes.plan.epoch
         self._token = token
         self._sessions = sessions
         self._transport = transport
         self._codecs = codecs
-        self._early_seconds = early_seconds
+        self._early_seconds = routes.plan.wait_seconds()  # tensors of a request that has not come yet are kept so long
         self._answer = answer
         self._numbers = {name: number for number, name in enumerate(routes.travelling)}
         self._schedule = GraphSchedule(routes, max_in_flight)

@@ -13,8 +13,9 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +24,9 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
-from agent.worker.allocator import keep_freed_buffers
+from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
-from agent.worker.graph.sessions import DTYPES, brief, data_bytes, give_back_memory, make_session, providers_for, refer
+from agent.worker.graph.sessions import DTYPES, brief, data_bytes, make_session, providers_for, refer
 from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import wire_cost
@@ -79,7 +80,7 @@ def profile(folder: Path, device: str, num_threads: int, compute_device: Compute
         return make_session(path, "the graph", num_threads, providers, change)
 
     plain = session()
-    give_back_memory()
+    give_back_freed_buffers()
     peak_bytes = _status()["VmHWM"]
     loaded = _Memory.now()
     feeds = _feeds(plain)
@@ -135,30 +136,14 @@ def _kernels(
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value.name for value in model.graph.input if value.name not in weights]
     operators = operators_of(model.graph.node, optimised.graph.node, inputs)
-    timed = kernel_times(events)
+    timed = kernel_times(events, operators)
     # Alone, a kernel is timed with what the profiler costs and without what lies between kernels: the shares count.
     scale = run_seconds / max(sum(each.seconds for each in timed), 1e-9)
-    return tuple(
-        Kernel(
-            name=each.name[:1024],
-            kind=each.kind[:256],
-            provider=each.provider,
-            seconds=each.seconds * scale,
-            operators=operators.get(each.name, ()),
-        )
-        for each in timed
-    )
+    return tuple(each.model_copy(update={"seconds": each.seconds * scale}) for each in timed)
 
 
-class TimedKernel(NamedTuple):
-    name: str
-    kind: str
-    provider: str
-    seconds: float
-
-
-def kernel_times(events: Iterable[dict[str, Any]]) -> list[TimedKernel]:
-    """Each node's mean seconds in a run, in the order in which they ran, from onnxruntime's profile.
+def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple[str, ...]]) -> list[Kernel]:
+    """Each node's mean seconds in a run, in the order in which they ran, from onnxruntime's profile; and its `operators`.
 
     The mean, since under a CPU quota pauses hit few kernels, but those hard. The first run is left out, and so are runs
     that something else disturbed. Nodes inside of a loop or a branch count as their operator.
@@ -176,17 +161,18 @@ def kernel_times(events: Iterable[dict[str, Any]]) -> list[TimedKernel]:
     usual = statistics.median(totals) if totals else 0
     kept = [run for run, total in zip(per_run, totals, strict=True) if total <= _OUTLIER * usual]
     sums: dict[str, int] = defaultdict(int)
-    first: dict[str, dict[str, Any]] = {}
-    for run in kept:
-        for event in run:
-            sums[event["name"]] += event["dur"]
-            first.setdefault(event["name"], event)
+    arguments: dict[str, dict[str, Any]] = {}
+    for event in chain.from_iterable(kept):
+        name = event["name"].removesuffix(_KERNEL_SUFFIX)
+        sums[name] += event["dur"]
+        arguments.setdefault(name, event["args"])
     return [
-        TimedKernel(
-            name.removesuffix(_KERNEL_SUFFIX),
-            str(first[name]["args"].get("op_name", "")),
-            str(first[name]["args"].get("provider", "")),
-            total / len(kept) / 1e6,
+        Kernel(
+            name=name[:1024],
+            kind=str(arguments[name].get("op_name", ""))[:256],
+            provider=str(arguments[name].get("provider", "")),
+            seconds=total / len(kept) / 1e6,
+            operators=operators.get(name, ()),
         )
         for name, total in sums.items()
     ]

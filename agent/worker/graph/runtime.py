@@ -68,8 +68,8 @@ class GraphRuntime:
             peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
         }  # fmt: skip
         self._engine = GraphEngine(
-            self._routes, self._plan.epoch, self._start.load.plan_token, self._sessions, self._transport, codecs,
-            self._parts.max_in_flight, self._plan.wait_seconds(), self._answer,
+            self._routes, self._start.load.plan_token, self._sessions, self._transport, codecs,
+            self._parts.max_in_flight, self._answer,
         )  # fmt: skip
         self._engine.start()
 

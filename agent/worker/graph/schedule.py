@@ -31,6 +31,7 @@ class OwnSegment(NamedTuple):
 class Routes:
     """Where the tensors of a plan go, as one rank sees it."""
 
+    plan: GraphPlan
     rank: int
     segments: tuple[OwnSegment, ...]
     fed: frozenset[str]  # inputs of the graph that come from the coordinator
@@ -63,6 +64,7 @@ def routes_of(plan: GraphPlan, rank: int) -> Routes:
     )
     taken = [name for segment in own for name in segment.inputs]
     return Routes(
+        plan=plan,
         rank=rank,
         segments=own,
         fed=frozenset(name for name in taken if name in plan.model.inputs),

@@ -7,15 +7,13 @@ as values (`add_external_initializers`) was measured to keep each weight twice. 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import math
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,7 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import DecodeError
 
+from agent.worker.allocator import give_back_freed_buffers
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, StepFailed, StoreFull
 from hearth.wire.framing import MAX_DIMS
 from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
@@ -137,7 +136,7 @@ def load_segment(
         path.write_bytes(model.SerializeToString())
         del data, model, placeholders
         session = make_session(path, name, num_threads, providers_for(compute_device, store))
-    give_back_memory()
+    give_back_freed_buffers()  # as much as the weights: onnxruntime rewrote them
     return SegmentSession(session, name, inputs, outputs), num_bytes
 
 
@@ -176,13 +175,6 @@ def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
     if compute_device == "cuda" and len(found) == 1:
         log.warning("this build of onnxruntime has no CUDA provider; segments run on the CPU")
     return found
-
-
-def give_back_memory() -> None:
-    """What onnxruntime freed while it rewrote weights stays with the C library otherwise: as much as the weights."""
-    if sys.platform.startswith("linux"):
-        with suppress(AttributeError):  # musl
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_input(session: SegmentSession, name: str, array: Array) -> None:

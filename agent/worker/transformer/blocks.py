@@ -178,12 +178,11 @@ def attention(
     v_Tk: Tensor,
     rows: PackedRows,
     span: Span,
-    cached: bool = True,
 ) -> Tensor:
     """Attention of the query rows `span` of the step over their own sequences: [s,w].
 
     An encoder's rows see all rows of their sequence; a decoder's see those before them and themselves, those in the
-    cache included (`cached`; it holds this rank's heads only), or of these the last `window`.
+    caches included, or of these the last `window`.
     """
     context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     if q_sw.shape[1] == 0:
@@ -193,7 +192,7 @@ def attention(
         if start >= stop:
             continue
         local = slice(start - span.start, stop - span.start)
-        k, v = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows, cached)
+        k, v = _keys_and_values(spec, index, n, k_Tk, v_Tk, rows)
         q = q_sw[local].unflatten(-1, (k.shape[0], spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
         if spec.causal:
             first = rows.starts[n] + start - sequence.start
@@ -226,11 +225,11 @@ def whole_attention(
 
 
 def _keys_and_values(
-    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, cached: bool
+    spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows
 ) -> tuple[Tensor, Tensor]:
     """Of sequence n [kv heads, length, d]."""
     cache, sequence = rows.caches[n], slice(*rows.sequences[n])
-    if cached and cache is not None:
+    if cache is not None:
         return cache.keys_and_values(index, rows.starts[n] + rows.sequences[n].size)
     k, v = (x[sequence].unflatten(-1, (-1, spec.head_dim)).transpose(0, 1) for x in (k_Tk, v_Tk))
     return k, v

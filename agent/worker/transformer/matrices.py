@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own custom)
@@ -42,32 +42,6 @@ class Loss(NamedTuple):
         return Loss(self.squared_error + error, self.squared_norm + float(given.square().sum()))
 
 
-class Matrix(Protocol):
-    """Filled part by part, then multiplied with. `loss` is what its format cost."""
-
-    loss: Loss
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[n,k]."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What it consists of in memory."""
-
-    def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
-        """Every element must be filled once before the first use."""
-
-    def rows(self, part: slice) -> Matrix:
-        """A view of some outputs."""
-
-    def columns(self, part: slice) -> Matrix:
-        """A view of some inputs."""
-
-    def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x W^T + bias: [s,n], written to `out` where it is given."""
-
-
 class Pieces(NamedTuple):
     """Of what parts a matrix is ever used: of its outputs (axis 0) or inputs (axis 1) between two of these borders."""
 
@@ -85,24 +59,30 @@ class Floats:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """[n,k]."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """What it consists of in memory."""
         return (self.weight,)
 
     def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
+        """Every element must be filled once before the first use."""
         kept = self.weight[rows, columns].copy_(values)
         if kept.dtype not in (values.dtype, torch.float32):
             self.loss = self.loss.plus(kept, values.to(kept.device))
 
     def rows(self, part: slice) -> Floats:
+        """A view of some outputs."""
         return Floats(self.weight[part])
 
     def columns(self, part: slice) -> Floats:
+        """A view of some inputs."""
         return Floats(self.weight[:, part])
 
     def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """x W^T + bias: [s,n], written to `out` where it is given."""
         weight = self.weight
         if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_SAFE):
             weight = weight.to(x_sk.dtype)
@@ -350,6 +330,10 @@ class Int4(_Quantised):
         x = x_sk.to(self._scales_and_zeros.dtype)
         y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._packed, _GROUP, self._scales_and_zeros)
         return _finished(y.to(x_sk.dtype), bias_n, out)
+
+
+# Filled part by part, then multiplied with. `loss` is what its format cost.
+Matrix: TypeAlias = Floats | Packed | Int8 | Int4
 
 
 def _finished(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor:

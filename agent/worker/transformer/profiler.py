@@ -59,7 +59,7 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
         per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
     give_back_freed_buffers()
     layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
-    embedding = _random_embedding(spec, device)
+    embedding = _plain_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
     everything = Span(0, S)
 
@@ -213,7 +213,7 @@ class _Meter(Meter):
         return statistics.median(self.sample(block) for _ in range(_SAMPLES))
 
 
-# ---- random weights -------------------------------------------------------------------------------------------------
+# ---- weights to measure with ----------------------------------------------------------------------------------------
 
 
 def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
@@ -221,10 +221,7 @@ def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
     layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
     for matrix in _matrices(layer):
         _randomise(matrix, device)
-    for norm in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm):
-        _plain(norm)
-    for bias in (layer.qkv_bias, layer.out_bias, layer.gate_bias, layer.up_bias, layer.down_bias):
-        _zero(bias)
+    _make_plain(layer)
     return layer
 
 
@@ -240,23 +237,21 @@ def _randomise(matrix: Matrix, device: torch.device) -> None:
     matrix.fill(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
 
 
-def _random_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
+def _plain_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
     embedding = empty_embedding(spec, Span(0, 0), device)
-    _zero(embedding.position)
-    _zero(embedding.token_type)
-    _plain(embedding.norm)
+    _make_plain(embedding)
     return embedding
 
 
-def _plain(norm: Norm | None) -> None:
-    if norm is not None:
-        norm.weight.fill_(1.0)
-        _zero(norm.bias)
-
-
-def _zero(tensor: Tensor | None) -> None:
-    if tensor is not None:
-        tensor.zero_()
+def _make_plain(part: LayerShard | EmbeddingShard | Norm) -> None:
+    """Norms that only normalise, and zeros in all other tensors."""
+    for name in part.__dataclass_fields__:
+        value = getattr(part, name)
+        if isinstance(value, Norm):
+            _make_plain(value)
+            value.weight.fill_(1.0)
+        elif isinstance(value, Tensor):
+            value.zero_()
 
 
 def _without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agent.worker.transformer.matrices import Floats, Int4, Int8, Matrix, Packed, Pieces, empty_matrix, memory_of
+from agent.worker.transformer.matrices import Floats, Matrix, Pieces, empty_matrix, memory_of
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import OF_LAYER, slices
 from hearth.plan.geometry import Span, spans
@@ -96,7 +96,7 @@ class Shard:
 
     def weight_error(self) -> float:
         """How far the matrices are off the checkpoint's, for the format that they are kept in: relative, root mean square."""
-        losses = [part.loss for part in _parts(self) if isinstance(part, Floats | Packed | Int8 | Int4)]
+        losses = [part.loss for part in _parts(self) if isinstance(part, Matrix)]
         norm = sum(loss.squared_norm for loss in losses)
         return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
 
@@ -286,7 +286,7 @@ def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
     """All matrices, and all tensors that are none."""
     if isinstance(part, Tensor):
         yield (part,)
-    elif isinstance(part, Floats | Packed | Int8 | Int4):
+    elif isinstance(part, Matrix):
         yield part
     elif isinstance(part, list):
         for item in part:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hearth.wire.codec import NUMPY_CASTS
+from hearth.wire.codec import Casts
 
 Array = np.ndarray[Any, Any]
 
@@ -16,12 +16,7 @@ Array = np.ndarray[Any, Any]
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-class TorchCasts:
-    """See `hearth.wire.codec.Casts`."""
-
-    def fits_fp16(self, array: Array) -> bool:
-        return NUMPY_CASTS.fits_fp16(array)
-
+class TorchCasts(Casts):
     def to_fp16(self, array: Array) -> Array:
         half: Array = torch.from_numpy(array).half().numpy()
         return half

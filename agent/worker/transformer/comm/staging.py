@@ -6,7 +6,7 @@ On CUDA, tiles pass through pinned host memory, copied on a stream of their own,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -15,31 +15,21 @@ from torch import Tensor
 WireTile = np.ndarray[Any, Any]
 
 
-class Staging(Protocol):
-    device: torch.device
-
-    def to_wire(self, tensor: Tensor) -> WireTile | Callable[[], WireTile]:
-        """The tensor as a host array, or a function that waits for it. The tensor must not change afterwards."""
-
-    def from_wire(self, tile: WireTile, into: Tensor) -> None:
-        """Copy a received tile into `into`; work queued on the device afterwards sees it."""
-
-    def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
-        """Add a received tile to `into`."""
-
-
 class CpuStaging:
     device = torch.device("cpu")
 
     def to_wire(self, tensor: Tensor) -> WireTile:
+        """The tensor as a host array. It must not change afterwards."""
         tile: WireTile = tensor.contiguous().numpy()
         return tile
 
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
+        """Copy a received tile into `into`; work queued on the device afterwards sees it."""
         # Into our own aligned buffer: GEMM kernels may round differently on memory aligned by chance.
         np.copyto(into.numpy(), tile)
 
     def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
+        """Add a received tile to `into`."""
         array = into.numpy()
         np.add(array, tile, out=array)
 
@@ -52,6 +42,7 @@ class CudaStaging:
         self._copies = torch.cuda.Stream(self.device)
 
     def to_wire(self, tensor: Tensor) -> Callable[[], WireTile]:
+        """A function that waits for the copy in host memory. The tensor must not change afterwards."""
         tensor = tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -82,6 +73,9 @@ class CudaStaging:
         received = torch.empty_like(into)
         self.from_wire(tile, received)
         into.add_(received)
+
+
+Staging: TypeAlias = CpuStaging | CudaStaging
 
 
 def make_staging(compute_device: str) -> Staging:

@@ -1,14 +1,13 @@
-"""Facts about a generation in the debug log, for programs: a line of JSON each, written and read here."""
+"""Facts about a generation in the debug log, for programs: a line of JSON each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel
 
-_MARK = "generation fact: "
+MARK = "generation fact: "  # what a line begins with
 
 
 class StepBegun(BaseModel):
@@ -28,17 +27,5 @@ class SequenceCancelled(BaseModel):
     num_tokens: int
 
 
-Fact = Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
-_ADAPTER: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(Fact)
-
-
 def log_fact(log: logging.Logger, fact: StepBegun | SequenceCancelled) -> None:
-    log.debug("%s%s", _MARK, fact.model_dump_json())
-
-
-def facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
-    """The facts in a process's log. Raises pydantic's ValidationError for one of another version."""
-    for line in lines:
-        _, mark, text = line.partition(_MARK)
-        if mark:
-            yield _ADAPTER.validate_json(text)
+    log.debug("%s%s", MARK, fact.model_dump_json())

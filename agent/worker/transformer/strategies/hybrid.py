@@ -5,6 +5,8 @@ T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the Q
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from agent.worker.transformer import blocks
@@ -133,8 +135,9 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
     _keep_own_heads(step, index, k_Tk, v_Tk)
     if not x_sH.shape[0]:
         return x_sH
+    rows = replace(step.rows, caches=(None,) * len(step.rows.caches))  # those hold the heads of this rank only
     with step.recorder.bar(Work.ATTENTION, index):
-        context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, step.rows, step.own, cached=False)
+        context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, rows, step.own)
     with step.recorder.bar(Work.OUT, index):
         return layer.out_weight.times(context_sw)
 

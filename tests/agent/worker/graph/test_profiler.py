@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from support.graph_engines import finished, random_array
 
 from agent.worker.graph import profiler as graph_profiler
-from agent.worker.graph.profiler import GRAPH_FILE, TimedKernel, kernel_times, profile
+from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile
 from hearth.errors import BadPlan, StoreFull
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled, StartProfile, decode, encode
 
@@ -39,17 +39,18 @@ def test_kernel_times_leave_out_the_first_run_and_disturbed_ones() -> None:
     quiet = [("a", 0, 100), ("b", 100, 300)]
     slow = [("a", 0, 200), ("b", 200, 300)]
     found = kernel_times(
-        events([("a", 0, 9000), ("b", 9000, 1)], quiet, quiet, slow, [("a", 0, 100), ("b", 100, 3000)])
+        events([("a", 0, 9000), ("b", 9000, 1)], quiet, quiet, slow, [("a", 0, 100), ("b", 100, 3000)]),
+        {"b": ("b", "c")},
     )
-    assert found == [
-        TimedKernel("a", "A", "P", pytest.approx(400e-6 / 3)),
-        TimedKernel("b", "B", "P", pytest.approx(3e-4)),
+    assert [(each.name, each.kind, each.provider, each.seconds, each.operators) for each in found] == [
+        ("a", "A", "P", pytest.approx(400e-6 / 3), ()),
+        ("b", "B", "P", pytest.approx(3e-4), ("b", "c")),
     ]
 
 
 def test_nodes_inside_of_a_loop_count_as_the_loop() -> None:
     run = [("loop", 0, 100), ("inner", 10, 20), ("inner", 40, 20), ("after", 100, 5)]
-    found = {each.name: each.seconds for each in kernel_times(events(run, run))}
+    found = {each.name: each.seconds for each in kernel_times(events(run, run), {})}
     assert found == {"loop": pytest.approx(1e-4), "after": pytest.approx(5e-6)}
 
 
