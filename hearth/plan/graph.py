@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from hearth.plan.value_formats import Values
 
 Objective = Literal["latency", "throughput"]
 
 
-class GraphModel(BaseModel):
+class GraphModel(BaseModel, frozen=True):
     """What a plan must know of a graph. `inputs` and `outputs` name its tensors."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     sha256: str  # of the ONNX file and its external data; empty for a graph without weights
@@ -22,14 +20,12 @@ class GraphModel(BaseModel):
     outputs: tuple[str, ...]
 
 
-class Segment(BaseModel):
+class Segment(BaseModel, frozen=True):
     """Operators that run as one onnxruntime session on one device. `inputs` and `outputs` name tensors of the graph.
 
     `seconds` is its predicted compute time. An output goes to every segment that takes it, and to the client if the graph
     outputs it.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     operators: tuple[int, ...] = Field(min_length=1)
     rank: int = Field(ge=0)
@@ -38,10 +34,8 @@ class Segment(BaseModel):
     seconds: float = Field(default=0.0, ge=0)
 
 
-class GraphSegments(BaseModel):
+class GraphSegments(BaseModel, frozen=True, extra="forbid"):
     """Segments in an order in which they can run: each takes tensors of segments before it, or the graph's inputs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["graph"] = "graph"
     objective: Objective

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from hearth.plan.rotary import RotarySpec
 
@@ -16,13 +16,11 @@ INT4_DEVICES = ("cpu",)  # the compute devices whose workers have a kernel for i
 _MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(BaseModel, frozen=True):
     """The shape of one model, read from its Hugging Face config (see `coordinator.models.checkpoint.families`).
 
     A KV group is the query heads that share one key and value head. Defaults are an encoder's (BERT).
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str = Field(max_length=256)
     family: str = Field(max_length=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from hearth.plan.value_formats import Values
 
@@ -19,19 +19,15 @@ def timeout_seconds(predicted_seconds: float) -> float:
     return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * predicted_seconds)
 
 
-class WireFormat(BaseModel):
+class WireFormat(BaseModel, frozen=True):
     """How activations travel: the value format, and whether lz4 (after a byte shuffle) is applied."""
-
-    model_config = ConfigDict(frozen=True)
 
     values: Values = "exact"
     lz4: Literal["off", "on", "auto"] = "auto"
 
 
-class MemoryUse(BaseModel):
+class MemoryUse(BaseModel, frozen=True):
     """Bytes that one device will hold, by kind."""
-
-    model_config = ConfigDict(frozen=True)
 
     weights: int = Field(ge=0)
     embeddings: int = Field(ge=0)
@@ -44,9 +40,7 @@ class MemoryUse(BaseModel):
         return self.weights + self.embeddings + self.activations + self.workspace + self.kv_cache
 
 
-class PlannedDevice(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
+class PlannedDevice(BaseModel, frozen=True):
     device_id: str
     name: str
     memory: MemoryUse
@@ -54,10 +48,8 @@ class PlannedDevice(BaseModel):
     compute_seconds: float = Field(ge=0)  # busy time of this device in one step or request, under the simulator
 
 
-class Prediction(BaseModel):
+class Prediction(BaseModel, frozen=True):
     """Seconds under the simulator: of one Transformer step of `seq_len` rows, or of one request to a graph."""
-
-    model_config = ConfigDict(frozen=True)
 
     latency_seconds: float = Field(ge=0)  # of one step or request alone
     compute_seconds: float = Field(ge=0)  # the busiest device
@@ -68,10 +60,8 @@ class Prediction(BaseModel):
     proven_optimal: bool = False
 
 
-class Alternative(BaseModel):
+class Alternative(BaseModel, frozen=True):
     """A candidate that the planner priced or ruled out, and why it was not chosen."""
-
-    model_config = ConfigDict(frozen=True)
 
     strategy: str
     predicted_seconds: float | None

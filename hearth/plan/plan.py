@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from typing_extensions import TypeIs, TypeVar
 
@@ -25,10 +25,8 @@ Model_co = TypeVar("Model_co", default=ModelSpec | GraphModel, covariant=True)
 Body_co = TypeVar("Body_co", default=Body, covariant=True)
 
 
-class Plan(BaseModel, Generic[Model_co, Body_co]):
+class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
     """`epoch` numbers deployments: messages of another epoch are dropped and counted. Ranks index `devices`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[2] = 2
     epoch: int = Field(default=0, ge=0, lt=1 << 63)

@@ -6,18 +6,16 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class LatencyCurve(BaseModel):
+class LatencyCurve(BaseModel, frozen=True):
     """Seconds as a function of a block's size: linear between its points, and beyond the last.
 
     `error` is the relative error to expect of it: the largest misfit of the measured points.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     sizes: tuple[int, ...] = Field(min_length=1, max_length=256)
     seconds: tuple[Seconds, ...] = Field(min_length=1, max_length=256)
@@ -115,14 +113,12 @@ def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     return intercept, slope
 
 
-class WireCost(BaseModel):
+class WireCost(BaseModel, frozen=True):
     """Compute time that moving activations takes from a device: what its cores do not do for the model meanwhile.
 
     Encryption, TCP, and conversions of the value format. Seconds of the whole device (with n threads, a core's second
     is 1/n), as slow as the device's own limits make them.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     encrypted_seconds_per_byte: Seconds = 0.0  # at each end
     plain_seconds_per_byte: Seconds = 0.0
@@ -130,7 +126,7 @@ class WireCost(BaseModel):
     convert_seconds_per_value: dict[str, Seconds] = {}  # by value format: encoding and decoding together
 
 
-class BlockProfile(BaseModel):
+class BlockProfile(BaseModel, frozen=True):
     """One layer's blocks on one device at `seq_len` rows (Galaxy's profiler: L(MHA,a,d), L(MLP,b,d), L(CON,s,d)).
 
     `qkv`, `core` (attention itself) and `out` are indexed by heads, `up` (with its activation) and `down` by columns, all
@@ -140,8 +136,6 @@ class BlockProfile(BaseModel):
     Decoding is bound by memory: one row costs `decode_seconds_per_byte` for the weights (and keys and values) that it
     reads, and `decode_layer_seconds` for all else in a layer. Both are 0 where they were not measured: for encoders.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     seq_len: int = Field(ge=1)
     qkv: LatencyCurve
@@ -185,10 +179,8 @@ class BlockProfile(BaseModel):
         return self.model_copy(update=scaled)
 
 
-class DeviceProfile(BaseModel):
+class DeviceProfile(BaseModel, frozen=True):
     """A device as the planner sees it. `budget_bytes` is what a worker may hold in all."""
-
-    model_config = ConfigDict(frozen=True)
 
     device_id: str
     name: str
@@ -196,10 +188,8 @@ class DeviceProfile(BaseModel):
     blocks: BlockProfile
 
 
-class Link(BaseModel):
+class Link(BaseModel, frozen=True):
     """One ordered pair of devices, measured over the data plane's kind of socket and security."""
-
-    model_config = ConfigDict(frozen=True)
 
     source: str
     target: str
@@ -207,10 +197,8 @@ class Link(BaseModel):
     round_trip_seconds: Seconds
 
 
-class ClusterProfile(BaseModel):
+class ClusterProfile(BaseModel, frozen=True):
     """Everything a planner knows. `links` holds every ordered pair of `devices`."""
-
-    model_config = ConfigDict(frozen=True)
 
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()

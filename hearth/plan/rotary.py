@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hearth.errors import UnsupportedArchitecture
 from hearth.validation import first_error
@@ -14,26 +14,25 @@ from hearth.validation import first_error
 Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
-class RotarySpec(BaseModel):
-    """`rope_parameters` (or `rope_theta` and `rope_scaling`) of a Hugging Face config, under our names."""
-
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+class RotarySpec(BaseModel, frozen=True, allow_inf_nan=False, populate_by_name=True):
+    """`rope_parameters` (or `rope_theta` and `rope_scaling`) of a Hugging Face config, read under its names or ours."""
 
     kind: Kind = "default"
-    theta: float = Field(default=10_000.0, gt=0)
-    rotated: float = Field(default=1.0, gt=0, le=1)  # share of a head's dimensions that turn (partial_rotary_factor)
+    theta: float = Field(default=10_000.0, gt=0, validation_alias="rope_theta")
+    rotated: float = Field(default=1.0, gt=0, le=1, validation_alias="partial_rotary_factor")  # of a head's dimensions
     factor: float = Field(default=1.0, gt=0)  # by how much the context was stretched
-    original_positions: int = Field(default=0, ge=0)  # that the model was first trained for; 0: max_positions
-    low_frequency_factor: float = Field(default=1.0, gt=0)  # llama3
-    high_frequency_factor: float = Field(default=4.0, gt=0)
+    # That the model was first trained for; 0: max_positions.
+    original_positions: int = Field(default=0, ge=0, validation_alias="original_max_position_embeddings")
+    low_frequency_factor: float = Field(default=1.0, gt=0, validation_alias="low_freq_factor")  # llama3
+    high_frequency_factor: float = Field(default=4.0, gt=0, validation_alias="high_freq_factor")
     beta_fast: float = Field(default=32.0, gt=0)  # yarn
     beta_slow: float = Field(default=1.0, gt=0)
     attention_factor: float | None = Field(default=None, gt=0)  # yarn, longrope
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factors: tuple[float, ...] = Field(default=(), max_length=4096)  # longrope
-    long_factors: tuple[float, ...] = Field(default=(), max_length=4096)
+    short_factors: tuple[float, ...] = Field(default=(), max_length=4096, validation_alias="short_factor")  # longrope
+    long_factors: tuple[float, ...] = Field(default=(), max_length=4096, validation_alias="long_factor")
 
 
 class Frequencies(NamedTuple):
@@ -45,22 +44,6 @@ class Frequencies(NamedTuple):
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
-_FIELDS = {
-    "theta": "rope_theta",
-    "rotated": "partial_rotary_factor",
-    "factor": "factor",
-    "original_positions": "original_max_position_embeddings",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-    "short_factors": "short_factor",
-    "long_factors": "long_factor",
-}
 _NEEDED: Mapping[Kind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -85,12 +68,11 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
     missing = [field for field in _NEEDED[kind] if field not in settings]
     if missing:
         raise ValueError(f"rope_type {kind}: the field {missing[0]} is missing")
-    values = {ours: settings[theirs] for ours, theirs in _FIELDS.items() if theirs in settings}
     try:
-        spec = RotarySpec(kind=kind, **values)
+        spec = RotarySpec.model_validate({**settings, "kind": kind})
     except ValidationError as error:
-        raise ValueError(first_error(error, names=_FIELDS)) from None
-    if "factor" not in values and spec.original_positions:
+        raise ValueError(first_error(error)) from None
+    if "factor" not in settings and spec.original_positions:
         spec = spec.model_copy(update={"factor": max_positions / spec.original_positions})
     if rotary_dim(spec, head_dim) % 2:
         raise ValueError(f"{rotary_dim(spec, head_dim)} dimensions of a head cannot turn in pairs")

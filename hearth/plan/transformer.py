@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_for, spans
 from hearth.plan.model_spec import ModelSpec
@@ -18,10 +18,8 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 Placement = Literal["sharded", "replicated"]
 
 
-class GenerationLimits(BaseModel):
+class GenerationLimits(BaseModel, frozen=True):
     """Capacity that a decoder's plan reserves, and the request that planners compare plans by."""
-
-    model_config = ConfigDict(frozen=True)
 
     kv_tokens: int = Field(ge=1)  # of all sequences together: the KV cache of every rank has room for them
     max_sequences: int = Field(ge=1, le=4096)  # decoded in one step
@@ -33,14 +31,12 @@ class GenerationLimits(BaseModel):
     new_tokens: int = Field(default=0, ge=0)  # of its answer
 
 
-class LayerMode(BaseModel):
+class LayerMode(BaseModel, frozen=True):
     """The weight groups of a layer that every rank with rows holds whole (ALGORITHMS.md section 5): memory for traffic.
 
     Rows are split throughout. With `attention` by heads, an all-to-all follows a replicated QKV projection and precedes a
     replicated output projection; by rows (both replicated), K and V of all rows are gathered instead.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     qkv: Placement = "sharded"
     out: Placement = "sharded"
@@ -85,15 +81,13 @@ _TRAITS: dict[str, Traits] = {
 }
 
 
-class _TransformerBody(BaseModel, ABC):
-    """Shares of each rank; ranks are the plan's devices in ring order.
+class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
+    """Shares of each rank; ranks are the plan's devices in ring order. `TensorParallel` says what every body tells.
 
     `heads` (KV groups times query heads per group: plain heads for BERT), `columns` and `vocabulary` count items on the
     sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `exact_links` are pairs (sender,
     receiver) of ranks between which a lossy wire format would save no time: they carry exact values.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seq_len: int = Field(ge=1)  # the step length that times and activations are planned for
     heads: tuple[int, ...]
@@ -105,11 +99,6 @@ class _TransformerBody(BaseModel, ABC):
 
     @property
     @abstractmethod
-    def title(self) -> str:
-        """One line for people, as `hmp with qkv, out replicated`."""
-
-    @property
-    @abstractmethod
     def num_stages(self) -> int:
         """Groups of layers that different ranks compute one after the other."""
 
@@ -117,47 +106,6 @@ class _TransformerBody(BaseModel, ABC):
     def max_steps_in_flight(self) -> int:
         """Steps of a generation that may be under way: one in each stage, and one between every two stages."""
         return 2 * self.num_stages - 1
-
-    @property
-    @abstractmethod
-    def max_step_rows(self) -> int:
-        """Rows of a prefill step at most."""
-
-    @abstractmethod
-    def mode(self, layer: int) -> LayerMode:
-        """How the weight groups of a layer are held."""
-
-    @abstractmethod
-    def layers_of(self, rank: int, num_layers: int) -> Span:
-        """The layers of which a rank holds a part."""
-
-    @abstractmethod
-    def holding(self, rank: int, layer: int) -> Holding:
-        """A rank's part of a layer."""
-
-    @abstractmethod
-    def own_share(self, rank: int) -> tuple[Span, Span]:
-        """Heads and columns of its layers that a rank decodes with."""
-
-    @abstractmethod
-    def step_rows(self, rank: int) -> int:
-        """Rows of a step of `seq_len` rows that the rank computes norms and residuals of."""
-
-    @abstractmethod
-    def has_rows(self, rank: int) -> bool:
-        """Whether the rank normalises rows of a step."""
-
-    @abstractmethod
-    def embeds(self, rank: int) -> bool:
-        """Whether the rank needs the positions, token types and norm of the embedding for rows of a step."""
-
-    @abstractmethod
-    def allocates_embedding(self, rank: int) -> bool:
-        """Whether the rank has memory for them, needed or not."""
-
-    @abstractmethod
-    def repeats_norms(self, rank: int) -> bool:
-        """Whether the rank repeats all norms of a token that is decoded: a single row cannot be split."""
 
     @abstractmethod
     def _check_shares(self, model: ModelSpec, num_ranks: int) -> None:
@@ -202,6 +150,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def title(self) -> str:
+        """One line for people, as `hmp with qkv, out replicated`."""
         groups = [
             group if count == len(self.modes) else f"{group} ({count} of {len(self.modes)} layers)"
             for group in ("qkv", "out", "mlp")
@@ -217,6 +166,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def max_step_rows(self) -> int:
+        """Rows of a prefill step at most."""
         return self.seq_len
 
     @property
@@ -230,13 +180,15 @@ class TensorParallel(_TransformerBody):
         return self.traits.micro_batches and not any(mode.attention == "rows" for mode in self.modes)
 
     def mode(self, layer: int) -> LayerMode:
+        """How the weight groups of a layer are held."""
         return self.modes[layer] if self.modes else self.traits.mode
 
     def layers_of(self, rank: int, num_layers: int) -> Span:
+        """The layers of which a rank holds a part."""
         return Span(0, num_layers)
 
     def holding(self, rank: int, layer: int) -> Holding:
-        """The ranks that have rows hold a replicated group whole; the others hold none of it."""
+        """A rank's part of a layer. The ranks that have rows hold a replicated group whole; the others hold none of it."""
         mode, rows = self.mode(layer), self.has_rows(rank)
         heads, columns = spans(self.heads), spans(self.columns)
 
@@ -248,21 +200,27 @@ class TensorParallel(_TransformerBody):
         return Holding(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
 
     def own_share(self, rank: int) -> tuple[Span, Span]:
+        """Heads and columns of its layers that a rank decodes with."""
         return spans(self.heads)[rank], spans(self.columns)[rank]
 
     def step_rows(self, rank: int) -> int:
+        """Rows of a step of `seq_len` rows that the rank computes norms and residuals of."""
         return self.seq_len if self.traits.repeats_rows else rows_for(self.row_weights, self.seq_len)[rank]
 
     def has_rows(self, rank: int) -> bool:
+        """Whether the rank normalises rows of a step."""
         return self.traits.repeats_rows or self.row_weights[rank] > 0
 
     def embeds(self, rank: int) -> bool:
+        """Whether the rank needs the positions, token types and norm of the embedding for rows of a step."""
         return self.has_rows(rank)
 
     def allocates_embedding(self, rank: int) -> bool:
+        """Whether the rank has memory for them, needed or not."""
         return True
 
     def repeats_norms(self, rank: int) -> bool:
+        """Whether the rank repeats all norms of a token that is decoded: a single row cannot be split."""
         return max(self.heads[rank], self.columns[rank], self.vocabulary[rank]) > 0
 
     def check(self, model: object, num_ranks: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 
 Array = np.ndarray[Any, Any]
+Layout = list[tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and shape of each buffer of a tile
 
 SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
 SAMPLE_EVERY = 64  # tiles of one kind, after the first
@@ -27,31 +28,18 @@ _COMPUTE_COUNTS = 3.0  # measured: at 1, lz4 made four devices at 270 Mbit/s a q
 _LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output: one more step of a match length
 
 
-class Casts(Protocol):
-    """Conversions between float32 and the 16-bit formats. The worker brings torch's, several times as fast."""
-
-    def fits_fp16(self, array: Array) -> bool:
-        """Whether every value is finite and within fp16's range."""
-
-    def to_fp16(self, array: Array) -> Array:
-        """Rounded to nearest; what is too large becomes infinite."""
-
-    def from_fp16(self, array: Array) -> Array: ...
-
-    def to_bf16(self, array: Array) -> Array:
-        """The upper halves as uint16, rounded to nearest even; NaN stays NaN."""
-
-    def from_bf16(self, array: Array) -> Array: ...
-
-
 _FP16_MAX = 65504.0
 
 
-class _NumpyCasts:
+class Casts:
+    """Conversions between float32 and the 16-bit formats, in numpy. The worker has torch's, several times as fast."""
+
     def fits_fp16(self, array: Array) -> bool:
+        """Whether every value is finite and within fp16's range."""
         return bool(np.abs(array).max(initial=0.0) <= _FP16_MAX)  # False for a NaN, too
 
     def to_fp16(self, array: Array) -> Array:
+        """Rounded to nearest; what is too large becomes infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype("<f2")
 
@@ -59,6 +47,7 @@ class _NumpyCasts:
         return array.astype(np.float32)
 
     def to_bf16(self, array: Array) -> Array:
+        """The upper halves as uint16, rounded to nearest even; NaN stays NaN."""
         bits = array.view(np.uint32)
         with np.errstate(over="ignore"):
             rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
@@ -71,7 +60,7 @@ class _NumpyCasts:
         return (array.astype(np.uint32) << 16).view(np.float32)
 
 
-NUMPY_CASTS: Casts = _NumpyCasts()
+NUMPY_CASTS = Casts()
 
 
 class Encoded(NamedTuple):
@@ -102,11 +91,7 @@ class Codec:
     """The sending side of one link. `encode` belongs to one thread at a time; `clock` returns seconds."""
 
     def __init__(
-        self,
-        wire: WireFormat,
-        link_bytes_per_second: float,
-        clock: Callable[[], float],
-        casts: Casts = NUMPY_CASTS,
+        self, wire: WireFormat, link_bytes_per_second: float, clock: Callable[[], float], casts: Casts = NUMPY_CASTS
     ) -> None:
         if wire.lz4 != "off":
             import lz4.block  # noqa: F401  # now: the first sample must not time the import
@@ -206,10 +191,7 @@ def decode(
     return _CONVERSIONS[values].from_wire(planes, dtype, casts)
 
 
-def wire_layout(
-    values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-    """Dtype and shape of each buffer of a tile."""
+def wire_layout(values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
     return _CONVERSIONS[values].layout(dtype, shape)
 
 
@@ -225,32 +207,24 @@ def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueForm
     return EXACT, [array]
 
 
-class _Conversion(Protocol):
-    """How one value format is laid out, made from float32 and read again."""
-
-    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Dtype and shape of each buffer of a tile."""
-
-    def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
-        """The buffers; None where the format cannot hold the values."""
-
-    def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
-        """The values again."""
-
-
 class _Exact:
-    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    """How a value format is laid out, made from float32 and read again; this one: as it is."""
+
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
+        """Dtype and shape of each buffer of a tile."""
         return [(dtype, shape)]
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
+        """The buffers; None where the format cannot hold the values."""
         return [array]
 
     def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
+        """The values again."""
         return planes[0]
 
 
-class _Bf16:
-    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+class _Bf16(_Exact):
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         return [(np.dtype("<u2"), shape)]
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
@@ -260,8 +234,8 @@ class _Bf16:
         return casts.from_bf16(planes[0]).astype(dtype, copy=False)
 
 
-class _Fp16:
-    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+class _Fp16(_Exact):
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         return [(np.dtype("<f2"), shape)]
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
@@ -275,10 +249,10 @@ class _Fp16:
         return casts.from_fp16(planes[0]).astype(dtype, copy=False)
 
 
-class _Int8:
+class _Int8(_Exact):
     """Each row (last axis) is scaled by its largest absolute value."""
 
-    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
@@ -295,7 +269,7 @@ class _Int8:
             return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
 
 
-_CONVERSIONS: Mapping[ValueFormat, _Conversion] = {EXACT: _Exact(), BF16: _Bf16(), FP16: _Fp16(), INT8: _Int8()}
+_CONVERSIONS: Mapping[ValueFormat, _Exact] = {EXACT: _Exact(), BF16: _Bf16(), FP16: _Fp16(), INT8: _Int8()}
 
 
 # ---- shuffle and lz4 ------------------------------------------------------------------------------------------------
