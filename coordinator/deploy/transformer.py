@@ -20,15 +20,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import Values
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    Abort,
-    ChunkRef,
-    GenerateTokens,
-    GenerationEnded,
-    Sampling,
-    ShardParts,
-    TokensGenerated,
-)
+from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
 from hearth.wire.rpc import Reply
 
 if TYPE_CHECKING:
@@ -102,11 +94,7 @@ class TransformerDeployment(Deployment):
         if self.failure is not None:
             raise self.failure
         request = GenerateTokens(
-            **self.command,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop_ids=tuple(stop_ids),
-            first_index=first_index,
+            **self.command, sampling=sampling, max_tokens=max_tokens, stop_ids=tuple(stop_ids), first_index=first_index
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)

@@ -234,11 +234,7 @@ OPT = Family(
     },
     defaults={"activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True},
     facts={**_DECODER, "norm_eps": 1e-5, "position_offset": 2},
-    required={
-        "do_layer_norm_before": True,
-        "layer_norm_elementwise_affine": True,
-        "_remove_final_layer_norm": False,
-    },
+    required={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False},
     rules=(_opt_one_width,),
     prefixes=("", "model."),
     layer_prefix="decoder.layers.{}.",

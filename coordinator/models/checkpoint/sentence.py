@@ -17,7 +17,6 @@ def read_pooling(model_dir: Path) -> Literal["mean"]:
         other = [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
         if other != ["pooling_mode_mean_tokens"]:
             raise UnsupportedArchitecture(
-                architecture=f"pooling by {', '.join(other) or 'nothing'}",
-                supported="pooling_mode_mean_tokens",
+                architecture=f"pooling by {', '.join(other) or 'nothing'}", supported="pooling_mode_mean_tokens"
             )
     return "mean"

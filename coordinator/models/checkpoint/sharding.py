@@ -46,11 +46,7 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
     otherwise in its next version, and knows bfloat16 only through torch."""
     header, offset = {}, 0
     for name, array in tensors.items():
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
         offset += array.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -68,8 +64,7 @@ def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: st
         )
     if checkpoint.dtype(name) != spec.dtype:
         raise BadCheckpoint(
-            path=str(checkpoint.path),
-            reason=f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}",
+            path=str(checkpoint.path), reason=f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}"
         )
     view: np.ndarray[Any, Any] = source.view(checkpoint.array(name))
     return view
