@@ -5,11 +5,13 @@ Those that exporters, optimisers and quantisers write. For others the model has 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from onnx import NodeProto, TensorProto, helper
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from coordinator.models.onnx.nodes import attributes_of
 
 
 class TensorType(NamedTuple):
@@ -20,6 +22,8 @@ class TensorType(NamedTuple):
 
 
 Types = Sequence[TensorType | None]
+# Operators fused with an activation: their standard form, which takes no sum to add before it.
+_FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 _Rule = Callable[[dict[str, Any], Sequence[TensorType]], list[TensorType]]
 
 
@@ -28,15 +32,24 @@ def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
     rule = _RULES.get(node.op_type)
     if rule is None:
         return None
-    attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     missing = TensorType(TensorProto.UNDEFINED, ())
     try:
-        found = rule(attributes, [each or missing for each in inputs])
+        found = rule(attributes_of(node), [each or missing for each in inputs])
     except (IndexError, KeyError, TypeError, ValueError):
         return None
     if any(each.element_type == TensorProto.UNDEFINED for each in found) or len(found) < len(node.output):
         return None
     return found
+
+
+def without_activation(node: NodeProto) -> NodeProto | None:
+    """The standard operator whose outputs have the same shapes, of one that is fused with an activation."""
+    if node.op_type not in _FUSED:
+        return None
+    attributes = [each for each in node.attribute if not each.name.startswith("activation")]
+    return NodeProto(
+        op_type=_FUSED[node.op_type], name=node.name, input=node.input[:3], output=node.output, attribute=attributes
+    )
 
 
 def _as_input(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
@@ -49,22 +62,10 @@ def _skip_normalisation(_: dict[str, Any], inputs: Sequence[TensorType]) -> list
     return [inputs[0], statistics, statistics, inputs[0]]
 
 
-def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Raises ValueError where they do not go together."""
-    rank = max(map(len, shapes))
-    sizes = zip(*((1,) * (rank - len(shape)) + shape for shape in shapes), strict=True)
-    found = tuple(next((size for size in axis if size != 1), 1) for axis in sizes)
-    for shape in shapes:
-        for size, common in zip(reversed(shape), reversed(found), strict=False):
-            if size not in (1, common):
-                raise ValueError(f"{shapes} do not broadcast")
-    return found
-
-
 def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     if min(len(left), len(right)) < 2 or left[-1] != right[-2]:
         raise ValueError(f"{left} and {right} cannot be multiplied")
-    return (*broadcast(left[:-2], right[:-2]), left[-2], right[-1])
+    return (*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-1])
 
 
 def _fused_matmul(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
@@ -89,7 +90,7 @@ def _matmul_n_bits(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> 
 
 def _quantised_elementwise(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
     """A, its scale and zero point, then those of B."""
-    return [TensorType(inputs[0].element_type, broadcast(inputs[0].shape, inputs[3].shape))]
+    return [TensorType(inputs[0].element_type, np.broadcast_shapes(inputs[0].shape, inputs[3].shape))]
 
 
 def _quantised_global_pool(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
@@ -128,30 +129,6 @@ def _quantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorTy
     return [TensorType(inputs[2].element_type if len(inputs) > 2 else TensorProto.UINT8, inputs[0].shape)]
 
 
-def _fused_convolution(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    shape, kernel = inputs[0].shape, inputs[1].shape[2:]
-    if attributes.get("auto_pad", b"NOTSET") != b"NOTSET":
-        raise ValueError("padded by rule")
-    rank = len(kernel)
-    strides, dilations = attributes.get("strides") or [1] * rank, attributes.get("dilations") or [1] * rank
-    pads = attributes.get("pads") or [0] * 2 * rank
-    sizes = [
-        (shape[2 + axis] + pads[axis] + pads[rank + axis] - dilations[axis] * (kernel[axis] - 1) - 1) // strides[axis]
-        + 1
-        for axis in range(rank)
-    ]
-    return [TensorType(inputs[0].element_type, (shape[0], inputs[1].shape[0], *sizes))]
-
-
-def _fused_gemm(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    left, right = inputs[0].shape, inputs[1].shape
-    rows = left[1] if attributes.get("transA") else left[0]
-    columns = right[0] if attributes.get("transB") else right[1]
-    if math.prod(left) // rows != math.prod(right) // columns:
-        raise ValueError(f"{left} and {right} cannot be multiplied")
-    return [TensorType(inputs[0].element_type, (rows, columns))]
-
-
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         ("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "SimplifiedLayerNormalization", "GroupNorm", "RotaryEmbedding",
@@ -170,6 +147,4 @@ _RULES: dict[str, _Rule] = {
     "EmbedLayerNormalization": _embedding,
     "DequantizeLinear": _dequantised,
     "QuantizeLinear": _quantised,
-    "FusedConv": _fused_convolution,
-    "FusedGemm": _fused_gemm,
 }  # fmt: skip

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from google.protobuf.message import DecodeError, Message
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from coordinator.models.onnx.nodes import bodies
 from hearth.errors import BadModelFile
 
 # Larger weights stay in the file, and go to devices as chunks of their own; smaller ones travel within the segment.
@@ -170,27 +171,17 @@ def raw_bytes(tensor: TensorProto) -> bytes:
 
 def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
     """Every tensor: initialisers and attributes, of functions and of the bodies of control flow too."""
-    yield from _tensors_of_graph(proto.graph)
-    for function in proto.functions:
-        for node in function.node:
-            yield from _tensors_of_node(node)
-
-
-def _tensors_of_graph(graph: GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
-        yield from _tensors_of_node(node)
-
-
-def _tensors_of_node(node: NodeProto) -> Iterator[TensorProto]:
-    for attribute in node.attribute:
-        if attribute.type in (AttributeProto.TENSOR, AttributeProto.UNDEFINED) and attribute.HasField("t"):
-            yield attribute.t
-        yield from attribute.tensors
-        if attribute.HasField("g"):
-            yield from _tensors_of_graph(attribute.g)
-        for graph in attribute.graphs:
-            yield from _tensors_of_graph(graph)
+    yield from proto.graph.initializer
+    todo = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
+    while todo:
+        node = todo.pop()
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+        for body in bodies(node):
+            yield from body.initializer
+            todo += body.node
 
 
 def _all_texts_readable(message: Message) -> bool:

@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onnx import NodeProto, helper
+from onnx import NodeProto
+
+from coordinator.models.onnx.nodes import attributes_of
 
 Shape = tuple[int, ...]
 
@@ -35,9 +37,7 @@ class Call(NamedTuple):
 
 def flops_of(node: NodeProto, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> float:
     """Of an operator without a body; `inputs` and `outputs` in the node's order."""
-    call = Call(
-        {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}, inputs, outputs
-    )
+    call = Call(attributes_of(node), inputs, outputs)
     return float(_RULES.get(node.op_type, _written)(call))
 
 
@@ -119,6 +119,11 @@ def _packed_attention(call: Call) -> int:
     return 2 * batch * length * hidden * call.input(1)[-1] + 4 * length * math.prod(call.output)
 
 
+def _either_attention(call: Call) -> int:
+    """The standard operator takes Q, K and V; onnxruntime's of the same name takes them packed."""
+    return _packed_attention(call) if len(call.input(1)) == 2 else _attention(call)
+
+
 _RULES: dict[str, Callable[[Call], int]] = {
     **dict.fromkeys(("Conv", "ConvInteger", "FusedConv"), _convolution(1)),
     "QLinearConv": _convolution(3),
@@ -132,6 +137,7 @@ _RULES: dict[str, Callable[[Call], int]] = {
     ),
     "Einsum": _einsum,
     **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    "Attention": _either_attention,
     **dict.fromkeys(("MultiHeadAttention", "GroupQueryAttention"), _attention),
     **dict.fromkeys(("AveragePool", "MaxPool", "LpPool"), _pooling),
     **dict.fromkeys(
@@ -145,11 +151,3 @@ _RULES: dict[str, Callable[[Call], int]] = {
     ),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), _nothing),
 }  # fmt: skip
-
-
-def _either_attention(call: Call) -> int:
-    """The standard operator takes Q, K and V; onnxruntime's of the same name takes them packed."""
-    return _packed_attention(call) if len(call.input(1)) == 2 else _attention(call)
-
-
-_RULES["Attention"] = _either_attention

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.ordering import topological_order
 
 
+def attributes_of(node: NodeProto) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
 def bodies(node: NodeProto) -> list[GraphProto]:
     """Of control flow: the branches of If, the body of Loop and Scan."""
     found: list[GraphProto] = []
     for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
+        if attribute.HasField("g"):
             found.append(attribute.g)
         found += attribute.graphs
     return found

@@ -168,7 +168,8 @@ def _make_constant_outputs(
         if name not in resolved.constants and name not in resolved.derived:
             continue
         inner = unused(f"{name}__constant", taken)
-        rename_uses([*resolved.nodes, *_each_once(resolved.derived.values())], {name: inner})
+        derived = {id(node): node for node in resolved.derived.values()}  # once, by whichever output
+        rename_uses([*resolved.nodes, *derived.values()], {name: inner})
         resolved.types[inner] = resolved.types[name]
         if name in resolved.constants:
             tensor = resolved.constants.pop(name)
@@ -180,10 +181,6 @@ def _make_constant_outputs(
             resolved.derived[inner] = node
         resolved.nodes.append(helper.make_node("Identity", [inner], [name], name=unused(f"{name}__output", taken)))
         resolved.flops.append(0.0)
-
-
-def _each_once(nodes: Iterable[NodeProto]) -> list[NodeProto]:
-    return list({id(node): node for node in nodes}.values())
 
 
 def _drop_unneeded(resolved: Resolved, outputs: list[str]) -> None:

@@ -22,13 +22,15 @@ from coordinator.models.onnx import contrib
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of
 from coordinator.models.onnx.flops import flops_of
-from coordinator.models.onnx.nodes import bodies, constant_value, in_order, rename_uses, unused, uses
+from coordinator.models.onnx.nodes import attributes_of, bodies, constant_value, in_order, rename_uses, unused, uses
 from hearth.errors import UnsupportedOperator
 
 CONTRIB_DOMAIN = "com.microsoft"
 # The result differs from run to run, so nobody may compute it beforehand, or twice.
 _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 _MAX_CONSTANTS_BYTES = INLINE_BYTES
+# Operators of onnxruntime that its exporters and its optimiser write without a domain.
+_IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 _CONTROL_FLOW = {"If", "Loop", "Scan"}
 
 Types = MutableMapping[str, TensorType]
@@ -166,6 +168,15 @@ def _constant_node(tensor: TensorProto) -> NodeProto:
     return helper.make_node("Constant", [], [tensor.name], value=tensor)
 
 
+def _any_array(element_type: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """One value at all places, which takes no memory."""
+    return np.broadcast_to(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), shape)
+
+
+def _is_contrib(node: NodeProto) -> bool:
+    return node.domain == CONTRIB_DOMAIN or (node.op_type in _IN_STANDARD_DOMAIN and not node.domain)
+
+
 def _title(node: NodeProto) -> str:
     return f"the {node.op_type} node '{node.name or next(iter(node.output), '')}'"
 
@@ -200,7 +211,7 @@ class _Resolver:
         return flops
 
     def _check_known(self, node: NodeProto) -> None:
-        if node.domain == CONTRIB_DOMAIN or (node.op_type in _IN_STANDARD_DOMAIN and not node.domain):
+        if _is_contrib(node):
             return
         if node.domain:
             raise self._unsupported(node, f"nothing is known of its domain '{node.domain}'")
@@ -213,12 +224,11 @@ class _Resolver:
         if node.op_type in _CONTROL_FLOW and not node.domain:
             return self._control_flow(node, types, values)
         inputs = [types.get(name) for name in node.input]
-        found: dict[str, TensorType] = {}
-        if node.domain or node.op_type in _IN_STANDARD_DOMAIN:
-            outputs = contrib.output_types(node, inputs)
-            found = dict(zip(node.output, outputs, strict=False)) if outputs is not None else {}
+        standard = contrib.without_activation(node) if _is_contrib(node) else node
+        if standard is not None:
+            found = self._standard(standard, types, values)
         else:
-            found = self._standard(node, types, values)
+            found = dict(zip(node.output, contrib.output_types(node, inputs) or (), strict=False))
         for name in filter(None, node.output):
             if name not in found and name in self._declared:
                 found[name] = self._declared[name]
@@ -233,19 +243,9 @@ class _Resolver:
         return found, flops
 
     def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
-        """By onnx's own shape inference, in a graph of this one node. What it leaves open is left out."""
-        model = ModelProto()
-        model.CopyFrom(self._header)
-        model.graph.node.append(node)
-        for name in uses(node):
-            if name in values:
-                added = model.graph.initializer.add()
-                added.CopyFrom(values[name])
-                added.name = name
-            else:
-                model.graph.input.append(helper.make_tensor_value_info(name, *types[name]))
+        """By the shape inference of onnx. What it leaves open is left out."""
         try:
-            inferred = infer_shapes(model, check_type=True, strict_mode=True).graph
+            inferred = infer_shapes(self._alone(node, types, values), check_type=True, strict_mode=True).graph
         except (InferenceError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise self._file.bad(f"{_title(node)} does not fit its inputs ({reason})") from None
@@ -257,31 +257,33 @@ class _Resolver:
                 outputs[info.name] = known
         return outputs
 
+    def _alone(self, node: NodeProto, types: Types, values: Values) -> ModelProto:
+        """A model of this one node. Known values are initialisers."""
+        model = ModelProto()
+        model.CopyFrom(self._header)
+        model.graph.name = "node"
+        model.graph.node.append(node)
+        for name in uses(node):
+            if name in values:
+                model.graph.initializer.append(values[name])
+            else:
+                model.graph.input.append(helper.make_tensor_value_info(name, *types[name]))
+        return model
+
     def _evaluated(
         self, node: NodeProto, found: Mapping[str, TensorType], types: Types, values: Values
     ) -> list[TensorProto]:
         """The values of a node's outputs, if they follow from known ones and are small."""
-        if (
-            node.domain
-            or node.op_type in _CONTROL_FLOW
-            or node.op_type in _IN_STANDARD_DOMAIN
-            or not _is_repeatable(node)
-        ):
+        if _is_contrib(node) or node.op_type in _CONTROL_FLOW or not _is_repeatable(node):
             return []
         if sum(num_bytes_of(*each) for each in found.values()) > _MAX_CONSTANTS_BYTES:
             return []
-        if node.op_type in ("Shape", "Size"):
-            return [self._shape_value(node, types[node.input[0]].shape)]
-        names = uses(node)
-        if not all(name in values for name in names):
+        if node.op_type not in ("Shape", "Size") and not all(name in values for name in uses(node)):
             return []
-        model = ModelProto()
-        model.CopyFrom(self._header)
-        model.graph.name = "constant"
-        model.graph.node.append(node)
-        model.graph.input.extend(helper.make_tensor_value_info(name, *types[name]) for name in names)
+        model = self._alone(node, types, values)
         model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in found.items())
-        feeds = {name: numpy_helper.to_array(values[name]) for name in names}
+        # The operators that look at a shape only take any array of that shape.
+        feeds = {each.name: _any_array(*types[each.name]) for each in model.graph.input}
         try:
             results = ReferenceEvaluator(model).run(None, feeds)
             arrays = [np.asarray(result) for result in results]
@@ -290,13 +292,6 @@ class _Resolver:
             return []
         same = all(TensorType(each.data_type, tuple(each.dims)) == found[each.name] for each in tensors)
         return tensors if same else []
-
-    def _shape_value(self, node: NodeProto, shape: tuple[int, ...]) -> TensorProto:
-        attributes = {each.name: each.i for each in node.attribute}
-        if node.op_type == "Size":
-            return numpy_helper.from_array(np.array(int(np.prod(shape, dtype=np.int64)), np.int64), node.output[0])
-        part = shape[attributes.get("start", 0) : attributes.get("end", len(shape))]
-        return numpy_helper.from_array(np.array(part, np.int64), node.output[0])
 
     # ---- control flow ---------------------------------------------------------------------------------------------
 
@@ -347,7 +342,7 @@ class _Resolver:
 
     def _scan(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
         (body,) = bodies(node)
-        attributes: dict[str, Any] = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+        attributes = attributes_of(node)
         num_scanned = int(attributes["num_scan_inputs"])
         given = [types[name] for name in node.input]
         num_state = len(given) - num_scanned
@@ -389,7 +384,3 @@ class _Resolver:
     def _unsupported(self, node: NodeProto, reason: str) -> UnsupportedOperator:
         kind = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         return UnsupportedOperator(operator=kind, node=node.name or next(iter(node.output), ""), reason=reason)
-
-
-# onnxruntime's exporters and optimiser write these without a domain.
-_IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
