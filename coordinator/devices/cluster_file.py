@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -155,25 +156,37 @@ def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem
 
 
 def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
-    num_devices = len(data["devices"])
+    num_devices, nodes = len(data["devices"]), data["nodes"]
+    if not nodes or not num_devices:
+        raise ValueError("a placement needs an operator and a device")
     ranks = range(num_devices)
     nowhere: Matrix = tuple((0.0,) * num_devices for _ in ranks)
     flows = []
     for source, target, _, times, *_ in data["edges"]:
         if times is not None and len(times) != num_devices**2:
             raise ValueError(f"the edge {source} -> {target} has {len(times)} times for {num_devices} devices")
+        if not 0 <= source < target < len(nodes):
+            raise ValueError(f"the edge {source} -> {target} is not in topological order")
         rows = (
             nowhere
             if times is None
             else tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
         )
+        if any(rows[a][a] != 0 for a in ranks):
+            raise ValueError(f"the edge {source} -> {target} takes time where both its ends are on one device")
         flows.append(Flow(int(source), (int(target),), rows))
+    seconds = tuple(tuple(map(float, node["time"])) for node in nodes)
+    if any(len(row) != num_devices for row in seconds):
+        raise ValueError(f"{len(nodes)} operators on {num_devices} devices need {len(nodes)} x {num_devices} times")
+    for row in (*seconds, *(row for flow in flows for row in flow.seconds)):
+        if any(not (math.isfinite(time) and time >= 0) for time in row):
+            raise ValueError("a time is negative or not finite")
     return PlacementProblem(
         name=str(data["name"]),
-        operators=tuple(str(node["name"]) for node in data["nodes"]),
+        operators=tuple(str(node["name"]) for node in nodes),
         devices=tuple(str(device["name"]) for device in data["devices"]),
-        seconds=tuple(tuple(map(float, node["time"])) for node in data["nodes"]),
-        memory_bytes=tuple(int(node["memory"]) for node in data["nodes"]),
+        seconds=seconds,
+        memory_bytes=tuple(int(node["memory"]) for node in nodes),
         budget_bytes=tuple(int(device["mem"]) for device in data["devices"]),
         flows=tuple(flows),
         latency=nowhere,

@@ -106,7 +106,7 @@ def tasks_of(
     A task's `tile` is the number of its request.
     """
     fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
-    inputs = {tensor.name for tensor in spec.inputs}
+    inputs, outputs = ({tensor.name for tensor in tensors} for tensors in (spec.inputs, spec.outputs))
     of_segment: list[list[Transfer]] = [[] for _ in segments]
     for transfer in transfers_of(spec, segments, values):
         of_segment[transfer.segment].append(transfer)
@@ -115,13 +115,10 @@ def tasks_of(
         at: dict[tuple[str, int], int] = {}  # the task after which a tensor is on a rank
         for rank, num_bytes in fed.items():
             at.update({(name, rank): len(tasks) for name in inputs})
-            delay = _home_delay(cluster, members[rank], num_bytes)
-            seconds = num_bytes / _home_rate(cluster, members[rank])
-            tasks.append(
-                Task(Phase.TENSOR, None, request, rank, receive_of(rank), seconds, (), delay, num_bytes, _INPUTS)
-            )
+            seconds, delay = _home_times(cluster, members[rank], num_bytes)
+            sides = receive_of(rank)
+            tasks.append(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), delay, num_bytes, _INPUTS))
         makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
-        outputs = {tensor.name for tensor in spec.outputs}
         for index, segment in enumerate(segments):
             after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
             seconds = segment_seconds(cluster, members[segment.rank], segment)
@@ -131,25 +128,18 @@ def tasks_of(
             if outputs.intersection(segment.outputs):
                 makers.setdefault(segment.rank, []).append(made)
             for transfer in of_segment[index]:
-                source, target = members[transfer.source], members[transfer.target]
-                at[transfer.tensor, transfer.target] = len(tasks)
-                seconds = transfer.num_bytes / cluster.bytes_per_second[source][target]
+                name, _, sender, peer, num_bytes, _ = transfer
+                source, target = members[sender], members[peer]
+                at[name, peer] = len(tasks)
+                seconds = num_bytes / cluster.bytes_per_second[source][target]
                 ends = sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
                 delay = cluster.latency_seconds[source][target] + ends
-                sides = sides_of(transfer.source, transfer.target)
-                tasks.append(
-                    Task(
-                        Phase.TENSOR, index, request, transfer.target, sides, seconds, (made,), delay,
-                        transfer.num_bytes, transfer.tensor,
-                    )
-                )  # fmt: skip
+                sides = sides_of(sender, peer)
+                tasks.append(Task(Phase.TENSOR, index, request, peer, sides, seconds, (made,), delay, num_bytes, name))
         for rank, num_bytes in given.items():
-            delay = _home_delay(cluster, members[rank], num_bytes)
-            seconds = num_bytes / _home_rate(cluster, members[rank])
-            after = tuple(makers[rank])
-            tasks.append(
-                Task(Phase.TENSOR, None, request, None, send_of(rank), seconds, after, delay, num_bytes, _OUTPUTS)
-            )
+            seconds, delay = _home_times(cluster, members[rank], num_bytes)
+            sides, after = send_of(rank), tuple(makers[rank])
+            tasks.append(Task(Phase.TENSOR, None, request, None, sides, seconds, after, delay, num_bytes, _OUTPUTS))
     return tasks
 
 
@@ -291,12 +281,6 @@ def _given_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphClu
     return found
 
 
-def _home_rate(cluster: GraphCluster, member: int) -> float:
-    """Bytes per second between a device and the coordinator; infinite for a device without links."""
-    rates = [*cluster.bytes_per_second[member], *(row[member] for row in cluster.bytes_per_second)]
-    return max((rate for rate in rates if not math.isinf(rate)), default=math.inf)
-
-
 def home_seconds(cluster: GraphCluster, member: int, num_bytes: int, pieces: float = _SMALL_PIECES) -> float:
     """Compute time that a device takes to get values from the coordinator, or to hand them over to it."""
     cost = cluster.devices[member].wire
@@ -304,6 +288,10 @@ def home_seconds(cluster: GraphCluster, member: int, num_bytes: int, pieces: flo
     return num_bytes * per_byte + (1 + _HANDED_OVER) * cost.seconds_per_message
 
 
-def _home_delay(cluster: GraphCluster, member: int, num_bytes: int) -> float:
+def _home_times(cluster: GraphCluster, member: int, num_bytes: int) -> tuple[float, float]:
+    """Seconds that a link between a device and the coordinator is kept busy, and until the bytes are there after that; none
+    of the former for a device without links."""
+    rates = [*cluster.bytes_per_second[member], *(row[member] for row in cluster.bytes_per_second)]
+    rate = max((rate for rate in rates if not math.isinf(rate)), default=math.inf)
     latencies = [seconds for other, seconds in enumerate(cluster.latency_seconds[member]) if other != member]
-    return min(latencies, default=0.0) + home_seconds(cluster, member, num_bytes, pieces=1.0)
+    return num_bytes / rate, min(latencies, default=0.0) + home_seconds(cluster, member, num_bytes, pieces=1.0)

@@ -133,9 +133,8 @@ def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
     )
     tensors: list[Tensor] = []
     for tensor in spec.tensors:
-        source = None if tensor.source is None else group_of[tensor.source]
-        consumers = tuple(sorted({group_of[i] for i in tensor.consumers} - {source}))
-        if tensor.source is not None and tensor.source in inside:
-            continue  # it never leaves the kernel
-        tensors.append(tensor._replace(source=source, consumers=consumers))
+        if tensor.source not in inside:  # those never leave the kernel
+            source = None if tensor.source is None else group_of[tensor.source]
+            consumers = tuple(sorted({group_of[i] for i in tensor.consumers} - {source}))
+            tensors.append(tensor._replace(source=source, consumers=consumers))
     return Coarsened(GraphSpec(spec.name, operators, tuple(tensors), spec.parameters), groups)

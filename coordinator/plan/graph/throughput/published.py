@@ -64,8 +64,7 @@ def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[i
         if path is None:
             return None
         nodes[first : last + 2] = path
-        for node in path:
-            unused &= ~(1 << node)
+        unused &= ~sum(1 << node for node in path)
     return tuple(node for node in nodes if node is not None)
 
 

@@ -126,7 +126,7 @@ class _Search:
         self._request, self._spec = request, request.spec
         self._devices = request.cluster.devices
         self._blocks = [device.blocks for device in self._devices]
-        index = {device.device_id: number for number, device in enumerate(self._devices)}
+        self._index = index = {device.device_id: number for number, device in enumerate(self._devices)}
         self._links = {(index[link.source], index[link.target]): link for link in request.cluster.links}
         promise = request.limits
         self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
@@ -157,9 +157,8 @@ class _Search:
         if len(subset) <= _MAX_ALL_ORDERS:
             yield from permutations(subset)
             return
-        index = {device.device_id: number for number, device in enumerate(self._devices)}
         ring = best_ring(self._request.cluster.subset(tuple(self._devices[device].device_id for device in subset)))
-        along = tuple(index[device.device_id] for device in ring.devices)
+        along = tuple(self._index[device.device_id] for device in ring.devices)
         for start in range(len(along)):
             yield along[start:] + along[:start]
 

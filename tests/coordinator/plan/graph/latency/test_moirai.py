@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -329,6 +330,13 @@ def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(con
     assert problem.memory_of(found.assignment) == problem.budget_bytes
 
 
+def _instance(time: Sequence[float] = (1, 2), edge: Sequence[object] = (0, 1, 0, None)) -> str:
+    """Two operators on two devices."""
+    nodes = [{"name": name, "time": list(time), "memory": 1} for name in "xy"]
+    devices = [{"name": name, "mem": 2} for name in "ab"]
+    return json.dumps({"name": "x", "devices": devices, "nodes": nodes, "edges": [list(edge)]})
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
@@ -336,6 +344,12 @@ def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(con
         ("[]", "no placement instance"),
         ('{"name": "x"}', "'devices' is missing"),
         (json.dumps({"name": "x", "devices": [{"name": "a", "mem": 1}], "nodes": [], "edges": []}), "an operator"),
+        (_instance(time=[1, 2, 3]), "2 operators on 2 devices need 2 x 2 times"),
+        (_instance(time=[1, -2]), "a time is negative"),
+        (_instance(edge=[1, 0, 0, None]), "the edge 1 -> 0 is not in topological order"),
+        (_instance(edge=[0, 2, 0, None]), "the edge 0 -> 2 is not in topological order"),
+        (_instance(edge=[0, 1, 0, [0, 1, 1]]), "has 3 times for 2 devices"),
+        (_instance(edge=[0, 1, 0, [1, 1, 1, 0]]), "takes time where both its ends are on one device"),
     ],
 )
 def test_a_file_that_is_no_instance_is_told(tmp_path: Path, text: str, word: str) -> None:
