@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from coordinator.cli import options
-from coordinator.cli.compare import compare as compare_plans
-from coordinator.cli.compare import print_comparison, run_interruptibly
+from coordinator.cli.comparison import compare as compare_plans
+from coordinator.cli.comparison import print_comparison, run_interruptibly
 from coordinator.cli.goals import goal_of
 from coordinator.cli.output import handles_errors
-from coordinator.cli.planning.flow import Output, Source, plan_model
+from coordinator.cli.planning.flow import Output, Planning, plan_model
 from coordinator.cli.planning.graph import GraphPlanning
 from coordinator.cli.planning.live import Reach
 from coordinator.cli.planning.problem import plan_problem
 from coordinator.cli.planning.transformer import TransformerPlanning
-from coordinator.models.graph_file import kind_of
+from coordinator.cli.render.picture import check_picture
 from coordinator.serve.config import load_settings
 from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
@@ -97,23 +97,22 @@ def plan(
     as_json: options.AsJson = False,
 ) -> None:
     """Plan a model on the devices of this home: shares, bytes against budgets, predicted time, alternatives."""
-    goal = goal_of(options.check_kind(command, model), model, command.params)
+    kind = options.check_kind(command, model)
+    goal = goal_of(kind, model, command.params)
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
         options.refuse(command, _NOT_COMPARED, "it does not go with --compare")
+    if picture is not None:
+        check_picture(picture)
     output = Output(explain, as_json, save, timeline, picture, save_profile)
-    if kind_of(model) == "instance" and isinstance(goal, GraphGoal):
+    if kind == "instance" and isinstance(goal, GraphGoal):
         asyncio.run(plan_problem(goal, output))
         return
-    planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
+    planning: Planning = TransformerPlanning(goal) if isinstance(goal, TransformerGoal) else GraphPlanning(goal)
     if compare:
         rounds = rounds or _DEFAULT_ROUNDS
         print_comparison(run_interruptibly(compare_plans(planning, reach, load_settings({}), rounds)), rounds, as_json)
         return
-    source = Source(reach, load_profile, cluster)
-    if isinstance(planning, GraphPlanning):
-        asyncio.run(plan_model(planning, source, output))
-    else:
-        asyncio.run(plan_model(planning, source, output))
+    asyncio.run(plan_model(planning, load_profile, cluster, reach, output))

@@ -1,14 +1,17 @@
-"""Plans for graphs of operators (ONNX, or JSON without weights), as `hearth plan` makes and shows them."""
+"""Plans for graphs of operators (ONNX, or JSON without weights), as `hearth plan` makes, shows and times them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from coordinator.cli.output import err, out
-from coordinator.cli.planning.flow import Source
+from coordinator.cli.load import random_inputs
+from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.graph_tables import (
     candidates_table,
@@ -22,7 +25,11 @@ from coordinator.cli.render.graph_tables import (
     title_of,
 )
 from coordinator.cli.render.picture import Drawing, drawing_of
+from coordinator.deploy.deployment import Weights
+from coordinator.deploy.graph import GraphDeployment, segment_weights
+from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.cluster_file import read_cluster
+from coordinator.devices.fleet import Fleet
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
@@ -35,15 +42,19 @@ from coordinator.serve.planner_process import solve
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting
 from hearth.plan.plan import GraphPlan
+from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NUM_OTHERS = 4  # candidates that are shown without --explain
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A `Planned`."""
+    """A plan, with what its planner knows of it."""
 
     found: Planned[GraphPlan]
     request: GraphRequest
@@ -100,52 +111,92 @@ class PlannedGraph:
         found = self.found
         if self.request.strategy != "auto":
             found = await solve(replace(self.request, strategy="auto"), report_strategy)
-        plans = {self.plan.planner: self.plan}
+        best = {self.plan.planner: self.plan}
         for candidate in found.candidates:  # the fastest first
             if candidate.plan is not None:
-                plans.setdefault(candidate.plan.planner, candidate.plan)
-        merged: list[GraphPlan] = []
-        for plan in plans.values():
-            for index, other in enumerate(merged):
-                if (other.body, other.devices) == (plan.body, plan.devices):
-                    merged[index] = other.model_copy(update={"planner": f"{other.planner}, {plan.planner}"})
-                    break
-            else:
-                merged.append(plan)
-        return merged
+                best.setdefault(candidate.plan.planner, candidate.plan)
+        merged: dict[object, GraphPlan] = {}
+        for plan in best.values():
+            first = merged.get((plan.body, plan.devices))
+            name = f"{first.planner}, {plan.planner}" if first else plan.planner
+            merged[plan.body, plan.devices] = (first or plan).model_copy(update={"planner": name})
+        return list(merged.values())
 
 
 class GraphPlanning:
-    """A `Planning`. Raises BadModelFile, DynamicShape, BadSetting, ..."""
+    """One graph, and how it is profiled, planned and timed. Raises BadModelFile, DynamicShape, BadSetting, ..."""
 
     def __init__(self, goal: GraphGoal) -> None:
         self.goal = goal
         self.graph = open_graph(Path(goal.model_file), goal.dims)
 
-    def read(self, source: Source) -> GraphCluster | None:
-        if source.cluster is not None:
-            if source.profile is not None:
+    def read(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
+        """The cluster in a saved profile or a cluster file; None: live devices are to be measured. Raises BadSetting."""
+        if devices is not None:
+            if profile is not None:
                 raise BadSetting(setting="--load-profile", reason="the devices are those of --cluster")
-            return read_cluster(source.cluster, self.graph.spec)
-        if source.profile is not None:
-            return read_graph_profile(source.profile, self.graph)
+            return read_cluster(devices, self.graph.spec)
+        if profile is not None:
+            return read_graph_profile(profile, self.graph)
         if self.graph.model is None:
             reason = f"{self.graph.path} has no weights to run anywhere; name a cluster"
             raise BadSetting(setting="--cluster", reason=reason)
         self.graph.check_types()
         return None
 
-    async def measure(self, live: Live) -> GraphCluster:
+    async def profile(self, live: Live) -> GraphCluster:
+        """The cluster of live devices. Raises NoDevices, ..."""
         return await graph_cluster(live.profiler, live.devices, self.graph, graph_workload(self.graph))
 
     def saved(self, cluster: GraphCluster) -> SavedGraphProfile:
         return saved_graph_profile(self.graph, cluster)
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
+        """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
         asked = graph_request(self.goal, self.graph, with_limits(cluster, self.goal.limits))
         return PlannedGraph(await solve(asked, report_strategy), asked)
+
+    # ---- with --compare -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _chunks(self) -> SegmentChunks:
+        return SegmentChunks(self.graph)
+
+    def deployment(self, fleet: Fleet, plan: GraphPlan) -> GraphDeployment:
+        return GraphDeployment(fleet, plan)
+
+    def weights(self, plan: GraphPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
+        return segment_weights(self._chunks, plan)
+
+    async def measured_seconds(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
+        """For latency, of requests one after the other, after one that warms up; for throughput, see `_full_pipeline`."""
+        inputs = random_inputs(self.graph.spec.inputs)
+        if deployment.plan.body.objective == "throughput":
+            return await _full_pipeline(deployment, inputs, rounds)
+        seconds = [(await deployment.infer(inputs)).latency_seconds for _ in range(rounds + 1)]
+        return tuple(seconds[1:])
+
+
+async def _full_pipeline(
+    deployment: GraphDeployment, inputs: Mapping[str, np.ndarray[Any, Any]], rounds: int
+) -> tuple[float, ...]:
+    """Seconds for each request of a full pipeline. Each round is as many answers as run at once.
+
+    The first round fills the pipeline, one more lets it drain.
+    """
+    clock, size = asyncio.get_running_loop().time, deployment.max_in_flight
+    requests, ended = iter(range((rounds + 2) * size)), list[float]()
+
+    async def ask() -> None:
+        for _ in requests:
+            await deployment.infer(inputs)
+            ended.append(clock())
+
+    await all_or_first_error(ask() for _ in range(size))
+    marks = ended[size - 1 :: size]
+    return tuple((after - before) / size for before, after in zip(marks[:-2], marks[1:-1], strict=True))
 
 
 def report_strategy(strategy: str) -> None:
     """Planning has come to this strategy."""
-    err.print(f"planning: {strategy}")
+    report(f"planning: {strategy}")

@@ -8,7 +8,7 @@ from coordinator.cli.output import out, print_json
 from coordinator.cli.planning.flow import Output
 from coordinator.cli.planning.graph import NUM_OTHERS, report_strategy
 from coordinator.cli.render.graph_tables import candidates_table, planned_as_json, proof_line
-from coordinator.cli.render.picture import check_picture, drawing_of, save_picture
+from coordinator.cli.render.picture import drawing_of, save_picture
 from coordinator.devices.cluster_file import read_instance
 from coordinator.serve.planner_process import solve_instance
 from coordinator.serve.state import GraphGoal
@@ -21,8 +21,6 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     if goal.objective != "latency":
         reason = f"{path} is a placement problem, for latency, with its own devices"
         raise BadSetting(setting="--objective", reason=reason)
-    if output.picture is not None:
-        check_picture(output.picture)
     problem = read_instance(path, goal.congestion)
     planned = await solve_instance(goal, report_strategy)
     solution = planned.chosen.solution

@@ -1,13 +1,14 @@
-"""Plans for transformers, as `hearth plan` makes and shows them."""
+"""Plans for transformers, as `hearth plan` makes, shows and times them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from coordinator.cli.output import out
-from coordinator.cli.planning.flow import Source
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.tables import (
     candidates_list,
@@ -16,7 +17,10 @@ from coordinator.cli.render.tables import (
     others_table,
     plan_tables,
 )
+from coordinator.deploy.deployment import Weights
+from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
+from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
 from coordinator.plan.solution import Planned
 from coordinator.plan.transformer.cost.layout import Layout
@@ -24,19 +28,24 @@ from coordinator.plan.transformer.cost.predict import predicted_timeline
 from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, unit_of, why_won
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
+from coordinator.serve.generation import context_tokens
 from coordinator.serve.goal import open_model, plan_request
+from coordinator.serve.sentences import pack
 from coordinator.serve.state import TransformerGoal
+from hearth.errors import StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
-from hearth.wire.messages import DeviceTrace
+from hearth.wire.messages import DeviceTrace, GenerationEnded, Sampling
 
 _NUM_OTHERS = 3  # alternatives that are shown without --explain
+_SEED = 20240525
+_ANSWER_SECONDS = 600.0  # between two tokens
 
 
 @dataclass(frozen=True)
 class PlannedTransformer:
-    """A `Planned`."""
+    """A plan, with what its planner knows of it."""
 
     found: Planned[TransformerPlan]
     request: PlanRequest
@@ -49,9 +58,6 @@ class PlannedTransformer:
         plan = self.plan
         used = self.request.cluster.subset(tuple(device.device_id for device in plan.devices))
         return predicted_timeline(Layout(plan.model, plan.body, used, plan.wire))
-
-    def drawing(self) -> None:
-        """All layers are alike."""
 
     def as_json(self, explain: bool) -> dict[str, Any]:
         found = self.plan.model_dump(mode="json")
@@ -85,21 +91,61 @@ class PlannedTransformer:
 
 
 class TransformerPlanning:
-    """A `Planning`. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+    """One transformer, and how it is profiled, planned and timed. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
 
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
         self.model = open_model(goal)
 
-    def read(self, source: Source) -> ClusterProfile | None:
-        return read_transformer_profile(source.profile, self.model.spec) if source.profile is not None else None
+    def read(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
+        """The cluster in a saved profile; None: live devices are to be measured. Raises BadSetting."""
+        return read_transformer_profile(profile, self.model.spec) if profile is not None else None
 
-    async def measure(self, live: Live) -> ClusterProfile:
+    async def profile(self, live: Live) -> ClusterProfile:
+        """The cluster of live devices. Raises NoDevices, ..."""
         return await block_cluster(live.profiler, live.devices, block_workload(self.model.spec, self.model.seq_len))
 
     def saved(self, cluster: ClusterProfile) -> SavedTransformerProfile:
         return SavedTransformerProfile(devices=cluster.devices, links=cluster.links, model=self.model.spec)
 
     async def plan(self, cluster: ClusterProfile) -> PlannedTransformer:
+        """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
         request = plan_request(self.goal, self.model, cluster)
         return PlannedTransformer(plan_transformer(request), request)
+
+    # ---- with --compare -------------------------------------------------------------------------------------------
+
+    def deployment(self, fleet: Fleet, plan: TransformerPlan) -> TransformerDeployment:
+        return TransformerDeployment(fleet, plan)
+
+    def weights(self, plan: TransformerPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
+        return shard_weights(self.model.directory, plan, cache_dir)
+
+    async def measured_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
+        """Of each step (of a decoder: of each request) on random tokens, after one that warms up."""
+        seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
+        return tuple(seconds[1:])
+
+
+def timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
+    """Rows of the prompt or step, and tokens to generate: 0 for an encoder."""
+    limits, seq_len = plan.body.generation, plan.body.seq_len
+    if limits is None:
+        return seq_len, 0
+    length = limits.prompt_tokens or seq_len
+    return length, max(min(limits.new_tokens, context_tokens(plan) - length), 1)
+
+
+async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
+    import numpy as np
+
+    plan, random = deployment.plan, np.random.default_rng(seed)
+    length, new_tokens = timed_tokens(plan)
+    ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
+    if not new_tokens:
+        return (await deployment.run_step(*pack([ids.tolist()]), "mean")).step_seconds
+    async with aclosing(deployment.generate(ids, Sampling(), new_tokens, (), 0, _ANSWER_SECONDS)) as answers:
+        async for answer in answers:
+            if isinstance(answer, GenerationEnded):
+                return answer.prefill_seconds + answer.decode_seconds
+    raise StepFailed(device=plan.devices[0].name, reason="its answer had no end")

@@ -50,8 +50,7 @@ def drawing_of(
 
 
 def save_picture(path: Path, drawing: Drawing) -> None:
-    """By the file's ending. Raises BadSetting."""
-    check_picture(path)
+    """By the file's ending (see `check_picture`). Raises BadSetting where it cannot be written."""
     try:
         if path.suffix.lower() == ".svg":
             write_atomically(path, svg(drawing))

@@ -26,14 +26,13 @@ from support.waiting import wait_for
 from typer.testing import CliRunner, Result
 
 from coordinator.cli.app import app
-from coordinator.cli.compare import print_comparison
-from coordinator.cli.comparison import Comparer, Comparison, GraphTrial, Site, TransformerTrial, describe
-from coordinator.cli.planning.graph import PlannedGraph
+from coordinator.cli.comparison import Comparer, Comparison, describe, print_comparison
+from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
+from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.deploy import deployment
 from coordinator.deploy.graph import Arrays
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.request import GraphRequest
@@ -46,7 +45,8 @@ from coordinator.plan.transformer.explain import (
 )
 from coordinator.plan.transformer.make import make_plan, plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.goal import Model
+from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import StepFailed
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -361,12 +361,11 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
     plans = best_of_each_strategy(plan_transformer(PlanRequest(spec, home, 16)))
     links = {(link.source, link.target): link for link in home.links}
 
-    site = Site(fleet, links, folder / "cache", encrypt=True)  # type: ignore[arg-type]
+    planning = TransformerPlanning(TransformerGoal(model_dir=str(model_dir), seq_len=16))
+    comparer = Comparer(CoordinatorSettings(state_dir=folder / "state"), lines.append)
 
     async def main() -> list[Comparison]:
-        work = asyncio.ensure_future(
-            Comparer(lines.append).compare(TransformerTrial(Model(model_dir, spec, 16, None)), plans, site, 3)
-        )
+        work = asyncio.ensure_future(comparer.compare(planning, plans, fleet, links, 3))  # type: ignore[arg-type]
         while stop_after is not None and len(fleet.steps) < stop_after:
             await asyncio.sleep(0)
         if stop_after is not None:
@@ -425,9 +424,10 @@ class FakePipeline:
 def test_a_graph_is_measured_alone_or_with_its_pipeline_full(
     objective: str, at_once: int, asked: int, tmp_path: Path
 ) -> None:
-    graph = open_graph(save_two_branch_model(tmp_path / "model.onnx"), {})
+    model = save_two_branch_model(tmp_path / "model.onnx")
     fake = FakePipeline(objective)
-    seconds = asyncio.run(GraphTrial(graph).measure(fake, 3))  # type: ignore[arg-type]
+    planning = GraphPlanning(GraphGoal(model_file=str(model)))
+    seconds = asyncio.run(planning.measured_seconds(fake, 3))  # type: ignore[arg-type]
     assert (fake.most, fake.asked) == (at_once, asked)
     assert len(seconds) == 3
     assert all(each > 0 for each in seconds)
