@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 from xml.sax.saxutils import escape
 
-from coordinator.cli.render.picture_layout import Edge, Layout, Part, lay_out, parts_of
+from coordinator.cli.output import write_file
+from coordinator.cli.render.picture_layout import Layout, Part, lay_out, parts_of
 from hearth.errors import BadSetting
-from hearth.files import write_atomically
-
-if TYPE_CHECKING:
-    from matplotlib.patches import FancyBboxPatch
 
 FORMATS = (".svg", ".png")
 # Light enough for black text, and apart also for the colour-blind (after Okabe and Ito, then Tol).
@@ -24,6 +23,9 @@ _COLOURS = (
 _MARGIN = 24.0
 _HEAD = 22.0  # height of a line above the graph
 _MAX_TEXT = 26
+_RADIUS = 4.0  # of the corners of boxes
+
+Corner: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,8 @@ def drawing_of(
 
 
 def save_picture(path: Path, drawing: Drawing) -> None:
-    """By the file's ending (see `check_picture`). Raises BadSetting where it cannot be written."""
-    try:
-        if path.suffix.lower() == ".svg":
-            write_atomically(path, svg(drawing))
-        else:
-            _save_png(path, drawing)
-    except OSError as error:
-        raise BadSetting(setting="--picture", reason=f"{path} cannot be written ({error.strerror})") from None
+    """In the format that the file's ending names (see `check_picture`). Raises BadSetting where it cannot be written."""
+    write_file("--picture", path, rendered(drawing, path.suffix))
 
 
 def check_picture(path: Path) -> None:
@@ -73,98 +69,105 @@ def check_picture(path: Path) -> None:
             ) from None
 
 
-def svg(drawing: Drawing) -> str:
-    layout, top = drawing.layout, _top(drawing)
-    width, height = _size(drawing)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text x="{_MARGIN}" y="{_MARGIN}" font-size="15" font-weight="bold">{escape(drawing.title)}</text>',
-    ]
+def rendered(drawing: Drawing, suffix: str) -> bytes:
+    """The file's content: the same shapes in both formats."""
+    layout = drawing.layout
+    top = _MARGIN + _HEAD * (len(drawing.devices) + 1) + 12
+    head = max(len(text) for text in (drawing.title, *drawing.devices)) * 8.0
+    canvas_of = _Svg if suffix.lower() == ".svg" else _Png
+    canvas = canvas_of(max(layout.width, head) + 2 * _MARGIN, top + layout.height + _MARGIN)
+    canvas.text(_MARGIN, _MARGIN, drawing.title, size=15, weight="bold")
     for index, text in enumerate(drawing.devices):
         y = _MARGIN + _HEAD * (index + 1)
-        lines.append(
-            f'<rect x="{_MARGIN}" y="{y - 11:.1f}" width="14" height="14" fill="{_colour(index)}" stroke="#555"/>'
-            f'<text x="{_MARGIN + 22}" y="{y:.1f}" font-size="12">{escape(text)}</text>'
-        )
+        canvas.rectangle(_MARGIN, y - 11, 14, 14, _colour(index))
+        canvas.text(_MARGIN + 22, y, text, size=12)
     for edge in layout.edges:
-        first, *others = [(point.x + _MARGIN, point.y + top) for point in edge.points]
-        path = f"M{first[0]:.1f},{first[1]:.1f}"
-        x, y = first
-        for x2, y2 in others:  # down in a soft curve; straight where it goes back up, to the next column
-            bend = (y2 - y) / 2
-            path += (
-                f"C{x:.1f},{y + bend:.1f} {x2:.1f},{y2 - bend:.1f} {x2:.1f},{y2:.1f}"
-                if bend > 0
-                else (f"L{x2:.1f},{y2:.1f}")
-            )
-            x, y = x2, y2
-        lines.append(f'<path d="{path}" fill="none" stroke="{_stroke(edge)}" stroke-width="{_thickness(edge)}"/>')
+        points = [(point.x + _MARGIN, point.y + top) for point in edge.points]
+        canvas.curve(points, *(("#b03030", 1.8) if edge.crosses else ("#9a9a9a", 1.0)))
     for box in layout.boxes:
         x, y = box.x + _MARGIN, box.y + top
-        lines.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="4" '
-            f'fill="{_colour(box.device)}" stroke="#555" stroke-width="0.8"/>'
-        )
+        canvas.rectangle(x, y, box.width, box.height, _colour(box.device))
         start = y + (box.height - 15 * len(box.lines)) / 2 + 11
         for index, text in enumerate(box.lines):
-            lines.append(
-                f'<text x="{x + box.width / 2:.1f}" y="{start + 15 * index:.1f}" text-anchor="middle">'
-                f"{escape(text)}</text>"
-            )
-    return "\n".join([*lines, "</svg>", ""])
+            canvas.text(x + box.width / 2, start + 15 * index, text, anchor="middle")
+    return canvas.content()
 
 
-def _save_png(path: Path, drawing: Drawing) -> None:
-    """The same shapes, drawn by matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Curve
-
-    layout, top = drawing.layout, _top(drawing)
-    width, height = _size(drawing)
-    per_inch = 100.0
-    figure = Figure(figsize=(width / per_inch, height / per_inch), dpi=per_inch)
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.set_axis_off()
-    points = 72 / per_inch  # of a pixel
-    axes.text(_MARGIN, _MARGIN, drawing.title, fontsize=15 * points, weight="bold")
-    for index, text in enumerate(drawing.devices):
-        y = _MARGIN + _HEAD * (index + 1)
-        square = (_MARGIN, y - 11)
-        axes.add_patch(_rounded(square, 14, 14, _colour(index), 0.0))
-        axes.text(_MARGIN + 22, y, text, fontsize=12 * points)
-    for edge in layout.edges:
-        (x, y), *others = [(point.x + _MARGIN, point.y + top) for point in edge.points]
-        vertices, codes = [(x, y)], [Curve.MOVETO]
-        for x2, y2 in others:
-            bend = (y2 - y) / 2
-            if bend > 0:
-                vertices += [(x, y + bend), (x2, y2 - bend), (x2, y2)]
-                codes += [Curve.CURVE4] * 3
-            else:
-                vertices.append((x2, y2))
-                codes.append(Curve.LINETO)
-            x, y = x2, y2
-        curve = Curve(vertices, codes)
-        axes.add_patch(PathPatch(curve, fill=False, edgecolor=_stroke(edge), linewidth=_thickness(edge) * points))
-    for box in layout.boxes:
-        x, y = box.x + _MARGIN, box.y + top
-        axes.add_patch(_rounded((x, y), box.width, box.height, _colour(box.device), 4.0))
-        axes.text(
-            x + box.width / 2, y + box.height / 2, "\n".join(box.lines), fontsize=11 * points, ha="center", va="center"
-        )
-    figure.savefig(path)
+def _bends(points: Sequence[Corner]) -> Iterator[tuple[Corner, Corner, Corner]]:
+    """Control points and end of a cubic curve to each next point: soft on the way down; straight where it goes back up, to
+    the next column."""
+    for (x, y), (x2, y2) in zip(points, points[1:], strict=False):
+        bend = max((y2 - y) / 2, 0.0)
+        yield (x, y + bend), (x2, y2 - bend), (x2, y2)
 
 
-def _rounded(corner: tuple[float, float], width: float, height: float, colour: str, radius: float) -> FancyBboxPatch:
-    from matplotlib.patches import FancyBboxPatch
+class _Svg:
+    def __init__(self, width: float, height: float) -> None:
+        self._lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif">',
+            f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
+        ]
 
-    style = f"round,pad=0,rounding_size={radius}" if radius else "square,pad=0"
-    return FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=colour, edgecolor="#555555", linewidth=0.6)
+    def text(
+        self, x: float, y: float, text: str, size: int = 11, weight: str = "normal", anchor: str = "start"
+    ) -> None:
+        style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+        self._lines.append(f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>')
+
+    def rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{_RADIUS}"'
+        self._lines.append(f'<rect {place} fill="{colour}" stroke="#555" stroke-width="0.8"/>')
+
+    def curve(self, points: Sequence[Corner], colour: str, thickness: float) -> None:
+        path = "M{:.1f},{:.1f}".format(*points[0])
+        for bend in _bends(points):
+            path += "C" + " ".join(f"{x:.1f},{y:.1f}" for x, y in bend)
+        self._lines.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{thickness}"/>')
+
+    def content(self) -> bytes:
+        return "\n".join([*self._lines, "</svg>", ""]).encode()
+
+
+class _Png:
+    """Drawn by matplotlib, in pixels."""
+
+    def __init__(self, width: float, height: float) -> None:
+        from matplotlib.figure import Figure
+
+        per_inch = 100.0
+        self._points = 72 / per_inch  # of a pixel
+        self._figure = Figure(figsize=(width / per_inch, height / per_inch), dpi=per_inch)
+        self._axes = self._figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        self._axes.set_xlim(0, width)
+        self._axes.set_ylim(height, 0)
+        self._axes.set_axis_off()
+
+    def text(
+        self, x: float, y: float, text: str, size: int = 11, weight: str = "normal", anchor: str = "start"
+    ) -> None:
+        align = "center" if anchor == "middle" else "left"
+        self._axes.text(x, y, text, fontsize=size * self._points, weight=weight, ha=align)
+
+    def rectangle(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        from matplotlib.patches import FancyBboxPatch
+
+        style, edge = f"round,pad=0,rounding_size={_RADIUS}", "#555555"
+        box = FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour, edgecolor=edge, linewidth=0.6)
+        self._axes.add_patch(box)
+
+    def curve(self, points: Sequence[Corner], colour: str, thickness: float) -> None:
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path as Curve
+
+        vertices = [points[0], *(corner for bend in _bends(points) for corner in bend)]
+        curve = Curve(vertices, [Curve.MOVETO, *[Curve.CURVE4] * (len(vertices) - 1)])
+        self._axes.add_patch(PathPatch(curve, fill=False, edgecolor=colour, linewidth=thickness * self._points))
+
+    def content(self) -> bytes:
+        file = io.BytesIO()
+        self._figure.savefig(file, format="png")
+        return file.getvalue()
 
 
 def _label(part: Part, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
@@ -175,11 +178,8 @@ def _label(part: Part, names: Sequence[str], kinds: Sequence[str]) -> tuple[str,
     count = f"{len(part.operators)} operators"
     if not kinds:
         return (count, _short(f"{names[first]} ..."))
-    seen: dict[str, int] = {}
-    for operator in part.operators:
-        seen[kinds[operator]] = seen.get(kinds[operator], 0) + 1
-    often = sorted(seen, key=lambda kind: -seen[kind])
-    return (count, _cut(", ".join(often[:3])))
+    often = Counter(kinds[operator] for operator in part.operators).most_common(3)
+    return (count, _cut(", ".join(kind for kind, _ in often)))
 
 
 def _cut(text: str) -> str:
@@ -191,22 +191,5 @@ def _short(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"…{text[-_MAX_TEXT + 1 :]}"
 
 
-def _top(drawing: Drawing) -> float:
-    return _MARGIN + _HEAD * (len(drawing.devices) + 1) + 12
-
-
-def _size(drawing: Drawing) -> tuple[float, float]:
-    head = max(len(text) for text in (drawing.title, *drawing.devices)) * 8.0
-    return max(drawing.layout.width, head) + 2 * _MARGIN, _top(drawing) + drawing.layout.height + _MARGIN
-
-
 def _colour(device: int) -> str:
     return _COLOURS[device % len(_COLOURS)]
-
-
-def _stroke(edge: Edge) -> str:
-    return "#b03030" if edge.crosses else "#9a9a9a"
-
-
-def _thickness(edge: Edge) -> float:
-    return 1.8 if edge.crosses else 1.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cli.render.picture import check_picture, drawing_of, save_picture, svg
+from coordinator.cli.render.picture import check_picture, drawing_of, rendered, save_picture
 from coordinator.cli.render.picture_layout import MOST_BOXES, lay_out, parts_of
 from hearth.errors import BadSetting
 
@@ -84,7 +84,7 @@ def test_svg_has_a_box_for_each_part_a_legend_and_no_markup_out_of_names() -> No
         "model <1>", ["a & b: 2 operators", "c"], ["x<y", "conv2", "relu"], ["Conv", "Conv", "Relu"], [0, 0, 1],
         [(0, 1), (1, 2)],
     )  # fmt: skip
-    root = ElementTree.fromstring(svg(drawing))
+    root = ElementTree.fromstring(rendered(drawing, ".svg"))
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:3] == ["model <1>", "a & b: 2 operators", "c"]
     assert texts[3:] == ["Conv", "x<y", "Conv", "conv2", "Relu", "relu"]
