@@ -12,6 +12,7 @@ Importing this package is quick and loads no torch; see `hearth.client` for the 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -23,18 +24,14 @@ if TYPE_CHECKING:
     from hearth.errors import HearthError
 
 
+_MODULES = {
+    "HearthError": "hearth.errors", "AsyncHome": "hearth.client.home", "connect_async": "hearth.client.home",
+    "Home": "hearth.client.sync", "connect": "hearth.client.sync",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
     """Load the client when it is first used: `import hearth` itself stays quick."""
-    if name == "HearthError":
-        from hearth.errors import HearthError
-
-        return HearthError
-    if name in ("AsyncHome", "connect_async"):
-        from hearth.client import home
-
-        return getattr(home, name)
-    if name in ("Home", "connect"):
-        from hearth.client import sync
-
-        return getattr(sync, name)
-    raise AttributeError(f"module 'hearth' has no attribute '{name}'")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hearth' has no attribute '{name}'")
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -23,7 +23,7 @@ from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadRequest, HearthError, LeaseLost, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
 from hearth.protocol import PROTOCOL_VERSION
-from hearth.wire import messages
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
 
 log = logging.getLogger(__name__)
@@ -67,61 +67,59 @@ class AgentDaemon:
         workers = (f"{deployment} {worker.state}" for deployment, worker in sorted(self._workers.items()))
         return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
-    async def handle(self, caller: Caller, message: messages.Message, payload: Sequence[Any]) -> Response:
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the caller."""
-        if isinstance(message, messages.Hello):
+        if isinstance(message, wire.Hello):
             return self._hello(message)
-        if isinstance(message, messages.GetTelemetry):
+        if isinstance(message, wire.GetTelemetry):
             return self._telemetry.read(time.time())
         if caller.public_key != self._coordinator_public_key:
             raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
-        if isinstance(message, messages.Command) and not isinstance(message, messages.AcquireLease):
+        if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
             require(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
         return await self._execute(message, payload)
 
-    async def _execute(self, message: messages.Message, payload: Sequence[Any]) -> Response:
+    async def _execute(self, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Do what the coordinator asks."""
         match message:
-            case messages.AcquireLease():
+            case wire.AcquireLease():
                 return await self._acquire_lease(message)
-            case messages.ReleaseLease():
+            case wire.ReleaseLease():
                 await self._end_lease(message.deployment)
-            case messages.Heartbeat():
+            case wire.Heartbeat():
                 return self._heartbeat(message)
-            case messages.OpenLinkProbe():
+            case wire.OpenLinkProbe():
                 self._links.open(message)
-            case messages.MeasureLink():
+            case wire.MeasureLink():
                 async with self._busy_measuring:
                     return await measure_link(message, self._identity.keypair)
-            case messages.Profile():
+            case wire.Profile():
                 return await self._profile(message, payload)
-            case messages.FindMissing():
-                return messages.ChunksMissing(hashes=self._store.missing(message.hashes))
-            case messages.PutChunk():
+            case wire.FindMissing():
+                return wire.ChunksMissing(hashes=self._store.missing(message.hashes))
+            case wire.PutChunk():
                 if len(payload) != 1:
                     raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
                 await asyncio.to_thread(self._store.put, message.hash, payload[0])
-            case messages.FetchChunks():
-                return messages.ChunksFetched(
-                    missing=await fetch_chunks(message, self._identity.keypair, self._store.put)
-                )
-            case messages.Load():
+            case wire.FetchChunks():
+                return wire.ChunksFetched(missing=await fetch_chunks(message, self._identity.keypair, self._store.put))
+            case wire.Load():
                 return await self._load(message)
-            case messages.ConnectPeers():
+            case wire.ConnectPeers():
                 await self._worker_of(message).connect(message)
-            case messages.Run():
+            case wire.Run():
                 return await self._worker_of(message).run(message, payload)
-            case messages.GenerateTokens():
+            case wire.GenerateTokens():
                 return self._worker_of(message).stream(message, payload)
-            case messages.Abort():
+            case wire.Abort():
                 await self._worker_of(message).abort(message)
-            case messages.Unload():
+            case wire.Unload():
                 worker = self._workers.get(message.deployment)
                 if worker is not None and worker.epoch == message.epoch:
                     await self._stop_worker(message.deployment)
             case _:
                 raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
-        return messages.Done()
+        return wire.Done()
 
     async def watch_lease(self) -> None:
         """Free the memory of workers whose coordinator has gone. Runs until cancelled."""
@@ -135,10 +133,10 @@ class AgentDaemon:
     async def close(self) -> None:
         await asyncio.gather(*map(self._stop_worker, list(self._workers)))
 
-    def _hello(self, message: messages.Hello) -> messages.Message:
+    def _hello(self, message: wire.Hello) -> wire.Message:
         if message.protocol != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
-        return messages.AgentWelcome(
+        return wire.AgentWelcome(
             version=hearth.__version__,
             device_id=self._identity.device_id,
             boot_id=self.boot_id,
@@ -152,20 +150,20 @@ class AgentDaemon:
     def _is_live(self, lease: Lease) -> bool:
         return time.monotonic() < lease.expires
 
-    async def _acquire_lease(self, message: messages.AcquireLease) -> messages.Message:
+    async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
         previous = self._leases.get(message.deployment)
         self._leases[message.deployment] = acquire(
             previous, self.name, message.holder, message.holder_name, message.seconds, time.monotonic()
         )
         if previous is not None and previous.holder != message.holder:
             await self._stop_worker(message.deployment)
-        return messages.LeaseGranted(last_epoch=self._last_epochs.get(message.deployment, 0))
+        return wire.LeaseGranted(last_epoch=self._last_epochs.get(message.deployment, 0))
 
     async def _end_lease(self, deployment: str) -> None:
         del self._leases[deployment]
         await self._stop_worker(deployment)
 
-    def _heartbeat(self, message: messages.Heartbeat) -> messages.Message:
+    def _heartbeat(self, message: wire.Heartbeat) -> wire.Message:
         now = time.monotonic()
         held = {
             name: lease
@@ -175,10 +173,10 @@ class AgentDaemon:
         if not held:
             raise LeaseLost(device=self.name)
         self._leases |= {name: lease.renewed(now) for name, lease in held.items()}
-        return messages.AgentState(
+        return wire.AgentState(
             boot_id=self.boot_id,
             workers=tuple(
-                messages.WorkerStatus(
+                wire.WorkerStatus(
                     deployment=deployment,
                     state=worker.state,
                     epoch=worker.epoch,
@@ -191,14 +189,14 @@ class AgentDaemon:
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
-    async def _profile(self, message: messages.Profile, payload: Sequence[Any]) -> messages.Message:
-        of_blocks = isinstance(message.subject, messages.BlocksOf)
+    async def _profile(self, message: wire.Profile, payload: Sequence[Any]) -> wire.Message:
+        of_blocks = isinstance(message.subject, wire.BlocksOf)
         if not (of_blocks or payload):
             raise BadRequest(reason="the graph to be profiled is missing")
         device = self._telemetry.read(time.time())
         with self._store.scratch_folder() as folder:
             await asyncio.to_thread((Path(folder) / "graph.onnx").write_bytes, b"".join(payload))
-            start = messages.StartProfile(
+            start = wire.StartProfile(
                 profile=message,
                 device=self.name,
                 folder=folder,
@@ -211,7 +209,7 @@ class AgentDaemon:
 
     # ---- the worker -----------------------------------------------------------------------------------------------
 
-    async def _load(self, message: messages.Load) -> messages.Message:
+    async def _load(self, message: wire.Load) -> wire.Message:
         plan, deployment = message.plan, message.deployment
         last_epoch = self._last_epochs.get(deployment, 0)
         if plan.epoch <= last_epoch:
@@ -219,7 +217,7 @@ class AgentDaemon:
         if message.rank >= plan.num_ranks:
             raise BadRequest(reason=f"rank {message.rank} is not in a plan of {plan.num_ranks} devices")
         device = self._telemetry.read(time.time())
-        start = messages.Start(
+        start = wire.Start(
             load=message,
             store_path=str(self._store.path),
             bind_host=self._settings.bind_host,
@@ -236,7 +234,7 @@ class AgentDaemon:
             worker = self._workers[deployment] = WorkerProcess(self._context, self.name)
             return await worker.start(start)
 
-    def _worker_of(self, message: messages.PlanCommand) -> WorkerProcess:
+    def _worker_of(self, message: wire.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)
         if worker is None or worker.epoch != message.epoch:
             raise StepFailed(device=self.name, reason=f"the plan of epoch {message.epoch} is not loaded here")

@@ -21,6 +21,7 @@ from agent.daemon.links import LinkServer
 from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.interfaces import choose_address
 from hearth.platform.notify import Notifier
@@ -78,18 +79,10 @@ async def run_agent(settings: AgentSettings) -> None:
         notifier = Notifier(os.environ)
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
-        tasks = [asyncio.create_task(daemon.watch_lease()), asyncio.create_task(_watchdog(notifier, daemon))]
+        tasks = [asyncio.create_task(daemon.watch_lease()), asyncio.create_task(notifier.keep_alive(daemon.status_line))]
         await stop.wait()
         notifier.send("STOPPING=1")
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _watchdog(notifier: Notifier, daemon: AgentDaemon) -> None:
-    while True:
-        notifier.send("WATCHDOG=1", f"STATUS={daemon.status_line()}")
-        await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
+        await cancel_all(tasks)
 
 
 def main() -> None:

@@ -15,22 +15,9 @@ import zmq.asyncio
 
 from agent.daemon.worker_state import WorkerEvent, WorkerLife
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.child import cause_of_death, run_module
-from hearth.wire.messages import (
-    Abort,
-    ConnectPeers,
-    Failed,
-    GenerateTokens,
-    GenerationEnded,
-    Message,
-    Run,
-    Start,
-    WorkerBound,
-    WorkerState,
-    decode,
-    encode,
-    expected,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
@@ -60,7 +47,7 @@ class WorkerProcess:
         self._watching: asyncio.Task[None] | None = None
 
     @property
-    def state(self) -> WorkerState:
+    def state(self) -> wire.WorkerState:
         return self._life.state
 
     @property
@@ -77,7 +64,7 @@ class WorkerProcess:
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
         return int(found[1]) << 10 if found else 0
 
-    async def start(self, request: Start) -> WorkerBound:
+    async def start(self, request: wire.Start) -> wire.WorkerBound:
         """Start the process and load the shard or the segments. Raises WorkerDied, or what the worker raised."""
         self.epoch = request.load.plan.epoch
         self._move("start_requested")
@@ -89,32 +76,36 @@ class WorkerProcess:
         self._watching = asyncio.create_task(self._watch(self._process))
         try:
             reply = await self._client.call(request, timeout_seconds=LOAD_SECONDS)
-            bound = expected(reply.message, WorkerBound, "a worker")
+            bound = wire.expected(reply.message, wire.WorkerBound, "a worker")
         except HearthError as error:
             self._fail(error)
             raise
         self._move("loaded")
         return bound
 
-    async def connect(self, request: ConnectPeers) -> None:
+    async def connect(self, request: wire.ConnectPeers) -> None:
         await self._client.call(request, timeout_seconds=_CONNECT_SECONDS)
         self._move("connected")
 
-    async def run(self, request: Run, payload: Sequence[Any]) -> Reply:
+    async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:
         """Raises the worker's error, WorkerDied when it dies, DeadlineExceeded."""
         # The worker's own waits are bounded by the request; this bounds a worker that hangs in a GEMM.
         return await self._client.call(request, payload, timeout_seconds=3 * request.timeout_seconds + 30.0)
 
-    def stream(self, request: GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
+    def stream(self, request: wire.GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         """All answers up to GenerationEnded. Raises as `run` does. Closed early, it has the worker forget the sequence.
 
         The first token may take as long as the requests before it do.
         """
         return self._client.stream(
-            request, payload, timeout_seconds=request.timeout_seconds, next_seconds=_TOKEN_SECONDS, last=GenerationEnded
+            request,
+            payload,
+            timeout_seconds=request.timeout_seconds,
+            next_seconds=_TOKEN_SECONDS,
+            last=wire.GenerationEnded,
         )
 
-    async def abort(self, request: Abort) -> None:
+    async def abort(self, request: wire.Abort) -> None:
         """Make a request fail now, or all; the worker answers them with the reason. Raises what the worker died of."""
         await self._client.call(request, timeout_seconds=_ABORT_SECONDS)
 
@@ -130,8 +121,7 @@ class WorkerProcess:
                 process.kill()
                 await process.wait()
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await cancel_all([self._watching])
         self._client.fail(WorkerDied(device=self._device, reason="it was stopped"))
         await self._client.close()
         self._folder.cleanup()
@@ -153,15 +143,15 @@ class WorkerProcess:
         self._life = self._life.after(event)
 
 
-async def run_child(module: str, request: Message, timeout_seconds: float, device: str) -> Message:
+async def run_child(module: str, request: wire.Message, timeout_seconds: float, device: str) -> wire.Message:
     """Run a short-lived `python -m MODULE`: one message in, one out. Raises what it raised, WorkerDied, DeadlineExceeded."""
     try:
-        ended = await run_module(module, encode(request), timeout_seconds)
+        ended = await run_module(module, wire.encode(request), timeout_seconds)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action=f"{module} on {device}", seconds=timeout_seconds) from None
     if ended.code != 0:
         raise WorkerDied(device=device, reason=f"{module} {ended.cause}")
-    answer = decode(ended.output)
-    if isinstance(answer, Failed):
+    answer = wire.decode(ended.output)
+    if isinstance(answer, wire.Failed):
         raise answer.error()
     return answer

@@ -32,32 +32,7 @@ from hearth.client.arrays import Arrays, InferenceResult, array_frames, inferenc
 from hearth.errors import BadRequest, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
 from hearth.platform.asyncio_tools import within
 from hearth.platform.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
-from hearth.wire.messages import (
-    AddApp,
-    AppList,
-    CoordinatorWelcome,
-    DeviceList,
-    DeviceTrace,
-    Done,
-    Embed,
-    Generate,
-    GetHiddenStates,
-    GetModelInfo,
-    GetReadiness,
-    GetStatus,
-    Infer,
-    ListApps,
-    ListDevices,
-    Message,
-    ModelInfo,
-    Readiness,
-    RevokeApp,
-    SamplingChoice,
-    Status,
-    TextEnded,
-    Vectors,
-    expected,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
 if TYPE_CHECKING:
@@ -68,7 +43,7 @@ COORDINATOR_PORT = 47830
 CALL_SECONDS = 10.0  # for calls that compute nothing
 _READY_POLL_SECONDS = 0.2
 
-_M = TypeVar("_M", bound=Message)
+_M = TypeVar("_M", bound=wire.Message)
 
 
 class Result(NamedTuple):
@@ -77,7 +52,7 @@ class Result(NamedTuple):
     vectors: np.ndarray[Any, Any]
     latency_seconds: float
     num_tokens: int
-    traces: tuple[DeviceTrace, ...]
+    traces: tuple[wire.DeviceTrace, ...]
 
 
 class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
@@ -97,7 +72,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         endpoint = await self._find(timeout_seconds)
         await self._close_client()
         self._client = RpcClient(self._context, endpoint, self._access, name="client")
-        await self._client.hello(CoordinatorWelcome, timeout_seconds=timeout_seconds)
+        await self._client.hello(wire.CoordinatorWelcome, timeout_seconds=timeout_seconds)
         return self
 
     async def close(self) -> None:
@@ -118,11 +93,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
     ) -> Result:
         """As `embed`, with latency and, on request, each device's timeline."""
-        return await self._vectors(
-            Embed(texts=tuple(texts), **_once(timeout_seconds), trace=trace),
-            (),
-            timeout_seconds,
-        )
+        request = wire.Embed(texts=tuple(texts), **_once(timeout_seconds), trace=trace)
+        return await self._vectors(request, (), timeout_seconds)
 
     async def hidden_states(
         self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
@@ -133,7 +105,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.wire.framing import pack_array
 
         payload = pack_array(np.asarray(token_ids, dtype=np.int32))
-        request = GetHiddenStates(**_once(timeout_seconds))
+        request = wire.GetHiddenStates(**_once(timeout_seconds))
         return (await self._vectors(request, payload, timeout_seconds)).vectors
 
     def generate(
@@ -154,11 +126,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         `timeout_seconds` bounds the whole answer. Raises BadRequest for a value out of range at once; later
         ContextTooLong, NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
-        if unknown := sampling.keys() - SamplingChoice.model_fields:
+        if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
             raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
         request = valid(
-            Generate, prompt=prompt, messages=tuple(chat_message(message) for message in messages or ()),
-            sampling=valid(SamplingChoice, **sampling), max_tokens=max_tokens,
+            wire.Generate, prompt=prompt, messages=tuple(chat_message(message) for message in messages or ()),
+            sampling=valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             **_once(timeout_seconds),
         )  # fmt: skip
@@ -178,17 +150,17 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
     ) -> InferenceResult:
         """As `infer`, with latency and, on request, each device's timeline."""
-        request = valid(Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
+        request = valid(wire.Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return inference_of(reply.message, reply.payload)
 
-    async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> ModelInfo:
+    async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> wire.ModelInfo:
         """What the served graph takes and gives: names, dtypes, shapes."""
-        return await self._ask(GetModelInfo(**_once(timeout_seconds)), ModelInfo, timeout_seconds)
+        return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds)
 
-    async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> Readiness:
+    async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> wire.Readiness:
         """Whether a model is being served, which, and if not, why."""
-        return await self._ask(GetReadiness(**_once(timeout_seconds)), Readiness, timeout_seconds)
+        return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds)
 
     async def ready(self, timeout_seconds: float = CALL_SECONDS) -> bool:
         """Whether requests are answered now."""
@@ -204,40 +176,40 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     # ---- with an admin key ----------------------------------------------------------------------------------------
 
-    async def devices(self, timeout_seconds: float = CALL_SECONDS) -> DeviceList:
+    async def devices(self, timeout_seconds: float = CALL_SECONDS) -> wire.DeviceList:
         """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
-        return await self._ask(ListDevices(**_once(timeout_seconds)), DeviceList, timeout_seconds)
+        return await self._ask(wire.ListDevices, wire.DeviceList, timeout_seconds)
 
-    async def status(self, timeout_seconds: float = CALL_SECONDS) -> Status:
+    async def status(self, timeout_seconds: float = CALL_SECONDS) -> wire.Status:
         """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
-        return await self._ask(GetStatus(**_once(timeout_seconds)), Status, timeout_seconds)
+        return await self._ask(wire.GetStatus, wire.Status, timeout_seconds)
 
     async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
         """Admit an app's key for inference (admin key)."""
-        request = AddApp(name=name, public_key=public_key, **_once(timeout_seconds))
-        await self._ask(request, Done, timeout_seconds)
+        await self._ask(wire.AddApp, wire.Done, timeout_seconds, name=name, public_key=public_key)
 
     async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
         """Shut an app out; it is refused from its next request on (admin key)."""
-        await self._ask(RevokeApp(name=name, **_once(timeout_seconds)), Done, timeout_seconds)
+        await self._ask(wire.RevokeApp, wire.Done, timeout_seconds, name=name)
 
-    async def apps(self, timeout_seconds: float = CALL_SECONDS) -> AppList:
+    async def apps(self, timeout_seconds: float = CALL_SECONDS) -> wire.AppList:
         """The apps that were admitted and revoked (admin key)."""
-        return await self._ask(ListApps(**_once(timeout_seconds)), AppList, timeout_seconds)
+        return await self._ask(wire.ListApps, wire.AppList, timeout_seconds)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    async def _vectors(self, request: Message, payload: Sequence[Any], timeout_seconds: float) -> Result:
+    async def _vectors(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Result:
         from hearth.wire.framing import unpack_array
 
         reply = await self._call(request, payload, timeout_seconds)
-        told = expected(reply.message, Vectors, "the coordinator")
+        told = wire.expected(reply.message, wire.Vectors, "the coordinator")
         return Result(unpack_array(reply.payload), told.latency_seconds, told.num_tokens, told.traces)
 
-    async def _ask(self, request: Message, answer: type[_M], timeout_seconds: float) -> _M:
-        return expected((await self._call(request, (), timeout_seconds)).message, answer, "the coordinator")
+    async def _ask(self, request: type[wire.Message], answer: type[_M], timeout_seconds: float, **fields: str) -> _M:
+        reply = await self._call(request(**_once(timeout_seconds), **fields), (), timeout_seconds)
+        return wire.expected(reply.message, answer, "the coordinator")
 
-    async def _call(self, request: Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
+    async def _call(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         client = await self._connected(None, timeout_seconds)
@@ -251,7 +223,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             return await client.call(request, payload, timeout_seconds=max(deadline - loop.time(), 0.1))
 
     async def _answer(
-        self, request: Generate, payload: Sequence[Any], timeout_seconds: float
+        self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
     ) -> AsyncGenerator[Token | Usage, None]:
         """Asked again when the connection broke before anything came; when it breaks later, that is an error."""
         loop = asyncio.get_running_loop()
@@ -260,7 +232,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         while True:
             client = await self._connected(failed, deadline - loop.time())
             sent, first_token_seconds = loop.time(), None
-            stream = client.stream(request, payload, timeout_seconds=max(deadline - sent, 0.1), last=TextEnded)
+            stream = client.stream(request, payload, timeout_seconds=max(deadline - sent, 0.1), last=wire.TextEnded)
             try:
                 async with aclosing(stream) as replies:
                     async for reply in replies:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+
+
+async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel them and wait until they have ended; their errors are dropped."""
+    ending = list(futures)
+    for future in ending:
+        future.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
@@ -18,8 +26,7 @@ async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
             raise asyncio.TimeoutError
         return waited.result()
     finally:
-        waited.cancel()
-        await asyncio.gather(waited, return_exceptions=True)
+        await cancel_all([waited])
 
 
 async def all_or_first_error(calls: Any) -> list[Any]:
@@ -28,7 +35,5 @@ async def all_or_first_error(calls: Any) -> list[Any]:
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         raise

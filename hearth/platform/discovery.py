@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hearth.errors import BadSetting
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -90,9 +91,7 @@ class Browser:
         self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._service, handlers=[self._changed])
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._browser is not None:
             await self._browser.async_cancel()
         if self._zeroconf is not None:
@@ -179,8 +178,7 @@ def _read(info: AsyncServiceInfo) -> Found | None:
     if not info.port or not fields.get("v", "").isdigit() or not fields.get("id") or "fp" not in fields:
         return None
     addresses = sorted(
-        set(info.parsed_addresses()),
-        key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text),
+        set(info.parsed_addresses()), key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text)
     )
     if not addresses:
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+_STATUS_CHARACTERS = 200
 
 
 class Notifier:
@@ -20,3 +23,9 @@ class Notifier:
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.sendto("\n".join(assignments).encode(), address)
+
+    async def keep_alive(self, status: Callable[[], str]) -> None:
+        """Feed the watchdog and show the status, until cancelled."""
+        while True:
+            self.send("WATCHDOG=1", f"STATUS={status()}"[:_STATUS_CHARACTERS])
+            await asyncio.sleep(self.watchdog_seconds / 3 or 10.0)

@@ -108,10 +108,7 @@ class Codec:
     @property
     def stats(self) -> WireStats:
         return WireStats(
-            num_tiles=self._num_tiles,
-            raw_bytes=self._raw_bytes,
-            sent_bytes=self._sent_bytes,
-            lz4_tiles=self._lz4_tiles,
+            num_tiles=self._num_tiles, raw_bytes=self._raw_bytes, sent_bytes=self._sent_bytes, lz4_tiles=self._lz4_tiles
         )
 
     @property

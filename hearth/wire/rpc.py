@@ -32,7 +32,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import within
+from hearth.platform.asyncio_tools import cancel_all, within
 from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expected
@@ -48,11 +48,7 @@ _CHILD_RECONNECT_MS = 20  # until a child process that was just started listens
 _STALLED_SECONDS = 30.0
 _STALLED_POLL_SECONDS = 0.05
 # The other end closed the handshake: our key is unknown there, or theirs is not the one we expect.
-_REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-)
+_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LOSSES = functools.reduce(operator.or_, _REFUSALS, zmq.EVENT_DISCONNECTED)
 
 _M = TypeVar("_M", bound=Message)
@@ -117,10 +113,7 @@ class RpcServer:
         return max(sum(self._running.values()), len(self._requests))
 
     async def close(self) -> None:
-        tasks = [self._loop_task, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([self._loop_task, *self._tasks])
         self._socket.close()
 
     async def _receive_loop(self) -> None:
@@ -224,8 +217,8 @@ class RpcClient:
         self._name = name
         self._where = endpoint if access else name
         self._socket = context.socket(zmq.DEALER)
-        self._connected = asyncio.Event()
-        self._refused = asyncio.Event()
+        self._settled = asyncio.Event()  # there is a connection, or our key was refused
+        self._refused = False
         # What came for each request and was not yet taken. A stream that nobody reads grows here; what a server streams
         # is small and ends (the tokens of one answer), so that nothing more bounds it.
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
@@ -236,7 +229,7 @@ class RpcClient:
         if access is None:
             self._socket.linger = 0
             self._socket.reconnect_ivl = _CHILD_RECONNECT_MS
-            self._connected.set()
+            self._settled.set()
         else:
             secure_client(self._socket, access.own, access.server_public)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -252,9 +245,7 @@ class RpcClient:
         return tuple(self._pending)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -351,31 +342,25 @@ class RpcClient:
         return DeadlineExceeded(action=f"{type(message).__name__} at {self._where}", seconds=timeout_seconds)
 
     async def _wait_connected(self, timeout_seconds: float) -> None:
-        if self._connected.is_set():
-            return
-        waits = [asyncio.ensure_future(self._connected.wait()), asyncio.ensure_future(self._refused.wait())]
-        try:
-            await asyncio.wait(waits, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self._connected.is_set():
-            return
-        if self._refused.is_set():
+        if not self._settled.is_set():
+            try:
+                await within(timeout_seconds, self._settled.wait())
+            except asyncio.TimeoutError:
+                raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
+        if self._refused:
             raise WrongKey(endpoint=self.endpoint)
-        raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds)
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._refused.clear()
-                self._connected.set()
+            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._refused = not connected and (self._refused or event in _REFUSALS)
+            if connected or self._refused:
+                self._settled.set()
             else:
-                self._connected.clear()
+                self._settled.clear()
+            if not connected:
                 self._fail_pending(ConnectionLost(endpoint=self.endpoint))
-                if event in _REFUSALS:
-                    self._refused.set()
 
     def _fail_pending(self, error: HearthError) -> None:
         for replies in self._pending.values():

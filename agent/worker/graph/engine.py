@@ -11,27 +11,24 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from agent.worker.graph.schedule import Finished, GraphSchedule, Late, Routes, Task
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
+from agent.worker.server import Answer
 from agent.worker.tracing import Moved, Recorder
 from hearth.errors import BadMessage, BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Received, Transport
-from hearth.wire.codec import Codec
+from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_arrays, read_header, unpack_arrays
-from hearth.wire.messages import Failed, Message, Run, RunDone, WireStats
+from hearth.wire.messages import Failed, Run, RunDone, WireStats
 
 log = logging.getLogger(__name__)
 
-Array = np.ndarray[Any, Any]
-Answer = Callable[[bytes, Message, Sequence[Any]], None]
 
 MAX_TRACE_EVENTS = 16_000  # the most that a message has room for
 _RECEIVE_SLICE_SECONDS = 0.5  # how soon a thread notices what nobody woke it for: the end, or a deadline

@@ -31,10 +31,8 @@ from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import wire_cost
 from hearth.errors import BadPlan, StoreFull
-from hearth.wire.codec import NUMPY_CASTS
+from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
-
-Array = np.ndarray[Any, Any]
 
 _SAMPLE_SECONDS = 0.05
 _SAMPLES = 5

@@ -171,13 +171,7 @@ def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tens
 
 
 def attention(
-    spec: ModelSpec,
-    index: int,
-    q_sw: Tensor,
-    k_Tk: Tensor,
-    v_Tk: Tensor,
-    rows: PackedRows,
-    span: Span,
+    spec: ModelSpec, index: int, q_sw: Tensor, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows, span: Span
 ) -> Tensor:
     """Attention of the query rows `span` of the step over their own sequences: [s,w].
 

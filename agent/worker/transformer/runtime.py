@@ -23,17 +23,8 @@ from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import is_transformer_plan
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
-from hearth.wire.messages import (
-    Cancel,
-    ConnectPeers,
-    GenerateTokens,
-    Message,
-    Run,
-    ShardParts,
-    Start,
-    WorkerBound,
-)
 
 log = logging.getLogger("hearth.worker")
 
@@ -50,16 +41,16 @@ class TransformerRuntime:
     _communicator: Communicator  # from `connect` on
     _compute: Callable[[], None]
 
-    def __init__(self, start: Start, answer: Answer) -> None:
+    def __init__(self, start: wire.Start, answer: Answer) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_transformer_plan(plan)
-        assert isinstance(parts, ShardParts)
+        assert isinstance(parts, wire.ShardParts)
         self._start, self._plan, self._parts = start, plan, parts
         self._rank = start.load.rank
         self._answer = answer
-        self._requests: queue.SimpleQueue[tuple[bytes, Message, list[bytes]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = queue.SimpleQueue()
 
-    def load(self) -> WorkerBound:
+    def load(self) -> wire.WorkerBound:
         start, load = self._start, self._start.load
         keep_freed_buffers()
         torch.set_num_threads(start.num_threads)
@@ -72,14 +63,14 @@ class TransformerRuntime:
             self._rank, self._plan.num_ranks, start.bind_host, start.ports,
             new_keypair() if load.encrypt_data_plane else None,
         )  # fmt: skip
-        return WorkerBound(
+        return wire.WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
             num_bytes_loaded=self._shard.num_bytes(),
             weight_error=self._shard.weight_error(),
         )
 
-    def connect(self, request: ConnectPeers) -> None:
+    def connect(self, request: wire.ConnectPeers) -> None:
         self._transport.connect(request.peers)
         codecs = link_codecs(self._plan, self._rank, {peer.rank: peer.bytes_per_second for peer in request.peers})
         token = self._start.load.plan_token
@@ -96,7 +87,7 @@ class TransformerRuntime:
     def run(self) -> None:
         self._compute()
 
-    def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
+    def handle(self, request: bytes, message: wire.Message, payload: list[bytes]) -> None:
         self._requests.put((request, message, payload))
 
     def abort(self, step: int | None, reason: str) -> None:
@@ -112,7 +103,7 @@ class TransformerRuntime:
         while True:
             request, message, payload = self._requests.get()
             try:
-                if not isinstance(message, Run):
+                if not isinstance(message, wire.Run):
                     raise BadRequest(reason=f"a model that does not generate takes no {type(message).__name__}")
                 arrays = unpack_arrays(message.names, payload)
                 if arrays.keys() != {"token_ids", "cumulative_lengths"}:
@@ -132,9 +123,9 @@ class TransformerRuntime:
                     self._answer(answered, answer, ())
                 continue
             try:
-                if isinstance(message, GenerateTokens):
+                if isinstance(message, wire.GenerateTokens):
                     leader.submit(request, message, payload)
-                elif isinstance(message, Cancel):
+                elif isinstance(message, wire.Cancel):
                     leader.cancel(request)
                 else:
                     raise BadRequest(reason=f"a model that generates takes no {type(message).__name__}")

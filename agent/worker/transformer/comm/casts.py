@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
-import numpy as np
 import torch
 
-from hearth.wire.codec import Casts
-
-Array = np.ndarray[Any, Any]
+from hearth.wire.codec import Array, Casts
 
 # Received frames are read-only, and nothing here writes to its input.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

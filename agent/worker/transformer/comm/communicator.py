@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -26,13 +26,12 @@ from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import EXACT, Values
 from hearth.transport.base import Buffer, Received, Transport
-from hearth.wire.codec import Codec
+from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
 from hearth.wire.messages import WireStats
 
 log = logging.getLogger(__name__)
 
-Array = np.ndarray[Any, Any]
 
 # A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended. In a
 # pipeline, where several are in flight, more: see `look_ahead`.

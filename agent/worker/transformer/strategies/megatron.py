@@ -9,14 +9,7 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard
-from agent.worker.transformer.strategies.step import (
-    Step,
-    embed_rows,
-    keep_kv,
-    reduce_rows,
-    reduced_out,
-    run_layer,
-)
+from agent.worker.transformer.strategies.step import Step, embed_rows, keep_kv, reduce_rows, reduced_out, run_layer
 from hearth.plan.geometry import Span
 from hearth.plan.phases import Phase, Work
 
