@@ -79,7 +79,10 @@ async def run_agent(settings: AgentSettings) -> None:
         notifier = Notifier(os.environ)
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
-        tasks = [asyncio.create_task(daemon.watch_lease()), asyncio.create_task(notifier.keep_alive(daemon.status_line))]
+        tasks = [
+            asyncio.create_task(daemon.watch_lease()),
+            asyncio.create_task(notifier.keep_alive(daemon.status_line)),
+        ]
         await stop.wait()
         notifier.send("STOPPING=1")
         await cancel_all(tasks)

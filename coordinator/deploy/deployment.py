@@ -20,6 +20,7 @@ from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, Worke
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import Values
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.trace import shift_to_common_clock
 from hearth.wire.framing import pack_array, unpack_arrays
@@ -239,9 +240,7 @@ class Deployment:
                 raise await self._cause(tasks, abort)
             return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: Abort | None) -> HearthError:
         """End on all ranks what these tasks wait for, and return the error that the others follow from.
@@ -257,9 +256,7 @@ class Deployment:
                     for device in self.plan.devices
                 ]
             await asyncio.wait([*tasks, *aborts], timeout=_CAUSE_SECONDS)
-        for task in (*tasks, *aborts):
-            task.cancel()
-        await asyncio.gather(*tasks, *aborts, return_exceptions=True)
+        await cancel_all([*tasks, *aborts])
         found = [*([self.failure] if self.failure else []), *_errors_of(tasks), *_errors_of(aborts)]
         return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 

@@ -15,7 +15,7 @@ from functools import partial
 from coordinator.deploy.spread import Chunk, Spread
 from coordinator.devices.fleet import Fleet, ask_across
 from hearth.errors import HearthError
-from hearth.platform.asyncio_tools import all_or_first_error
+from hearth.platform.asyncio_tools import all_or_first_error, cancel_all
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
 
@@ -124,9 +124,7 @@ class Distribution:
                         puts.remove(put)
                         put.result()
         finally:
-            for put in puts:
-                put.cancel()
-            await asyncio.gather(*puts, return_exceptions=True)
+            await cancel_all(puts)
 
     def _has_room(self, target: str) -> bool:
         own = self._in_flight[target]

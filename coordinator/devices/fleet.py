@@ -25,6 +25,7 @@ from hearth.errors import (
     LeaseLost,
     Unreachable,
 )
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import AGENT_SERVICE, Browser, Found, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.wire.messages import (
@@ -107,10 +108,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             await self._browser.stop()
         if self._lease_name is not None:
             await self._release_all()
-        tasks = [connection.task for connection in self._connections.values() if connection.task]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all([connection.task for connection in self._connections.values() if connection.task])
         for connection in self._connections.values():
             await connection.client.close()
         self._context.destroy(linger=0)

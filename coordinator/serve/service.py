@@ -25,6 +25,7 @@ from coordinator.serve.kind import Tools
 from coordinator.serve.state import Goal, StateFile
 from hearth.errors import AppRevoked, BadPlan, BadRequest, NotAuthorised, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
@@ -109,7 +110,7 @@ class Service:
             self._report(f"listening on port {server.port}")
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._deployments.values()))
-            watchdog = asyncio.create_task(self._watchdog(notifier))
+            watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
             waits: set[asyncio.Future[Any]] = {serving, watchdog}
             try:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -117,9 +118,7 @@ class Service:
                     ended.result()
             finally:
                 notifier.send("STOPPING=1")
-                for wait in waits:
-                    wait.cancel()
-                await asyncio.gather(*waits, return_exceptions=True)
+                await cancel_all(waits)
 
     def _open(self, goal: Goal | None, plan: Plan | None) -> None:
         state = StateFile(self._settings.state_dir)
@@ -235,8 +234,5 @@ class Service:
             dropped_messages=running.dropped_messages if running else 0,
         )
 
-    async def _watchdog(self, notifier: Notifier) -> None:
-        while True:
-            state = "; ".join(deployment.state for deployment in self._deployments.values())
-            notifier.send("WATCHDOG=1", f"STATUS={state}"[:200])
-            await asyncio.sleep(notifier.watchdog_seconds / 3 or 10.0)
+    def _status_line(self) -> str:
+        return "; ".join(deployment.state for deployment in self._deployments.values())
