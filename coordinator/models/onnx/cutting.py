@@ -75,17 +75,12 @@ def check_segments(spec: GraphSpec, segments: Sequence[Segment]) -> None:
     by_operators = {segment.operators: segment for segment in rightly}
     for index, segment in enumerate(segments):
         expected = by_operators[tuple(sorted(segment.operators))]
-        for what, has, wants in (
-            ("takes", segment.inputs, expected.inputs),
-            ("gives", segment.outputs, expected.outputs),
-        ):
+        sides = (("takes", segment.inputs, expected.inputs), ("gives", segment.outputs, expected.outputs))
+        for what, has, wants in sides:
             if wrong := sorted(set(has).symmetric_difference(wants)):
-                verb = (
-                    f"{what} {wrong[0]}, which it does not in"
-                    if wrong[0] in has
-                    else f"lacks {wrong[0]}, which it {what} in"
-                )
-                raise BadPlan(reason=f"segment {index} {verb} the graph {spec.name}")
+                name = wrong[0]
+                fault = f"{what} {name}, which it does not in" if name in has else f"lacks {name}, which it {what} in"
+                raise BadPlan(reason=f"segment {index} {fault} the graph {spec.name}")
 
 
 def _eager_groups(spec: GraphSpec, assignment: Sequence[int]) -> list[list[int]]:

@@ -202,7 +202,7 @@ def _spec(name: str, resolved: Resolved, inputs: Mapping[str, TensorType], outpu
     for index, (node, flops) in enumerate(zip(resolved.nodes, resolved.flops, strict=True)):
         for taken in uses(node):
             consumers.setdefault(taken, []).append(index)
-        constants, _, _ = resolved.needs(uses(node))
+        constants, _ = resolved.needs(uses(node))
         used = sorted(parameters.setdefault(constant, len(parameters)) for constant in constants)
         title = unused(node.name or f"{node.op_type}_{index}", names)
         operators.append(Operator(title, node.op_type, flops, tuple(used)))

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
-from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import is_packed
 from coordinator.models.onnx.nodes import in_order, uses
 from coordinator.models.onnx.reader import OnnxModel
-from hearth.errors import BadPlan
 from hearth.plan.graph import Segment
 
 
@@ -30,21 +28,13 @@ class SegmentModel(NamedTuple):
 
 
 def segment_model(model: OnnxModel, segment: Segment) -> SegmentModel:
-    """Raises BadPlan when the segment does not fit the model (check the whole plan with `cutting.check_segments`)."""
-    if bad := [index for index in segment.operators if index >= model.spec.num_operators]:
-        raise BadPlan(reason=f"operator {bad[0]} does not exist: {model.spec.name} has {model.spec.num_operators}")
+    """Of a plan that is a cut of this model, as `cutting.check_segments` makes sure."""
     nodes = [model.graph.nodes[index] for index in sorted(segment.operators)]
-    made = {name for node in nodes for name in node.output}
-    constants, derived, others = model.graph.needs(name for node in nodes for name in uses(node))
-    known = made.union(segment.inputs)
-    if missing := [name for name in others if name not in known]:
-        raise BadPlan(reason=f"a segment needs {missing[0]}, which is not among its inputs")
-    if missing := [name for name in segment.outputs if name not in made]:
-        raise BadPlan(reason=f"a segment gives out {missing[0]}, which none of its operators makes")
+    constants, derived = model.graph.needs(name for node in nodes for name in uses(node))
     graph = GraphProto(name=f"{model.spec.name}-{segment.operators[0]}")
     graph.node.extend([*in_order(derived), *nodes])
-    graph.input.extend(helper.make_tensor_value_info(name, *_type(model, name)) for name in segment.inputs)
-    graph.output.extend(helper.make_tensor_value_info(name, *_type(model, name)) for name in segment.outputs)
+    graph.input.extend(helper.make_tensor_value_info(name, *model.graph.types[name]) for name in segment.inputs)
+    graph.output.extend(helper.make_tensor_value_info(name, *model.graph.types[name]) for name in segment.outputs)
     weights: list[TensorProto] = []
     for tensor in (model.graph.constants[name] for name in sorted(constants)):
         if tensor.data_location == TensorProto.EXTERNAL and not is_packed(tensor.data_type):
@@ -54,12 +44,6 @@ def segment_model(model: OnnxModel, segment: Segment) -> SegmentModel:
             graph.initializer.append(model.file.inlined(tensor))
     proto = ModelProto(ir_version=model.ir_version, producer_name="hearth", opset_import=model.opsets, graph=graph)
     return SegmentModel(proto.SerializeToString(), tuple(weights))
-
-
-def _type(model: OnnxModel, name: str) -> TensorType:
-    if name not in model.graph.types:
-        raise BadPlan(reason=f"the graph {model.spec.name} has no tensor {name}")
-    return model.graph.types[name]
 
 
 def _placeholder(tensor: TensorProto, location: str) -> TensorProto:

@@ -51,12 +51,11 @@ class Resolved:
     constants: dict[str, TensorProto] = field(default_factory=dict)
     derived: dict[str, NodeProto] = field(default_factory=dict)
 
-    def needs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto], list[str]]:
-        """What these tensors are computed from: constants, nodes that derive more from constants, and other tensors."""
+    def needs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto]]:
+        """The constants behind these tensors, and the nodes that derive more from constants."""
         todo, seen = list(names), set[str]()
         constants: list[str] = []
         derived: dict[int, NodeProto] = {}
-        others: list[str] = []
         while todo:
             name = todo.pop()
             if name in seen:
@@ -68,9 +67,7 @@ class Resolved:
                 node = self.derived[name]
                 derived[id(node)] = node
                 todo += uses(node)
-            else:
-                others.append(name)
-        return constants, list(derived.values()), others
+        return constants, list(derived.values())
 
 
 def resolve(
@@ -204,7 +201,10 @@ class _Resolver:
         if node.op_type == "Constant":
             self.add_constant(self.constant(node), types, values)
             return 0.0
-        found, flops = self._infer(node, types, values)
+        try:
+            found, flops = self._infer(node, types, values)
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
         types.update(found)
         for tensor in self._evaluated(node, found, types, values):
             values[tensor.name] = tensor
@@ -236,11 +236,7 @@ class _Resolver:
                 raise self._unsupported(node, f"the shape of its output {name} is known only when it has run")
         found.pop("", None)
         shapes = [None if each is None else each.shape for each in inputs]
-        try:
-            flops = flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
-        except (IndexError, KeyError, TypeError, ValueError):
-            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
-        return found, flops
+        return found, flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
 
     def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
         """By the shape inference of onnx. What it leaves open is left out."""
@@ -297,10 +293,7 @@ class _Resolver:
 
     def _control_flow(self, node: NodeProto, types: Types, values: Values) -> tuple[dict[str, TensorType], float]:
         rule = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[node.op_type]
-        try:
-            outputs, flops = rule(node, types, values)
-        except (IndexError, KeyError, TypeError, ValueError):
-            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
+        outputs, flops = rule(node, types, values)
         if len(outputs) < len(node.output):
             raise self._file.bad(f"{_title(node)} has more outputs than its body")
         return {name: each for name, each in zip(node.output, outputs, strict=False) if name}, flops

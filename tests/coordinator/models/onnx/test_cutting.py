@@ -182,6 +182,8 @@ def test_every_operator_needs_a_device(assignment: list[int]) -> None:
         ({"inputs": ()}, "segment 1 lacks op0"),
         ({"outputs": ("op1", "op2")}, "segment 1 gives op2"),
         ({"operators": (2,)}, "stands in two segments"),
+        ({"operators": (1, 99)}, "operator 99 does not exist"),
+        ({"inputs": ("op0", "elsewhere")}, "segment 1 takes elsewhere"),
     ],
 )
 def test_a_plan_for_another_graph_is_refused(change: dict[str, Any], reason: str) -> None:
