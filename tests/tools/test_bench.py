@@ -296,7 +296,7 @@ TINY = {
         (["galaxy", "--env", "z"], "'z' is none of a, b"),
         (["galaxy", "--scenario", "nowhere"], "neither a file nor one of ours"),
         (["galaxy", "--model", "gpt-5"], "'gpt-5' is none of"),
-        (["galaxy", "--config", "/nowhere.json"], "there is no such file"),
+        (["galaxy", "--config", "/nowhere.json"], "cannot be read (No such file"),
         (["galaxy", "--rounds", "2"], "at least 5"),
         (["galaxy", "--wires", "fp8"], "'fp8' is none of"),
         (["galaxy", "--devices", "9"], "has only 2"),

@@ -137,8 +137,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._tensors: dict[str, _Tensor] = {}
         self._recent: dict[_Tensor, None] = {}  # that are resident, the last used last
         try:
-            for file, names in _files_of(model_dir).items():
-                self._add(file, names)
+            for path, promised in _files_of(model_dir).items():
+                self._add(path, promised)
         except BadCheckpoint:
             self.close()
             raise
@@ -215,13 +215,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             self._recent.pop(oldest, None)
             oldest.file.let_go(oldest.start, oldest.stop)
 
-    def _add(self, path: Path, names: set[str] | None) -> None:
+    def _add(self, path: Path, promised: set[str]) -> None:
         file = _File(path)
         self._files.append(file)
         found = file.tensors()
-        for name in sorted(names or ()):
-            if name not in found:
-                raise BadCheckpoint(path=str(path), reason=f"the index promises the tensor {name}, which is not in it")
+        if missing := promised - found.keys():
+            reason = f"the index promises the tensor {min(missing)}, which is not in it"
+            raise BadCheckpoint(path=str(path), reason=reason)
         self._tensors.update(found)
 
     def _tensor(self, name: str) -> _Tensor:
@@ -248,22 +248,22 @@ def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any]) -> np.ndarray[Any
     return copy
 
 
-def _files_of(model_dir: Path) -> dict[Path, set[str] | None]:
+def _files_of(model_dir: Path) -> dict[Path, set[str]]:
     """The files of a checkpoint, with the tensors that an index promises in each."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.exists():
-        return {single: None}
+        return {single: set()}
     if not index.exists():
         others = sorted(path.name for path in model_dir.glob("*.bin")) if model_dir.is_dir() else []
         what = f"it holds {others[0]}, but no safetensors file" if others else "it holds no model.safetensors"
         raise BadCheckpoint(path=str(model_dir), reason=f"{what} (other formats can run code when read)")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
-        files: dict[Path, set[str] | None] = {}
+        files: dict[Path, set[str]] = {}
         for tensor, name in weight_map.items():
             if Path(name).name != name:
                 raise BadCheckpoint(path=str(index), reason=f"it names a file outside its directory: {name}")
-            files.setdefault(model_dir / name, set()).add(tensor)  # type: ignore[union-attr]
+            files.setdefault(model_dir / name, set()).add(tensor)
         return files
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise BadCheckpoint(path=str(index), reason="the index cannot be read") from None

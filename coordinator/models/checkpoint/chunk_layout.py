@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hearth.plan.chunks import ChunkKind, slices
@@ -75,8 +76,5 @@ def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:
             shape = (part.rows.size, *shape[1:])
         if part.columns is not None:
             shape = (shape[0], part.columns.size)
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
+        total += math.prod(shape)
     return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
+from coordinator.models.file_kinds import read_content
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.rotary import read_rotary
@@ -112,75 +112,51 @@ def _qwen_windows(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mappi
 
 # What most architectures call these in their configs.
 _USUAL_CONFIG = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "hidden_size": "hidden_size",
-    "ffn_size": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_positions": "max_position_embeddings",
-}
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "hidden_size": "hidden_size",
+    "ffn_size": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
+}  # fmt: skip
 
 # ---- encoders --------------------------------------------------------------------------------------------------------
 
 BERT = Family(
     config={
         **_USUAL_CONFIG,
-        "type_vocab_size": "type_vocab_size",
-        "norm_eps": "layer_norm_eps",
-        "activation": "hidden_act",
+        "type_vocab_size": "type_vocab_size", "norm_eps": "layer_norm_eps", "activation": "hidden_act",
     },
     defaults={"type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu"},
     required={"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
     prefixes=("", "bert."),
     layer_prefix="encoder.layer.{}.",
     layer={
-        "q": "attention.self.query",
-        "k": "attention.self.key",
-        "v": "attention.self.value",
-        "o": "attention.output.dense",
-        "norm1": "attention.output.LayerNorm",
-        "up": "intermediate.dense",
-        "down": "output.dense",
-        "norm2": "output.LayerNorm",
+        "q": "attention.self.query", "k": "attention.self.key", "v": "attention.self.value",
+        "o": "attention.output.dense", "norm1": "attention.output.LayerNorm",
+        "up": "intermediate.dense", "down": "output.dense", "norm2": "output.LayerNorm",
     },
     embedding={
-        "word": "embeddings.word_embeddings",
-        "position": "embeddings.position_embeddings",
-        "type": "embeddings.token_type_embeddings",
-        "norm": "embeddings.LayerNorm",
+        "word": "embeddings.word_embeddings", "position": "embeddings.position_embeddings",
+        "type": "embeddings.token_type_embeddings", "norm": "embeddings.LayerNorm",
     },
-)
+)  # fmt: skip
 
 DISTILBERT = Family(
     config={
-        "num_layers": "n_layers",
-        "num_heads": "n_heads",
-        "hidden_size": "dim",
-        "ffn_size": "hidden_dim",
-        "vocab_size": "vocab_size",
-        "max_positions": "max_position_embeddings",
-        "activation": "activation",
+        "num_layers": "n_layers", "num_heads": "n_heads", "hidden_size": "dim", "ffn_size": "hidden_dim",
+        "vocab_size": "vocab_size", "max_positions": "max_position_embeddings", "activation": "activation",
     },
     defaults={"activation": "gelu"},
     facts={"type_vocab_size": 0, "norm_eps": 1e-12},
     prefixes=("", "distilbert."),
     layer_prefix="transformer.layer.{}.",
     layer={
-        "q": "attention.q_lin",
-        "k": "attention.k_lin",
-        "v": "attention.v_lin",
-        "o": "attention.out_lin",
-        "norm1": "sa_layer_norm",
-        "up": "ffn.lin1",
-        "down": "ffn.lin2",
-        "norm2": "output_layer_norm",
+        "q": "attention.q_lin", "k": "attention.k_lin", "v": "attention.v_lin",
+        "o": "attention.out_lin", "norm1": "sa_layer_norm",
+        "up": "ffn.lin1", "down": "ffn.lin2", "norm2": "output_layer_norm",
     },
     embedding={
-        "word": "embeddings.word_embeddings",
-        "position": "embeddings.position_embeddings",
+        "word": "embeddings.word_embeddings", "position": "embeddings.position_embeddings",
         "norm": "embeddings.LayerNorm",
     },
-)
+)  # fmt: skip
 
 # ---- decoders --------------------------------------------------------------------------------------------------------
 
@@ -189,22 +165,15 @@ _HEAD = Source("lm_head", prefixed=False)
 
 GPT2 = Family(
     config={
-        "num_layers": "n_layer",
-        "num_heads": "n_head",
-        "hidden_size": "n_embd",
-        "vocab_size": "vocab_size",
-        "max_positions": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-        "activation": "activation_function",
+        "num_layers": "n_layer", "num_heads": "n_head", "hidden_size": "n_embd", "vocab_size": "vocab_size",
+        "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon", "activation": "activation_function",
         "tied_head": "tie_word_embeddings",
     },
     defaults={"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
     facts=_DECODER,
     required={
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
+        "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False, "add_cross_attention": False,
     },
     rules=(_gpt2_ffn,),
     prefixes=("", "transformer."),
@@ -215,22 +184,16 @@ GPT2 = Family(
         "v": Source("attn.c_attn", part=(2, 3), transposed=True),
         "o": Source("attn.c_proj", transposed=True),
         "norm1": "ln_1",
-        "up": Source("mlp.c_fc", transposed=True),
-        "down": Source("mlp.c_proj", transposed=True),
-        "norm2": "ln_2",
+        "up": Source("mlp.c_fc", transposed=True), "down": Source("mlp.c_proj", transposed=True), "norm2": "ln_2",
     },
     embedding={"word": "wte", "position": "wpe", "final": "ln_f", "head": _HEAD},
-)
+)  # fmt: skip
 
 OPT = Family(
     config={
         **_USUAL_CONFIG,
-        "ffn_size": "ffn_dim",
-        "activation": "activation_function",
-        "qkv_bias": "enable_bias",
-        "out_bias": "enable_bias",
-        "mlp_bias": "enable_bias",
-        "tied_head": "tie_word_embeddings",
+        "ffn_size": "ffn_dim", "activation": "activation_function", "tied_head": "tie_word_embeddings",
+        "qkv_bias": "enable_bias", "out_bias": "enable_bias", "mlp_bias": "enable_bias",
     },
     defaults={"activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True},
     facts={**_DECODER, "norm_eps": 1e-5, "position_offset": 2},
@@ -239,40 +202,25 @@ OPT = Family(
     prefixes=("", "model."),
     layer_prefix="decoder.layers.{}.",
     layer={
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.out_proj",
-        "norm1": "self_attn_layer_norm",
-        "up": "fc1",
-        "down": "fc2",
-        "norm2": "final_layer_norm",
+        "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+        "o": "self_attn.out_proj", "norm1": "self_attn_layer_norm",
+        "up": "fc1", "down": "fc2", "norm2": "final_layer_norm",
     },
     embedding={
-        "word": "decoder.embed_tokens",
-        "position": "decoder.embed_positions",
-        "final": "decoder.final_layer_norm",
+        "word": "decoder.embed_tokens", "position": "decoder.embed_positions", "final": "decoder.final_layer_norm",
         "head": _HEAD,
     },
-)
+)  # fmt: skip
 
 _LLAMA_CONFIG = {
     **_USUAL_CONFIG,
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tied_head": "tie_word_embeddings",
-}
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act", "tied_head": "tie_word_embeddings",
+}  # fmt: skip
 _LLAMA_DEFAULTS = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
 _LLAMA_FACTS = {**_DECODER, "norm": "rms", "gated": True}
 
 LLAMA = Family(
@@ -284,18 +232,12 @@ LLAMA = Family(
     prefixes=("", "model."),
     layer_prefix="layers.{}.",
     layer={
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "norm1": "input_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        "norm2": "post_attention_layernorm",
+        "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj", "norm1": "input_layernorm",
+        "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "norm2": "post_attention_layernorm",
     },
     embedding={"word": "embed_tokens", "final": "norm", "head": _HEAD},
-)
+)  # fmt: skip
 
 MISTRAL = replace(
     LLAMA,
@@ -323,24 +265,14 @@ QWEN3 = replace(
 )
 
 FAMILIES: Mapping[str, Family] = {
-    "bert": BERT,
-    "distilbert": DISTILBERT,
-    "gpt2": GPT2,
-    "opt": OPT,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-}
+    "bert": BERT, "distilbert": DISTILBERT, "gpt2": GPT2, "opt": OPT,
+    "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3,
+}  # fmt: skip
 _REQUIRED = {"quantization_config": None}  # of every family
 _ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-}
+    "gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
+    "relu": "relu", "silu": "silu", "swish": "silu",
+}  # fmt: skip
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -445,12 +377,7 @@ def _source(entry: str | Source) -> Source:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises BadCheckpoint."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadCheckpoint(path=str(path), reason="there is no such file") from None
-    except (OSError, ValueError) as error:
-        raise BadCheckpoint(path=str(path), reason=f"it is no valid JSON ({error})") from None
+    value = read_content(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"))
     if not isinstance(value, dict):
         raise BadCheckpoint(path=str(path), reason="it does not hold a JSON object")
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,16 +69,13 @@ def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: st
     return view
 
 
-def manifest(
-    checkpoint: Checkpoint, spec: ModelSpec, progress: Callable[[int], None] = lambda num_bytes: None
-) -> tuple[ChunkRef, ...]:
-    """Hash every chunk; one pass over the checkpoint. `progress` is told the bytes of each."""
+def manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
+    """Hash every chunk; one pass over the checkpoint."""
     refs = []
     for kind, layer, grain in all_chunks(spec):
         data = chunk_bytes(checkpoint, spec, kind, layer, grain)
         digest = hashlib.sha256(data).hexdigest()
         refs.append(ChunkRef(hash=digest, num_bytes=len(data), kind=kind, layer=layer, grain=grain))
-        progress(len(data))
     return tuple(refs)
 
 

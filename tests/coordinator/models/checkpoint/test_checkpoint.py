@@ -97,8 +97,8 @@ def change_config(**changes: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("harm", "error", "match"),
     [
-        (lambda d: (d / "config.json").unlink(), BadCheckpoint, "config.json.*no such file"),
-        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "no valid JSON"),
+        (lambda d: (d / "config.json").unlink(), BadCheckpoint, "config.json.*No such file"),
+        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "is no JSON"),
         (lambda d: (d / "config.json").write_text("[]"), BadCheckpoint, "JSON object"),
         (change_config(hidden_size=...), BadCheckpoint, "hidden_size is missing"),
         (change_config(num_attention_heads=5), BadCheckpoint, "cannot be split among 5 heads"),
