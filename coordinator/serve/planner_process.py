@@ -1,9 +1,15 @@
-"""Planning in a process of its own: a search that computes for a minute delays no request, and ends with its caller."""
+"""Planning in a process of its own: a search that computes for a minute delays no request, and ends with its caller.
+
+The child runs this module: one JSON object on standard input, one on standard output. The name of each strategy goes to
+standard error, a line each, when the search begins with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,18 +19,18 @@ from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.state import GraphGoal
-from hearth.errors import DeadlineExceeded, InternalError, error_from_wire
+from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_from_wire
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.child import run_module
 
 # Beside the time limit, which is for the search alone: the interpreter, the model of the problem, heuristics.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
-MARK = "planning: "  # before a strategy's name, on the child's standard error
-Kind = Literal["transformer", "graph", "instance"]
+_MARK = "planning: "  # before a strategy's name, on the child's standard error
 Progress = Callable[[str], None]
+_Kind = Literal["transformer", "graph", "instance"]
 # The types of a request and of its answer. An instance is a placement problem in a file, which the goal names.
-TYPES: dict[Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
+_TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
     "transformer": (TypeAdapter(PlanRequest), TypeAdapter(Planned[TransformerPlan])),
     "graph": (TypeAdapter(GraphRequest), TypeAdapter(Planned[GraphPlan])),
     "instance": (TypeAdapter(GraphGoal), TypeAdapter(Planned[GraphPlan])),
@@ -33,32 +39,32 @@ TYPES: dict[Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
 
 async def solve_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
     """As `plan_transformer`, in a child process that is gone when this ends. Raises also DeadlineExceeded."""
-    planned: Planned[TransformerPlan] = await _child("transformer", request, 0.0)
+    planned: Planned[TransformerPlan] = await _ask("transformer", request, 0.0)
     return planned
 
 
 async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> Planned[GraphPlan]:
     """As `plan_graph`, likewise."""
-    planned: Planned[GraphPlan] = await _child("graph", request, request.time_limit_seconds, progress)
+    planned: Planned[GraphPlan] = await _ask("graph", request, request.time_limit_seconds, progress)
     return planned
 
 
 async def solve_instance(goal: GraphGoal, progress: Progress) -> Planned[GraphPlan]:
     """As `plan_instance`, for a placement instance in a file, likewise. Raises also BadGraph."""
-    planned: Planned[GraphPlan] = await _child("instance", goal, goal.time_limit_seconds, progress)
+    planned: Planned[GraphPlan] = await _ask("instance", goal, goal.time_limit_seconds, progress)
     return planned
 
 
-async def _child(kind: Kind, request: Any, time_limit_seconds: float, progress: Progress = lambda line: None) -> Any:
+async def _ask(kind: _Kind, request: Any, time_limit_seconds: float, progress: Progress = lambda line: None) -> Any:
     def listen(line: str) -> None:
-        if line.startswith(MARK):
-            progress(line.removeprefix(MARK))
+        if line.startswith(_MARK):
+            progress(line.removeprefix(_MARK))
 
-    takes, gives = TYPES[kind]
+    takes, gives = _TYPES[kind]
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
     question = json.dumps({"kind": kind, "request": takes.dump_python(request, mode="json")}).encode()
     try:
-        ended = await run_module("coordinator.serve.planner_child", question, seconds, listen)
+        ended = await run_module(__name__, question, seconds, listen)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action="planning", seconds=seconds) from None
     try:
@@ -69,3 +75,41 @@ async def _child(kind: Kind, request: Any, time_limit_seconds: float, progress: 
     if "error" in values:
         raise error_from_wire(values["error"], values["details"])
     return gives.validate_python(values)
+
+
+# ---- the child ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    takes, gives = _TYPES[asked["kind"]]
+    try:
+        planned = _plan(asked["kind"], takes.validate_python(asked["request"]))
+        result = gives.dump_python(planned, mode="json")
+    except HearthError as error:
+        result = {"error": error.code, "details": error.details()}
+    json.dump(result, sys.stdout)
+
+
+def _plan(kind: _Kind, request: Any) -> Any:
+    """The planners are imported late: the coordinator needs none of them, and the child those of one kind."""
+
+    def progress(strategy: str) -> None:
+        print(f"{_MARK}{strategy}", file=sys.stderr, flush=True)
+
+    if kind == "transformer":
+        from coordinator.plan.transformer.make import plan_transformer
+
+        return plan_transformer(request)
+    from coordinator.plan.graph.auto import plan_graph, plan_instance
+
+    if kind == "graph":
+        return plan_graph(request, time.monotonic, progress)
+    from coordinator.devices.cluster_file import read_instance
+
+    problem = read_instance(request.model_file, request.congestion)
+    return plan_instance(problem, request.strategy, request.time_limit_seconds, time.monotonic, progress)
+
+
+if __name__ == "__main__":
+    main()
