@@ -84,9 +84,7 @@ class Comparer:
     def device_changed(self, device: Device) -> None:
         """Fail what runs on a device that is gone, rather than wait for it."""
         deployment = self._deployment
-        if deployment is None or device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
-            return
-        if (error := loss_of(device, deployment, loaded=False)) is not None:
+        if deployment is not None and (error := loss_of(device, deployment, loaded=False)) is not None:
             deployment.fail(error)
 
     async def compare(

@@ -273,7 +273,9 @@ def _errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
 
 
 def loss_of(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
-    """The error that a device's state means for a deployment on it, which is `loaded` or still being brought up."""
+    """The error that a device's state means for a deployment, if it is on it, which is `loaded` or still being brought up."""
+    if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
+        return None
     if device.health in ("dead", "busy"):
         return DeviceLost(device=device.name, reason=device.reason)
     if device.state is None:

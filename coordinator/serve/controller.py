@@ -30,7 +30,7 @@ from hearth.wire.messages import PhaseEntered
 log = logging.getLogger(__name__)
 
 _WAIT_FOR_DEVICES_SECONDS = 10.0  # for the devices of a saved plan after a restart, and for a first device
-_IMMEDIATE = (cycle.Admit, cycle.StopAdmitting, cycle.RecordLoss)
+_AT_ONCE: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
 
 class Controller:
@@ -48,18 +48,15 @@ class Controller:
         self.kind = _open(goal, tools, self.requests)
         if plan is not None and goal.keep_plan:
             self.kind.check(plan)
-        self.lifecycle = cycle.Lifecycle(
-            drain_seconds=tools.settings.drain_seconds, last_epoch=tools.state.load().last_epoch
-        )
+        self.lifecycle = cycle.Lifecycle(last_epoch=tools.state.load().last_epoch)
         tools.state.save(name, SavedDeployment(goal=goal, plan=plan), self.lifecycle.last_epoch)
         self.plan: Plan | None = None  # of the present deployment, or of the one before
+        self.deployment: Deployment | None = None  # the present one, until its workers are stopped
         self._first_plan = plan
         self._tools = tools
         self._clock = clock
         self._replanner = Replanner(self.kind, tools, self.requests.admission, clock)
-        self._deployment: Deployment | None = None
         self._work: asyncio.Task[None] | None = None  # the present phase's
-        self._background: asyncio.Task[None] | None = None  # while serving
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
 
     # ---- what it is doing -----------------------------------------------------------------------------------------
@@ -72,11 +69,6 @@ class Controller:
     def state(self) -> str:
         """For people."""
         return describe(self.lifecycle)
-
-    @property
-    def deployment(self) -> Deployment | None:
-        """The present one, until its workers are stopped."""
-        return self._deployment
 
     def history(self) -> tuple[PhaseEntered, ...]:
         return history_of(self.lifecycle, self._clock())
@@ -91,12 +83,11 @@ class Controller:
             if (error := await self._finished) is not None:
                 raise error
         finally:
-            for task in (self._background, self._work):
-                if task is not None:
-                    task.cancel()
-                    await asyncio.wait({task})
-            if self._deployment is not None:
-                await self._deployment.close()
+            if self._work is not None:
+                self._work.cancel()
+                await asyncio.wait({self._work})
+            if self.deployment is not None:
+                await self.deployment.close()
             await self.requests.close()
 
     def stop(self) -> None:
@@ -105,13 +96,9 @@ class Controller:
 
     def device_changed(self, device: Device) -> None:
         """The fleet saw a change: a deployment that it breaks is lost."""
-        deployment, plan = self._deployment, self.lifecycle.plan
-        if deployment is None or plan is None or deployment.epoch != plan.epoch:
-            return
-        if device.device_id in {planned.device_id for planned in plan.devices}:
-            error = loss_of(device, deployment, self.lifecycle.phase in ("serving", "draining"))
-            if error is not None:
-                self._lost(deployment, error)
+        loaded = self.lifecycle.phase in ("serving", "draining")
+        if self.deployment is not None and (error := loss_of(device, self.deployment, loaded)) is not None:
+            self._lost(self.deployment, error)
 
     # ---- the life cycle -------------------------------------------------------------------------------------------
 
@@ -121,99 +108,97 @@ class Controller:
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
         if self.state != before:
             self._tools.report(self.state)
-        rest = list(actions)
-        while rest and isinstance(rest[0], _IMMEDIATE):
-            self._at_once(rest.pop(0))
-        if rest:
-            self._work = asyncio.create_task(self._perform(rest, self._work))
+        for action in actions:
+            self._at_once(action, self.lifecycle.error)
+        if rest := [action for action in actions if action not in _AT_ONCE]:
+            self._work = asyncio.create_task(self._perform(rest, self.lifecycle, self._work))
             self._work.add_done_callback(self._fault)
 
-    def _at_once(self, action: cycle.Action) -> None:
-        admission = self.requests.admission
+    def _at_once(self, action: cycle.Action, error: HearthError | None) -> None:
         match action:
-            case cycle.Admit():
-                deployment = self._deployment
-                assert deployment is not None
-                monitor = DriftMonitor(deployment.plan)
-                self.requests.watched = (deployment, monitor)
-                self._background = asyncio.create_task(self._improve(deployment, monitor))
-                admission.open(deployment, self.kind.capacity(deployment))
-            case cycle.StopAdmitting(refuse):
-                admission.close(NotServing(state=self.state) if refuse else None)
-                if self._background is not None:
-                    self._background.cancel()
-            case cycle.RecordLoss(error):
+            case "stop_admitting":
+                self.requests.admission.close()
+            case "refuse_requests":
+                self.requests.admission.close(NotServing(state=self.state))
+            case "record_loss":
                 self.requests.last_error = str(error)
-                for device in self._deployment.plan.devices if self._deployment is not None else ():
+                for device in self.deployment.plan.devices if self.deployment is not None else ():
                     if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
                         self._replanner.lost(device.device_id)
                         if isinstance(error, WorkerDied):
                             self._tools.fleet.punish(device.device_id)
 
-    async def _perform(self, actions: list[cycle.Action], before: asyncio.Task[None] | None) -> None:
-        """Do these in order, once what was done before has ended, and report the last one's outcome."""
+    async def _perform(
+        self, actions: list[cycle.Action], state: cycle.Lifecycle, before: asyncio.Task[None] | None
+    ) -> None:
+        """Do these in order, once what was done before has ended, and report the last one's outcome.
+
+        Another event may come meanwhile: then its actions follow, and these end.
+        """
         if before is not None:
             before.cancel()
             await asyncio.wait({before})
+        event = None
         try:
-            event = None
             for action in actions:
-                event = await self._do(action)
+                if self._work is asyncio.current_task():
+                    event = await self._do(action, state)
         except Exception as error:
             failure = failure_of(error)
             self.requests.last_error = str(failure)
             event = cycle.WorkFailed(failure)
-        if event is not None and self._work is asyncio.current_task():  # else another event came in the same moment
+        if event is not None and self._work is asyncio.current_task():
             self.handle(event)
 
-    async def _do(self, action: cycle.Action) -> cycle.Event | None:
-        tools, deployment = self._tools, self._deployment
+    async def _do(self, action: cycle.Action, state: cycle.Lifecycle) -> cycle.Event | None:
+        tools, deployment, plan = self._tools, self.deployment, state.plan
         match action:
-            case cycle.AwaitDevices(plan):
-                return await self._await_devices(plan)
-            case cycle.Settle(recovering):
-                return await self._settle(recovering)
-            case cycle.Profile(devices):
-                return cycle.DevicesProfiled(devices, await self.kind.profile(devices))
-            case cycle.MakePlan(devices, cluster, recovering):
-                plan = await self.kind.plan(cluster, recovering)
-                self._replanner.considered(devices, plan)
+            case "await_devices" if state.saved is not None:
+                return await self._await_devices(state.saved)
+            case "settle":
+                return await self._settle(recovering=state.has_served)
+            case "profile":
+                return cycle.DevicesProfiled(await self.kind.profile(state.devices))
+            case "make_plan":
+                plan = await self.kind.plan(state.cluster, state.has_served)
+                self._replanner.considered(state.devices, plan)
                 return cycle.PlanMade(plan, tools.fleet.last_epoch)
-            case cycle.Save(plan):
+            case "push" if plan is not None:
                 tools.state.save(self.name, SavedDeployment(goal=self.goal, plan=plan), plan.epoch)
-            case cycle.Push(plan):
-                self._deployment = deployment = self.kind.deployment(plan, self.name)
                 self.plan = plan
+                self.deployment = deployment = self.kind.deployment(plan, self.name)
                 await deployment.push(self.kind.weights(plan), tools.progress)
                 tools.report(
                     f"pushed {format_bytes(deployment.sent_bytes)} of weights, devices passed on "
                     f"{format_bytes(deployment.passed_bytes)}; what was there already was not sent again"
                 )
                 return cycle.ChunksPushed(plan.epoch)
-            case cycle.Load():
-                assert deployment is not None
+            case "load" if deployment is not None:
                 await deployment.load(tools.profiler.links, tools.settings.encrypt_data_plane)
                 return cycle.WorkersLoaded(deployment.epoch)
-            case cycle.WarmUp():
-                assert deployment is not None
+            case "warm_up" if deployment is not None:
                 await self.kind.warm_up(deployment)
                 return cycle.WarmedUp(deployment.epoch)
-            case cycle.Drain(until):
+            case "serve" if deployment is not None:
+                return await self._serve(deployment)
+            case "drain":
                 try:
-                    await within(max(until - self._clock(), 0.0), self.requests.admission.drained())
+                    await within(tools.settings.drain_seconds, self.requests.admission.drained())
                 except asyncio.TimeoutError:
                     return cycle.DrainTimedOut()
                 return cycle.Drained()
-            case cycle.TakeDown():
+            case "take_down":
                 if deployment is not None:
                     await deployment.close()
-                    self._deployment = None
-            case cycle.WaitToRetry(until):
-                await asyncio.sleep(max(until - self._clock(), 0.0))
+                    self.deployment = None
+            case "wait_to_retry":
+                await asyncio.sleep(cycle.RETRY_SECONDS)
                 return cycle.RetryDue()
-            case cycle.Finish(error):
+            case "finish":
                 if not self._finished.done():
-                    self._finished.set_result(error)
+                    self._finished.set_result(state.error if state.phase == "failed" else None)
+            case _:
+                raise AssertionError(f"nothing to {action} in {state}")
         return None
 
     def _fault(self, work: asyncio.Task[None]) -> None:
@@ -266,15 +251,21 @@ class Controller:
 
     # ---- while it serves ------------------------------------------------------------------------------------------
 
-    async def _improve(self, deployment: Deployment, monitor: DriftMonitor) -> None:
-        """Tune the deployment, then look for a better plan as long as it serves."""
+    async def _serve(self, deployment: Deployment) -> cycle.Event | None:
+        """Let requests onto the deployment, tune it, and look for a better plan as long as it serves."""
+        monitor = DriftMonitor(deployment.plan)
+        self.requests.watched = (deployment, monitor)
+        self.requests.admission.open(deployment, self.kind.capacity(deployment))
         try:
             await self.kind.tune(deployment)
-            if not self.goal.keep_plan:
-                better = await self._replanner.run(self.goal, deployment, monitor)
-                self.handle(cycle.BetterPlanMade(better, deployment.epoch, self._tools.fleet.last_epoch))
+            if self.goal.keep_plan:
+                return None
+            better = await self._replanner.run(self.goal, deployment, monitor)
         except Exception as error:
-            self._lost(deployment, failure_of(error))
+            failure = failure_of(error)
+            deployment.fail(failure)
+            return cycle.DeploymentLost(deployment.epoch, failure)
+        return cycle.BetterPlanMade(better, deployment.epoch, self._tools.fleet.last_epoch)
 
     def _request_failed(self, deployment: Deployment, error: HearthError) -> None:
         """An error that is not the request's own ends the deployment that it ran on (not a newer one)."""

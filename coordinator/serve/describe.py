@@ -7,6 +7,19 @@ from hearth.plan.graph import GraphSegments
 from hearth.plan.plan import Plan
 from hearth.wire.messages import PhaseEntered
 
+_CAUSES: dict[type[cycle.Event], str] = {
+    cycle.GoalSet: "a model is to be served",
+    cycle.PlanRestored: "the devices of the last plan are there",
+    cycle.DevicesProfiled: "devices profiled",
+    cycle.ChunksPushed: "weights are on the devices",
+    cycle.WorkersLoaded: "workers are loaded and connected",
+    cycle.WarmedUp: "a first request ran",
+    cycle.RetryDue: "trying again",
+    cycle.Drained: "all requests have ended",
+    cycle.DrainTimedOut: "requests were still running",
+    cycle.StopRequested: "told to stop",
+}
+
 
 def describe(state: cycle.Lifecycle) -> str:
     """What a deployment is doing."""
@@ -44,34 +57,15 @@ def describe(state: cycle.Lifecycle) -> str:
 def describe_cause(event: cycle.Event) -> str:
     """What happened."""
     match event:
-        case cycle.GoalSet():
-            return "a model is to be served"
-        case cycle.PlanRestored():
-            return "the devices of the last plan are there"
         case cycle.PlanSetAside(reason):
             return f"the last plan is not used: {reason}"
         case cycle.DevicesSettled(devices):
             return f"devices: {', '.join(device.name for device in devices)}"
-        case cycle.DevicesProfiled():
-            return "devices profiled"
         case cycle.PlanMade(plan) | cycle.BetterPlanMade(plan):
             return f"planned: {title(plan)} on {names(plan)}"
-        case cycle.ChunksPushed():
-            return "weights are on the devices"
-        case cycle.WorkersLoaded():
-            return "workers are loaded and connected"
-        case cycle.WarmedUp():
-            return "a first request ran"
         case cycle.DeploymentLost(_, error) | cycle.WorkFailed(error):
             return error.explanation()
-        case cycle.RetryDue():
-            return "trying again"
-        case cycle.Drained():
-            return "all requests have ended"
-        case cycle.DrainTimedOut():
-            return "requests were still running"
-        case cycle.StopRequested():
-            return "told to stop"
+    return _CAUSES[type(event)]
 
 
 def history_of(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:

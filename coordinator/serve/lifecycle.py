@@ -7,7 +7,7 @@ idle, settling (which devices are there?), profiling, planning, pushing weights,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan
@@ -51,9 +51,8 @@ class DevicesSettled:
 
 @dataclass(frozen=True)
 class DevicesProfiled:
-    """`cluster` is as the planner of this kind of model takes it; some of the devices may be left out."""
+    """Some of the devices may be left out of their `cluster`, which is as the planner of this kind of model takes it."""
 
-    devices: tuple[Any, ...]
     cluster: Any
 
 
@@ -130,104 +129,26 @@ Event: TypeAlias = (
 
 # ---- actions: what to do next ---------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class AwaitDevices:
-    """Wait for the devices of a saved plan."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Settle:
-    """Wait until the fleet is quiet. `recovering`: what is left must do, without a wait for newcomers."""
-
-    recovering: bool
-
-
-@dataclass(frozen=True)
-class Profile:
-    devices: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class MakePlan:
-    """`recovering`: clients wait, so a good plan soon is better than the best one later."""
-
-    devices: tuple[Any, ...]
-    cluster: Any
-    recovering: bool
-
-
-@dataclass(frozen=True)
-class Save:
-    """Write the goal, the plan and its epoch to disk, before any device sees that epoch."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Push:
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class Load:
-    pass
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    pass
-
-
-@dataclass(frozen=True)
-class Admit:
-    """Let requests onto the deployment, and look for a better plan in the background."""
-
-
-@dataclass(frozen=True)
-class StopAdmitting:
-    """Let no request onto the deployment. `refuse`: none will ever run, so say so; else they wait for the next plan."""
-
-    refuse: bool
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Wait for running requests, at most until this time."""
-
-    until: float
-
-
-@dataclass(frozen=True)
-class RecordLoss:
-    """Remember which device was lost: plans avoid it for a while."""
-
-    error: HearthError
-
-
-@dataclass(frozen=True)
-class TakeDown:
-    """Stop the deployment's workers, if there are any."""
-
-
-@dataclass(frozen=True)
-class WaitToRetry:
-    until: float
-
-
-@dataclass(frozen=True)
-class Finish:
-    """The end: regular, or with the error that no retry can mend."""
-
-    error: HearthError | None = None
-
-
-Action: TypeAlias = (
-    AwaitDevices | Settle | Profile | MakePlan | Save | Push | Load | WarmUp | Admit | StopAdmitting | Drain | RecordLoss
-    | TakeDown | WaitToRetry | Finish
-)  # fmt: skip
+Action: TypeAlias = Literal[
+    # At once:
+    "stop_admitting",  # requests wait for the next plan
+    "refuse_requests",  # none will ever run: say so
+    "record_loss",  # remember which device was lost: plans avoid it for a while
+    # In turn, once what was done before has ended:
+    "take_down",  # stop the deployment's workers, if there are any
+    "finish",  # the end: regular, or in the phase `failed` with the error that no retry can mend
+    # In turn, and each reports an event when it is done, one for every phase but `idle`:
+    "await_devices",  # of the saved plan
+    "settle",  # wait until the fleet is quiet; if requests were served before, with what is left and without a wait
+    "profile",  # the devices
+    "make_plan",  # if requests were served before, clients wait: a good plan soon is better than the best one later
+    "push",  # write the goal, the plan and its epoch to disk, before any device sees that epoch; then send the weights
+    "load",
+    "warm_up",
+    "serve",  # let requests onto the deployment, and look for a better plan
+    "drain",  # wait for running requests, but not for ever
+    "wait_to_retry",
+]
 Actions: TypeAlias = tuple[Action, ...]
 
 
@@ -246,10 +167,11 @@ class Move:
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """Where one deployment stands. `drain_seconds` is how long running requests may take before a planned end."""
+    """Where one deployment stands."""
 
-    drain_seconds: float
     phase: Phase = "idle"
+    devices: tuple[Any, ...] = ()  # that the next plan may use
+    cluster: Any = None  # their profile
     plan: Plan | None = None  # of the deployment that is brought up, serves or drains
     saved: Plan | None = None  # tried first, once
     following: Plan | None = None  # while draining: what is deployed next; None: nothing
@@ -268,13 +190,17 @@ class Lifecycle:
         """The event that led to this phase."""
         return self.history[-1].cause if self.history else None
 
+    @property
+    def error(self) -> HearthError | None:
+        """Of the event that led to this phase, where it is a failure."""
+        return self.cause.error if isinstance(self.cause, DeploymentLost | WorkFailed) else None
+
 
 class IllegalMove(Exception):
     """A fault of ours: an event that cannot happen in this phase. Carries how it came to it."""
 
     def __init__(self, state: Lifecycle, event: Event) -> None:
         self.state = state
-        self.event = event
         moves = "\n".join(f"  {move.at:.3f} {move.phase} x{move.times}: {move.cause}" for move in state.history)
         super().__init__(f"{event} cannot happen while {state.phase}; so far:\n{moves}")
 
@@ -283,7 +209,7 @@ def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions
     """Raises IllegalMove. An event of an earlier deployment changes nothing."""
     if getattr(event, "epoch", state.epoch) != state.epoch or (state.finished and isinstance(event, StopRequested)):
         return state, ()
-    moved = None if state.finished else _move(state, event, now)
+    moved = None if state.finished else _move(state, event)
     if moved is None:
         raise IllegalMove(state, event)
     after, actions = moved
@@ -291,7 +217,7 @@ def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions
     return replace(after, history=_remembered(state.history, move)), actions
 
 
-def _move(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions] | None:
+def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
     """The table."""
 
     def to(phase: Phase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
@@ -299,66 +225,63 @@ def _move(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Action
 
     def deploy(plan: Plan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:
         epoch = max(state.last_epoch, last_epoch) + 1
-        plan = plan.with_epoch(epoch)
-        return to("pushing", *first, Save(plan), Push(plan), plan=plan, saved=None, following=None, last_epoch=epoch)
+        return to("pushing", *first, "push", plan=plan.with_epoch(epoch), saved=None, following=None, last_epoch=epoch)
 
     def settle(*first: Action) -> tuple[Lifecycle, Actions]:
-        return to("settling", *first, Settle(recovering=state.has_served), plan=None, saved=None, following=None)
+        return to("settling", *first, "settle", plan=None, saved=None, following=None)
 
     def fail(error: HearthError, *first: Action) -> tuple[Lifecycle, Actions]:
-        last = Finish(error) if error.contradiction else WaitToRetry(now + RETRY_SECONDS)
-        return to("failed", *first, TakeDown(), last, plan=None, saved=None, finished=error.contradiction)
+        last: Action = "finish" if error.contradiction else "wait_to_retry"
+        return to("failed", *first, "take_down", last, plan=None, saved=None, finished=error.contradiction)
 
     def end(*first: Action) -> tuple[Lifecycle, Actions]:
-        return to("idle", *first, TakeDown(), Finish(), plan=None, saved=None, following=None, finished=True)
-
-    def drain(refuse: bool, **changes: Any) -> tuple[Lifecycle, Actions]:
-        return to("draining", StopAdmitting(refuse), Drain(now + state.drain_seconds), **changes)
+        return to("idle", *first, "take_down", "finish", plan=None, saved=None, following=None, finished=True)
 
     match state.phase, event:
         case "idle", GoalSet(plan):
-            return to("settling", AwaitDevices(plan), saved=plan) if plan is not None else settle()
+            return to("settling", "await_devices", saved=plan) if plan is not None else settle()
         case "settling", PlanRestored(last_epoch) if state.saved is not None:
             return deploy(state.saved, last_epoch)
         case "settling", PlanSetAside() if state.saved is not None:
             return settle()
         case "settling", DevicesSettled(devices) if state.saved is None:
-            return to("profiling", Profile(devices))
-        case "profiling", DevicesProfiled(devices, cluster):
-            return to("planning", MakePlan(devices, cluster, recovering=state.has_served))
+            return to("profiling", "profile", devices=devices)
+        case "profiling", DevicesProfiled(cluster):
+            return to("planning", "make_plan", cluster=cluster)
         case "planning", PlanMade(plan, last_epoch):
             return deploy(plan, last_epoch)
         case "pushing", ChunksPushed():
-            return to("loading", Load())
+            return to("loading", "load")
         case "loading", WorkersLoaded():
-            return to("warming", WarmUp())
+            return to("warming", "warm_up")
         case "warming", WarmedUp():
-            return to("serving", Admit(), has_served=True)
+            return to("serving", "serve", has_served=True)
 
         case "serving", BetterPlanMade(plan, _, last_epoch):
-            return drain(refuse=False, following=plan, last_epoch=max(state.last_epoch, last_epoch))
+            last_epoch = max(state.last_epoch, last_epoch)
+            return to("draining", "stop_admitting", "drain", following=plan, last_epoch=last_epoch)
         case "draining", Drained() | DrainTimedOut():
-            return deploy(state.following, 0, TakeDown()) if state.following is not None else end()
+            return deploy(state.following, 0, "take_down") if state.following is not None else end()
 
         case "pushing" | "loading" | "warming", DeploymentLost(_, error):
-            return fail(error, RecordLoss(error))
-        case "serving", DeploymentLost(_, error):
-            return settle(StopAdmitting(refuse=False), RecordLoss(error), TakeDown())
-        case "draining", DeploymentLost(_, error) if state.following is not None:
-            return settle(RecordLoss(error), TakeDown())
-        case "draining", DeploymentLost(_, error):
-            return end(RecordLoss(error))
+            return fail(error, "record_loss")
+        case "serving", DeploymentLost():
+            return settle("stop_admitting", "record_loss", "take_down")
+        case "draining", DeploymentLost() if state.following is not None:
+            return settle("record_loss", "take_down")
+        case "draining", DeploymentLost():
+            return end("record_loss")
         case phase, WorkFailed(error) if phase in _BRING_UP:
             return fail(error)
         case "failed", RetryDue():
             return settle()
 
         case "serving", StopRequested():
-            return drain(refuse=True)
+            return to("draining", "refuse_requests", "drain")
         case "draining", StopRequested() if state.following is not None:
-            return drain(refuse=True, following=None)
+            return to("draining", "refuse_requests", "drain", following=None)
         case _, StopRequested():
-            return end(StopAdmitting(refuse=True))
+            return end("refuse_requests")
     return None
 
 
@@ -368,11 +291,6 @@ def _remembered(history: tuple[Move, ...], move: Move) -> tuple[Move, ...]:
         kept = list(history)
         while kept and kept[-1].phase in _BRING_UP:
             kept.pop()
-        before = kept[-1] if kept else None
-        if before is not None and isinstance(before.cause, WorkFailed) and _same(before.cause.error, move.cause.error):
-            return (*kept[:-1], replace(move, times=before.times + 1))
+        if kept and isinstance(cause := kept[-1].cause, WorkFailed) and str(cause.error) == str(move.cause.error):
+            return (*kept[:-1], replace(move, times=kept[-1].times + 1))
     return (*history, move)[-HISTORY_LENGTH:]
-
-
-def _same(one: HearthError, other: HearthError) -> bool:
-    return str(one) == str(other)
