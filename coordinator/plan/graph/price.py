@@ -14,17 +14,7 @@ from typing import NamedTuple
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import (
-    Resource,
-    ResourceKind,
-    Task,
-    Timeline,
-    compute_of,
-    receive_of,
-    send_of,
-    sides_of,
-    simulate,
-)
+from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, receive_of, send_of, sides_of, simulate
 from coordinator.plan.timeline import traces_of
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
@@ -152,7 +142,8 @@ def price(
     values: Values = "exact",
 ) -> Price:
     """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
-    timeline = _simulated(tasks_of(spec, segments, cluster, members, values=values), congestion)
+    tasks = tasks_of(spec, segments, cluster, members, values=values)
+    timeline = simulate(tasks if congestion else _uncontended(tasks))
     busy: dict[tuple[Resource, ...], float] = {(resource,): seconds for resource, seconds in timeline.busy.items()}
     transfers = transfers_of(spec, segments, values)
     if not congestion:  # then a link's ends are not shared, but each channel still is
@@ -191,9 +182,9 @@ def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
     return priced.latency_seconds if plan.body.objective == "latency" else priced.bottleneck_seconds
 
 
-def _simulated(tasks: Sequence[Task], congestion: bool = True) -> Timeline:
-    """Without `congestion`, transfers occupy no resource."""
-    return simulate(tasks if congestion else [each._replace(resources=()) if each.tensor else each for each in tasks])
+def _uncontended(tasks: Sequence[Task]) -> list[Task]:
+    """The same, but transfers occupy no resource."""
+    return [each._replace(resources=()) if each.tensor else each for each in tasks]
 
 
 def predicted_timeline(
@@ -202,7 +193,7 @@ def predicted_timeline(
     """One simulated request; of a plan for throughput, as many as fill the pipeline."""
     num_requests = in_flight(plan.body.segments) if plan.body.objective == "throughput" else 1
     tasks = tasks_of(spec, plan.body.segments, cluster, cluster.members(plan), num_requests, plan.wire.values)
-    timeline = _simulated(tasks, congestion)
+    timeline = simulate(tasks if congestion else _uncontended(tasks))
     if num_requests == 1:  # as in a measured timeline, there is no need to number them
         tasks = [task._replace(tile=None) for task in tasks]
     return traces_of(tasks, timeline, [device.name for device in plan.devices])

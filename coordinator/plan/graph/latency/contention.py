@@ -11,13 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.heft import by_rank
-from coordinator.plan.graph.latency.list_scheduling import (
-    PartialSchedule,
-    first_gap,
-    mean_carried,
-    mean_seconds,
-    upward_ranks,
-)
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, first_gap, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, by_start
 
@@ -42,7 +36,7 @@ def contended_heft(
     partial = PartialSchedule(problem, "contended-heft")
     channels = _Channels(problem)
     if ranks is None:
-        ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+        ranks = upward_ranks(problem)
     items: list[tuple[float, float, int, Item]] = []
     for operator in by_rank(problem, ranks):
         ways = []
@@ -56,16 +50,6 @@ def contended_heft(
         items.append((start, end, operator, operator))
         items += [(trip.start, trip.end, problem.flows[trip.send.flow].source, trip.send) for trip in trips]
     return best_schedule(problem, partial.assignment, by_start(items))
-
-
-def around(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
-    """Ranks that keep the order of a schedule of some operators; the others come when they are needed for it."""
-    seconds, carried = mean_seconds(problem), mean_carried(problem)
-    latest = [0.0] * problem.num_operators
-    for i in reversed(range(problem.num_operators)):
-        needed = (latest[t] - carried[f] for f in problem.outgoing[i] for t in problem.flows[f].targets)
-        latest[i] = starts[i] if i in starts else min(needed, default=makespan) - seconds[i]
-    return [-time for time in latest]
 
 
 class _Channels:

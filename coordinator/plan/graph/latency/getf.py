@@ -11,7 +11,7 @@ import math
 import highspy
 import numpy as np
 
-from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.linear import Rows, Vector
@@ -21,7 +21,7 @@ def getf(problem: PlacementProblem) -> Schedule:
     """Ties go to the longer way to the end. Where its group has no room, an operator goes elsewhere. Raises NoPlacement."""
     group_of = _assigned_groups(problem)
     partial = PartialSchedule(problem, "getf")
-    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    ranks = upward_ranks(problem)
     while partial.ready:
         start, _, operator, device = min(
             (partial.earliest_start(i, k), -ranks[i], i, k)

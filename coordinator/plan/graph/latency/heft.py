@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 
 from coordinator.models.ordering import topological_order
-from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds, upward_ranks
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 
@@ -19,7 +19,7 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     """
     pins = pins or {}
     partial = PartialSchedule(problem, "heft")
-    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    ranks = upward_ranks(problem)
     for operator in by_rank(problem, ranks):
         start, device = min(
             (
@@ -38,7 +38,7 @@ def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> 
     As Doppler's baseline (its section on baselines; Kwok and Ahmad's survey): the best of 50 runs, which differ in how
     ties are broken. Raises NoPlacement.
     """
-    ranks = upward_ranks(problem, mean_seconds(problem), mean_carried(problem))
+    ranks = upward_ranks(problem)
     found = []
     for _ in range(runs):
         partial = PartialSchedule(problem, "critical-path")

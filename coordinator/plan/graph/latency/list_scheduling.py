@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
@@ -116,10 +116,21 @@ def mean_carried(problem: PlacementProblem) -> list[float]:
     return [sum(flow.seconds[a][b] + problem.latency[a][b] for a, b in pairs) / len(pairs) for flow in problem.flows]
 
 
-def upward_ranks(problem: PlacementProblem, seconds: Sequence[float], carried: Sequence[float]) -> list[float]:
-    """By operator, the longest way from its start to the end of the graph."""
+def upward_ranks(problem: PlacementProblem) -> list[float]:
+    """By operator, the longest way from its start to the end of the graph, by mean times."""
+    seconds, carried = mean_seconds(problem), mean_carried(problem)
     ranks = [0.0] * problem.num_operators
     for i in reversed(range(problem.num_operators)):
         after = (carried[f] + max(ranks[t] for t in problem.flows[f].targets) for f in problem.outgoing[i])
         ranks[i] = seconds[i] + max(after, default=0.0)
     return ranks
+
+
+def around(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
+    """Ranks that keep the order of a schedule of some operators; the others come when they are needed for it."""
+    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    latest = [0.0] * problem.num_operators
+    for i in reversed(range(problem.num_operators)):
+        needed = (latest[t] - carried[f] for f in problem.outgoing[i] for t in problem.flows[f].targets)
+        latest[i] = starts[i] if i in starts else min(needed, default=makespan) - seconds[i]
+    return [-time for time in latest]

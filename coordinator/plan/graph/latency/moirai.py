@@ -16,11 +16,12 @@ from functools import partial
 
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
-from coordinator.plan.graph.latency.contention import around, contended_heft
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import Effort, in_ticks, solve_model
 from coordinator.plan.graph.latency.decomposition import Joined, Reach, exact_cuts, joined, near_cuts, segments_of
 from coordinator.plan.graph.latency.fitting import fit
 from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.list_scheduling import around
 from coordinator.plan.graph.latency.paths import shortest_paths
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule

@@ -18,9 +18,10 @@ pytest.importorskip("ortools")
 
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.contention import around, contended_heft
+from coordinator.plan.graph.latency.contention import contended_heft
 from coordinator.plan.graph.latency.cpsat import Answer, Effort, in_ticks, solve_model
 from coordinator.plan.graph.latency.decomposition import Reach, exact_cuts, segments_of
+from coordinator.plan.graph.latency.list_scheduling import around
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.paths import shortest_paths
 from coordinator.plan.graph.latency.patterns import patterns_of
