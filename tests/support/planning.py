@@ -1,4 +1,4 @@
-"""Planning of graphs in this process: the planner's own takes a second to start."""
+"""Planning in this process: the planner's own takes a second to start."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
+from coordinator.plan.transformer.make import plan_transformer
+from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.state import GraphGoal
-from hearth.plan.plan import GraphPlan
+from hearth.plan.plan import GraphPlan, TransformerPlan
+
+
+def plan_for(request: PlanRequest) -> TransformerPlan:
+    return plan_transformer(request).plan
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.models.checkpoint.families import FAMILIES
-from coordinator.plan.transformer.make import make_plan
+from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
@@ -163,7 +163,7 @@ class GenerationBench:
             self._model.spec, cluster, len(prompt), strategy=strategy,
             generation=GenerationRequest(context, 1, len(prompt), new_tokens),
         )  # fmt: skip
-        plan = make_plan(request)
+        plan = plan_transformer(request).plan
         if strategy != variant:
             ranks = on_subset(request, tuple(device.device_id for device in plan.devices))
             plan = price(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from coordinator.plan.transformer.make import make_plan
+from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
@@ -82,7 +82,7 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
         wire=WireFormat(values=entry.wire, lz4=entry.lz4),
         strategy=_OF_PLANNER[entry.strategy],
     )
-    plan = make_plan(request)
+    plan = plan_transformer(request).plan
     if entry.strategy != "hmp-no-overlap":
         return plan
     names = tuple(device.device_id for device in plan.devices)

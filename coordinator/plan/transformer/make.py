@@ -16,11 +16,6 @@ from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 
 
-def make_plan(request: PlanRequest) -> TransformerPlan:
-    """Raises ModelDoesNotFit, BadSetting."""
-    return plan_transformer(request).plan
-
-
 def plan_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
     """The chosen plan and all candidates that were priced for it.
 

@@ -20,7 +20,7 @@ from support.checkpoints import write_model
 from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
-from support.planning import graphs_planned_here
+from support.planning import graphs_planned_here, plan_for
 from support.plans import BERT_LARGE, cluster, device_profile
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
@@ -43,7 +43,7 @@ from coordinator.plan.transformer.explain import (
     why_lost,
     why_won,
 )
-from coordinator.plan.transformer.make import make_plan, plan_transformer
+from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.state import GraphGoal, TransformerGoal
@@ -117,10 +117,10 @@ def test_a_slow_link_and_a_slow_device_are_named() -> None:
         for link in asked.cluster.links
     )
     slow = asked.cluster.model_copy(update={"links": links})
-    sharing = make_plan(request(slow, "hmp"))
+    sharing = plan_for(request(slow, "hmp"))
     bound = bottleneck(sharing, slow)
     assert bound.sentence.startswith("the link attic → ")
-    alone = make_plan(request(slow, "local"))
+    alone = plan_for(request(slow, "local"))
     assert bottleneck(alone, slow).sentence == f"the compute of {alone.devices[0].name}"
     assert bottleneck(alone, slow).link == ""
 
@@ -263,7 +263,7 @@ def test_a_bad_profile_is_one_clear_line(damage: Any, said: str, offline: Any) -
 
 
 def plan_of(strategy: Any, seconds: float) -> TransformerPlan:
-    plan = make_plan(request(home_of((1, 1), 1000), strategy))
+    plan = plan_for(request(home_of((1, 1), 1000), strategy))
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"latency_seconds": seconds})})
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import plan_for
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
 from coordinator.plan.limits import (
@@ -17,7 +18,6 @@ from coordinator.plan.limits import (
     unknown_names,
     with_limits,
 )
-from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.serve.goal import Model, plan_request
 from coordinator.serve.state import SavedDeployment, TransformerGoal
 from hearth.errors import BadSetting, ModelDoesNotFit

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.checkpoints import write_model
+from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan, sized
 from typer.testing import CliRunner
 
@@ -25,7 +26,6 @@ from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, seconds_of
 from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, why_lost, why_won
-from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, over_budget

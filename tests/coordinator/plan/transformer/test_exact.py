@@ -7,10 +7,10 @@ from itertools import pairwise, permutations, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
 from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.make import make_plan
 from coordinator.plan.transformer.planners.best_shares import plan_shares
 from coordinator.plan.transformer.planners.exact import best_shares, plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
@@ -170,5 +170,5 @@ def test_a_large_ring_is_improved_by_swaps() -> None:
 
 
 def test_the_plan_says_who_made_it_and_how_good_it_is() -> None:
-    plan = make_plan(request([1.0, 1.0], [8 << 30] * 2, mbit=500, spec=BERT_LARGE, seq_len=284))
+    plan = plan_for(request([1.0, 1.0], [8 << 30] * 2, mbit=500, spec=BERT_LARGE, seq_len=284))
     assert plan.planner.startswith("auto: ")

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_model
+from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 from typer.testing import CliRunner
 
@@ -22,7 +23,6 @@ from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
-from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.planners.pipeline import Split, best_split, plan_stages
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price

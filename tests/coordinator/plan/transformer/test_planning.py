@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.planning import plan_for
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan, sized
 
 from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, send_of, sides_of, simulate
 from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.layout import Layout
 from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
-from coordinator.plan.transformer.make import make_plan as plan_for
 from coordinator.plan.transformer.planners.galaxy import balanced_partition, memory_aware_balancing, plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes
