@@ -18,6 +18,7 @@ from coordinator.cli.commands.key import key_app
 from coordinator.cli.commands.plan import plan
 from coordinator.cli.commands.serve import serve
 from coordinator.cli.commands.status import status
+from coordinator.cli.output import handles_errors
 
 app = typer.Typer(
     name="hearth",
@@ -44,7 +45,8 @@ def _main(
 
 
 for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, status, doctor, demo):
-    app.command()(command)
+    # At status 2, systemd does not start `hearth serve` again.
+    app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")
 
 

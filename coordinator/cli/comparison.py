@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
@@ -13,18 +13,16 @@ from rich.table import Table
 
 from coordinator.cli.output import out, print_json, report
 from coordinator.cli.planning.flow import Planning
-from coordinator.cli.planning.live import Reach, reached
+from coordinator.cli.planning.live import Live, Reach, reached
 from coordinator.cli.planning.transformer import timed_tokens
 from coordinator.cli.render.tables import right
 from coordinator.deploy.deployment import Deployment, loss_of
-from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from coordinator.plan.graph.request import seconds_of as graph_seconds_of
 from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import HearthError
 from hearth.plan.plan import GraphPlan, TransformerPlan, is_graph_plan, is_transformer_plan
-from hearth.plan.profile import Link
 from hearth.platform.units import format_seconds
 
 _T = TypeVar("_T")
@@ -88,34 +86,27 @@ class Comparer:
             deployment.fail(error)
 
     async def compare(
-        self,
-        planning: Planning,
-        plans: Sequence[TransformerPlan | GraphPlan],
-        fleet: Fleet,
-        links: Mapping[tuple[str, str], Link],
-        rounds: int,
+        self, planning: Planning, plans: Sequence[TransformerPlan | GraphPlan], live: Live, rounds: int
     ) -> list[Comparison]:
         """Measure each plan; one that fails is reported, and the others still run. Cancelled, it stops its workers."""
         results = []
         for index, plan in enumerate(plans, start=1):
-            numbered: Any = plan.with_epoch(fleet.last_epoch + index)
+            numbered: Any = plan.with_epoch(live.fleet.last_epoch + index)
             self._report(f"running {label_of(plan)} ({index} of {len(plans)})")
-            deployment = self._deployment = planning.deployment(fleet, numbered)
+            deployment = self._deployment = planning.deployment(live.fleet, numbered)
             try:
-                seconds = await self._measure(planning, deployment, links, rounds)
+                seconds = await self._measure(planning, deployment, live, rounds)
                 results.append(Comparison(numbered, seconds))
             except HearthError as error:
                 self._report(f"{label_of(plan)} failed: {error}")
                 results.append(Comparison(numbered, (), error.explanation()))
         return results
 
-    async def _measure(
-        self, planning: Planning, deployment: Any, links: Mapping[tuple[str, str], Link], rounds: int
-    ) -> tuple[float, ...]:
+    async def _measure(self, planning: Planning, deployment: Any, live: Live, rounds: int) -> tuple[float, ...]:
         try:
             weights = planning.weights(deployment.plan, self._settings.state_dir / "manifests")
             await deployment.push(weights, lambda name, done, total: None)
-            await deployment.load(links, self._settings.encrypt_data_plane)
+            await deployment.load(live.profiler.links, self._settings.encrypt_data_plane)
             return await planning.measured_seconds(deployment, rounds)
         finally:
             self._deployment = None
@@ -130,7 +121,7 @@ async def compare(planning: Planning, reach: Reach, settings: CoordinatorSetting
     async with reached(planning.goal, reach, settings, name, comparer.device_changed) as live:
         cluster: Any = await planning.profile(live)
         plans = await (await planning.plan(cluster)).best_of_each_strategy()
-        return await comparer.compare(planning, plans, live.fleet, live.profiler.links, rounds)
+        return await comparer.compare(planning, plans, live, rounds)
 
 
 def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:

@@ -68,10 +68,8 @@ class DemoResult:
     single_device_latency_seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        devices = self.devices.model_dump(mode="json")
         return {
-            "devices": devices["devices"],
-            "links": devices["links"],
+            **self.devices.model_dump(mode="json", include={"devices", "links"}),
             "plan": self.plan.model_dump(mode="json"),
             "answers": self.answers,
             "max_abs_difference": self.max_abs_difference,

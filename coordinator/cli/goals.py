@@ -16,65 +16,51 @@ from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.value_formats import VALUE_NAMES
 
+_CHOICES: Mapping[str, Sequence[str]] = {
+    "wire": VALUE_NAMES,
+    "lz4": ("auto", "on", "off"),
+    "weights": get_args(WeightFormat),
+}
+
 
 def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
     """`options` by parameter name, as `typer.Context.params` has them. Raises BadSetting."""
-    if kind == "transformer":
-        return transformer_goal(model, options)
-    return graph_goal(model, options)
-
-
-def transformer_goal(model: Path, options: Mapping[str, Any]) -> TransformerGoal:
-    """Raises BadSetting."""
-    REGISTRY["transformer"].check(options["strategy"], "latency")
-    common = _common(options)
-    _check_choice("--weights", options["weights"], get_args(WeightFormat))
-    budget = options.get("accuracy_budget")
-    if budget is not None:
-        _check_budget(budget, options["wire"])
-    same = ("strategy", "seq_len", "context", "sequences", "weights")
-    return TransformerGoal(
-        model_dir=str(model.resolve()),
-        accuracy_budget=budget,
-        **{name: options[name] for name in same},
-        **common,
-    )
-
-
-def graph_goal(model: Path, options: Mapping[str, Any]) -> GraphGoal:
-    """Raises BadSetting."""
     objective = options["objective"] or "latency"
-    REGISTRY["graph"].check(options["strategy"], objective)
-    return GraphGoal(
-        model_file=str(model.resolve()),
-        dims=parse_dims(options["dim"]),
-        objective=objective,
-        strategy=options["strategy"],
-        congestion=not options["no_congestion"],
-        time_limit_seconds=options["time_limit"] or DEFAULT_SECONDS,
-        **_common(options),
-    )
-
-
-def _common(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What goals of every kind have."""
-    _check_choice("--wire", options["wire"], VALUE_NAMES)
-    _check_choice("--lz4", options["lz4"], ("auto", "on", "off"))
-    return {
+    REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)
+    for name, allowed in _CHOICES.items():
+        if options[name] not in allowed:
+            raise BadSetting(setting=f"--{name}", reason=f"'{options[name]}' is none of {', '.join(allowed)}")
+    common: dict[str, Any] = {
+        "strategy": options["strategy"],
         "wire": {"values": options["wire"], "lz4": options["lz4"]},
         "exclude": tuple(options["exclude"]),
         "limits": tuple(parse_limit(each) for each in options["limit"]),
         "keep_plan": options.get("plan") is not None,
     }
+    if kind == "transformer":
+        return TransformerGoal(
+            model_dir=str(model.resolve()),
+            accuracy_budget=_accuracy_budget(options),
+            **{name: options[name] for name in ("seq_len", "context", "sequences", "weights")},
+            **common,
+        )
+    return GraphGoal(
+        model_file=str(model.resolve()),
+        dims=parse_dims(options["dim"]),
+        objective=objective,
+        congestion=not options["no_congestion"],
+        time_limit_seconds=options["time_limit"] or DEFAULT_SECONDS,
+        **common,
+    )
 
 
-def _check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise BadSetting(setting=option, reason=f"'{value}' is none of {', '.join(allowed)}")
-
-
-def _check_budget(budget: float, wire: str) -> None:
+def _accuracy_budget(options: Mapping[str, Any]) -> float | None:
+    """Raises BadSetting."""
+    budget: float | None = options.get("accuracy_budget")  # of `serve` alone
+    if budget is None:
+        return None
     if not 0 < budget < math.inf:
         raise BadSetting(setting="--accuracy-budget", reason="a relative error is above 0, such as 0.01")
-    if wire != "exact":
+    if options["wire"] != "exact":
         raise BadSetting(setting="--accuracy-budget", reason="it chooses the format itself; leave --wire out")
+    return budget

@@ -35,12 +35,12 @@ class Load:
     def per_second(self) -> float:
         return len(self.latencies) / self.seconds if self.seconds > 0 else 0.0
 
-    def percentile(self, percent: float) -> float | None:
+    def percentile(self, percent: int) -> float | None:
         """The latency that `percent` of the answers did not exceed (nearest rank)."""
         if not self.latencies:
             return None
         rank = -(-len(self.latencies) * percent // 100)
-        return self.latencies[min(max(int(rank), 1), len(self.latencies)) - 1]
+        return self.latencies[rank - 1]
 
     def as_json(self) -> dict[str, Any]:
         return {

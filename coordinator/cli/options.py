@@ -118,6 +118,35 @@ Limit = Annotated[
     ),
 ]
 
+# ---- what to generate: `generate` and `chat` ----------------------------------------------------------------------------
+
+_SAMPLING = "Sampling"
+MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Default: the model's own, else 512.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 takes the most likely token; 1 samples as the model predicts.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the most likely tokens up to this total probability.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Drop tokens less likely than this fraction of the top token.", rich_help_panel=_SAMPLING),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Repeats an answer: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
+]
+AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
+
 # ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
 
 _TRANSFORMER: frozenset[Kind] = frozenset({"transformer"})

@@ -7,19 +7,9 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.commands.generate import (
-    AnswerTimeout,
-    MaxTokens,
-    MinP,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    usage_line,
-)
-from coordinator.cli.options import Address, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import err, handles_errors, report
+from coordinator.cli import options
+from coordinator.cli.commands.generate import usage_line
+from coordinator.cli.output import err, report
 from hearth.client.answers import Generation
 from hearth.client.sync import connect
 from hearth.errors import HearthError
@@ -28,27 +18,26 @@ from hearth.wire.messages import ChatMessage
 _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
-@handles_errors
 def chat(
     system: Annotated[str | None, typer.Option(help="System message: instructions before the conversation.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    timeout: AnswerTimeout = 600.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    timeout: options.AnswerTimeout = 600.0,
+    address: options.Address = None,
+    mdns_interfaces: options.Interfaces = None,
+    key: options.KeyPath = None,
 ) -> None:
     """Talk with the model that this home serves; it must have a chat template."""
     with suppress(ImportError):
         import readline  # noqa: F401 (input() has a history and editing with it)
     beginning = [ChatMessage(role="system", content=system)] if system else []
     history = list(beginning)
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
         err.print(f"[dim]{_HELP}[/]")
         while (line := _read_line()) is not None:
             if line == "/reset":

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import AsJson
-from coordinator.cli.output import err, handles_errors, out, print_json
+from coordinator.cli.output import err, out, print_json
 from coordinator.cli.render.tables import device_table, link_table, plan_tables
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_seconds
@@ -17,7 +17,6 @@ from hearth.platform.units import format_seconds
 TOLERANCE = 1e-5
 
 
-@handles_errors
 def demo(
     model: Annotated[Path, typer.Option(help="Model directory; `make demo` fetches one.")] = Path(".models/minilm"),
     num_devices: Annotated[int, typer.Option("--num-devices", help="Agents to start.", min=1, max=8)] = 3,
@@ -37,18 +36,13 @@ def demo(
     if as_json:
         print_json(result.as_json())
     else:
-        devices = result.devices
-        out.print()
-        out.print(device_table(devices.devices))
-        out.print()
-        out.print(link_table(devices.links, {device.device_id: device.name for device in devices.devices}))
-        out.print()
-        out.print(*plan_tables(result.plan), sep="\n")
-        out.print()
+        found = result.devices
+        names = {device.device_id: device.name for device in found.devices}
+        tables = (device_table(found.devices), "", link_table(found.links, names), "", *plan_tables(result.plan))
+        out.print("", *tables, "", sep="\n")
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)
-        out.print()
-        out.print(f"largest difference to transformers: {result.max_abs_difference:.1e}")
+        out.print(f"\nlargest difference to transformers: {result.max_abs_difference:.1e}")
         out.print(
             f"latency of {result.num_texts} sentences: {format_seconds(result.latency_seconds)} on "
             f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one "

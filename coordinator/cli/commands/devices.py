@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import AsJson, Devices, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import handles_errors, out, print_json, report
+from coordinator.cli.output import out, print_json, report
 from coordinator.cli.render.tables import device_table, link_table
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
@@ -19,7 +19,6 @@ from hearth.platform.security import HomeKey, agent_access, resolve_credential
 from hearth.wire.messages import DeviceInfo
 
 
-@handles_errors
 def devices(
     measure: Annotated[bool, typer.Option("--measure", help="Also measure the links between them (home key).")] = False,
     wait: Annotated[

@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import AsJson, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import handles_errors, out, print_json
+from coordinator.cli.output import out, print_json
 from hearth.platform.security import default_key_path
 
 _MARKS = {"ok": "[green]ok     [/]", "warning": "[yellow]warning[/]", "problem": "[red]problem[/]"}
 
 
-@handles_errors
 def doctor(
     interface: Annotated[str | None, typer.Option(help="Check this network interface or address.")] = None,
     mdns_interfaces: Interfaces = None,

@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
-from coordinator.cli.output import handles_errors, out, print_json, report, write_file
+from coordinator.cli.output import out, print_json, report, write_file
 from hearth.client.sync import connect
 from hearth.platform.units import format_seconds
 from hearth.trace import chrome_trace, overlap_seconds
 
 
-@handles_errors
 def embed(
     texts: Annotated[list[str], typer.Argument(help="Texts; '-' reads one per line from standard input.")],
     trace: Annotated[

@@ -7,42 +7,14 @@ from typing import Annotated
 
 import typer
 
-from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interface_list
-from coordinator.cli.output import handles_errors, print_json, report
+from coordinator.cli import options
+from coordinator.cli.output import print_json, report
 from hearth.client.answers import Usage
 from hearth.client.sync import connect
 from hearth.errors import BadSetting
 from hearth.platform.units import format_seconds
 
-_SAMPLING = "Sampling"
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Default: the model's own, else 512.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="0 takes the most likely token; 1 samples as the model predicts.", rich_help_panel=_SAMPLING),
-]
-TopK = Annotated[
-    int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample from the most likely tokens up to this total probability.", rich_help_panel=_SAMPLING),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(help="Drop tokens less likely than this fraction of the top token.", rich_help_panel=_SAMPLING),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Values above 1 penalise tokens already in the context.", rich_help_panel=_SAMPLING),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Repeats an answer: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
-]
-AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
 
-
-@handles_errors
 def generate(
     prompt: Annotated[
         str | None,
@@ -51,19 +23,19 @@ def generate(
     token_ids: Annotated[
         str | None, typer.Option(help='Token ids instead of a text, as "1,2,3"; prints token ids.')
     ] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
     stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
-    timeout: AnswerTimeout = 600.0,
-    address: Address = None,
-    mdns_interfaces: Interfaces = None,
-    key: KeyPath = None,
-    as_json: AsJson = False,
+    timeout: options.AnswerTimeout = 600.0,
+    address: options.Address = None,
+    mdns_interfaces: options.Interfaces = None,
+    key: options.KeyPath = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Generate text with the model that this home serves; Ctrl-C ends it."""
     if (prompt is None) == (token_ids is None):
@@ -71,7 +43,7 @@ def generate(
     ids = _read_ids(token_ids) if token_ids is not None else None
     if prompt == "-":
         prompt = sys.stdin.read()
-    with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
+    with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
         answer = home.generate(
             prompt, token_ids=ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=stop, timeout_seconds=timeout,

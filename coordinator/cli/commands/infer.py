@@ -13,7 +13,7 @@ import typer
 
 from coordinator.cli.load import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
-from coordinator.cli.output import handles_errors, out, print_json, report, write_file
+from coordinator.cli.output import out, print_json, report, write_file
 from coordinator.cli.render.graph_tables import prediction_line
 from coordinator.plan.graph.price import in_flight
 from hearth.client.home import connect_async
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _DEFAULT_CONCURRENCY = 8  # where the plan may not be looked at
 
 
-@handles_errors
 def infer(
     inputs: Annotated[
         Path | None,
@@ -62,7 +61,6 @@ def infer(
     out.print(format_seconds(result.latency_seconds))
 
 
-@handles_errors
 def bench_model(
     concurrency: Annotated[
         int | None,

@@ -48,8 +48,6 @@ def _home(path: Path) -> HomeKey:
     return credential
 
 
-@key_app.command("new")
-@handles_errors
 def new(key: KeyPath = None, force: Force = False) -> None:
     """Make a new home key on this device."""
     save_credential(_path(key), new_home_key(), force)
@@ -57,8 +55,6 @@ def new(key: KeyPath = None, force: Force = False) -> None:
     out.print("On every other device: `hearth key export` here, `hearth key import` there.")
 
 
-@key_app.command("show")
-@handles_errors
 def show(key: KeyPath = None, as_json: AsJson = False) -> None:
     """Show what key this is: its kind and fingerprints, never the secret."""
     path = _path(key)
@@ -79,8 +75,6 @@ def show(key: KeyPath = None, as_json: AsJson = False) -> None:
         out.print(f"{name.replace('_', ' ')}: {value}", soft_wrap=True)
 
 
-@key_app.command("export")
-@handles_errors
 def export(
     role: Annotated[
         str, typer.Option(help="home: for agents and coordinators. admin: for a person's own computer.")
@@ -96,8 +90,6 @@ def export(
     typer.echo(format_credential(home if role == "home" else admin_key(home)))
 
 
-@key_app.command("import")
-@handles_errors
 def import_(
     source: Annotated[str, typer.Argument(help="File with the exported line; '-' reads standard input.")] = "-",
     key: KeyPath = None,
@@ -111,8 +103,6 @@ def import_(
     out.print(f"imported the {credential.kind} key to {_path(key)}", soft_wrap=True)
 
 
-@key_app.command("rotate")
-@handles_errors
 def rotate(key: KeyPath = None) -> None:
     """Replace the home key. Every device, person and app needs the new one; the old one opens nothing any more."""
     path = _path(key)
@@ -126,8 +116,6 @@ def rotate(key: KeyPath = None) -> None:
     out.print("  3. make new keys for people (`hearth key export --role admin`) and apps (`hearth key add-app NAME`)")
 
 
-@key_app.command("add-app")
-@handles_errors
 def add_app(
     name: Annotated[str, typer.Argument(help="a-z, 0-9 and -, at most 32 characters.")],
     address: Address = None,
@@ -149,8 +137,6 @@ def add_app(
     typer.echo(line)
 
 
-@key_app.command("revoke")
-@handles_errors
 def revoke(
     name: Annotated[str, typer.Argument(help="The app to shut out.")],
     address: Address = None,
@@ -161,3 +147,7 @@ def revoke(
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_app(name)
     out.print(f"revoked {name}")
+
+
+for command in (new, show, export, import_, rotate, add_app, revoke):
+    key_app.command(command.__name__.rstrip("_").replace("_", "-"))(handles_errors(command))

@@ -12,7 +12,6 @@ from coordinator.cli import options
 from coordinator.cli.comparison import compare as compare_plans
 from coordinator.cli.comparison import print_comparison, run_interruptibly
 from coordinator.cli.goals import goal_of
-from coordinator.cli.output import handles_errors
 from coordinator.cli.planning.flow import Output, Planning, plan_model
 from coordinator.cli.planning.graph import GraphPlanning
 from coordinator.cli.planning.live import Reach
@@ -27,7 +26,6 @@ _DEFAULT_ROUNDS = 5
 _NOT_COMPARED = ("load_profile", "save_profile", "save", "explain", "timeline", "cluster", "picture")
 
 
-@handles_errors
 def plan(
     command: typer.Context,
     model: Annotated[

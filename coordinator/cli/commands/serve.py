@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +12,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from coordinator.cli import options
 from coordinator.cli.goals import goal_of
-from coordinator.cli.output import err, handles_errors, report
-from coordinator.models.file_kinds import mistaken
+from coordinator.cli.output import err, report
+from coordinator.models.file_kinds import mistaken, read_content
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
 from hearth.errors import BadKey, BadPlan
-from hearth.files import read_json
 from hearth.plan.plan import Plan, plan_from_json
 from hearth.platform.security import HomeKey, resolve_credential
 
 
-@partial(handles_errors, contradiction_status=2)  # at which systemd does not start it again
 def serve(
     command: typer.Context,
     model: Annotated[
@@ -86,13 +83,10 @@ def serve(
         options.refuse(command, options.OF_MODEL, "it needs the MODEL that it is for")
     saved: Plan | None = None
     if plan is not None:
-        try:
-            text = plan.read_bytes()
-        except OSError as error:
-            raise BadPlan(reason=f"{plan} cannot be read ({error})") from None
-        if reason := mistaken(read_json(plan), "plan"):
+        content = read_content(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))
+        if reason := mistaken(content, "plan"):
             raise BadPlan(reason=f"{plan} {reason}")
-        saved = plan_from_json(text)
+        saved = plan_from_json(plan.read_bytes())
     logging.getLogger().setLevel(logging.WARNING)
     size = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}"), *size, console=err, transient=True) as bars:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
-from coordinator.cli.output import handles_errors, out, print_json
+from coordinator.cli.output import out, print_json
 from coordinator.cli.render.graph_tables import graph_plan_tables, prediction_line
 from coordinator.cli.render.tables import device_table, history_table, plan_tables
 from hearth.client.sync import connect
@@ -13,7 +13,6 @@ from hearth.platform.units import format_bytes, format_seconds
 _SHOWN_MOVES = 12  # a start and a recovery; `--json` has all
 
 
-@handles_errors
 def status(
     timeout: Timeout = 10.0,
     address: Address = None,

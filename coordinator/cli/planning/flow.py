@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 
 from coordinator.cli.output import out, print_json, write_file
 from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
-from coordinator.cli.planning.live import Reach, check_names, reached
+from coordinator.cli.planning.live import Reach, reached, wanted
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.cli.render.picture import save_picture
 from coordinator.serve.config import load_settings
-from coordinator.serve.goal import allowed
-from hearth.errors import BadSetting
 from hearth.trace import chrome_trace
 
 Planning: TypeAlias = TransformerPlanning | GraphPlanning
@@ -41,11 +39,8 @@ async def plan_model(
         async with reached(planning.goal, reach, load_settings({})) as live:
             cluster = await planning.profile(live)
     else:
-        check_names(planning.goal, cluster.devices)
-        left = tuple(device.device_id for device in allowed(planning.goal, cluster.devices))
-        if not left:
-            raise BadSetting(setting="--exclude", reason="no device is left")
-        cluster = cluster.subset(left)
+        left = wanted(planning.goal, cluster.devices, cluster.devices)
+        cluster = cluster.subset(tuple(device.device_id for device in left))
     if output.profile is not None:
         write_file("--save-profile", output.profile, planning.saved(cluster).model_dump_json(indent=1))
     planned = await planning.plan(cluster)

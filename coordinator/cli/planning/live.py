@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from coordinator.cli.options import interface_list
 from coordinator.cli.output import report
@@ -19,6 +20,8 @@ from coordinator.serve.state import Goal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
 from hearth.wire.messages import AcquireLease, LeaseGranted
+
+_D = TypeVar("_D", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,8 @@ async def reached(
     if not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="profile devices")
     limit = max(reach.wait_seconds * 4, 5.0)
-    async with Fleet(
-        agent_access(credential),
-        lease_name,
-        interfaces=interface_list(reach.interfaces),
-        static_devices=reach.devices,
-        on_change=on_change,
-    ) as fleet:
+    access, speaks_on = agent_access(credential), interface_list(reach.interfaces)
+    async with Fleet(access, lease_name, speaks_on, reach.devices, on_change=on_change) as fleet:
         await fleet.settle(reach.wait_seconds, 0, limit)
         if not fleet.devices:
             await fleet.settle(reach.wait_seconds, 1, limit)
@@ -72,15 +70,16 @@ async def reached(
                 await fleet.ask(device.device_id, request, LeaseGranted)
         if not fleet.usable():
             raise NoDevices(seconds=limit)
-        check_names(goal, fleet.devices.values())
-        chosen = allowed(goal, fleet.usable())
-        if not chosen:
-            raise BadSetting(setting="--exclude", reason="no device is left")
+        chosen = wanted(goal, fleet.usable(), fleet.devices.values())
         profiler = Profiler(fleet, settings.state_dir / "profiles", report)
         yield Live(fleet, profiler, chosen)
 
 
-def check_names(goal: Goal, devices: Collection[Named]) -> None:
-    """Raise BadSetting for a limit or an exclusion of a device that is not there: it was probably mistyped."""
-    require_known("--limit", [limit.device for limit in goal.limits], devices)
-    require_known("--exclude", goal.exclude, devices)
+def wanted(goal: Goal, devices: Collection[_D], known: Collection[Named]) -> list[_D]:
+    """The devices that `goal` allows. Raises BadSetting where none is left, and for a name that is not `known`."""
+    require_known("--limit", [limit.device for limit in goal.limits], known)
+    require_known("--exclude", goal.exclude, known)
+    left = allowed(goal, devices)
+    if not left:
+        raise BadSetting(setting="--exclude", reason="no device is left")
+    return left

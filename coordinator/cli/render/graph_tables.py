@@ -85,7 +85,7 @@ def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: st
     if most is not None:
         return others_table(planned, most, heading, "Not taken", partial(_amount, unit=unit))
     numbers = (right(heading, no_wrap=True), right("devices"), right("planned in"))
-    found = table("Priced, all by the same simulator", "strategy", *numbers, "why")
+    found = table("strategy", *numbers, "why", title="Priced, all by the same simulator")
     for each in planned.candidates:
         why = "[green]chosen[/]" if each is planned.chosen else each.reason
         if each.solution is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rich.table import Column, Table
@@ -24,23 +25,9 @@ _MEMORY = {
 }  # fmt: skip
 
 
-def table(title: str, *columns: Column | str, pad_edge: bool = True, caption: str | None = None) -> Table:
-    """An empty table as all of them look."""
-    return Table(
-        *columns,
-        title=title,
-        title_justify="left",
-        show_edge=False,
-        pad_edge=pad_edge,
-        caption=caption,
-        caption_justify="left",
-    )
-
-
-def right(heading: str, no_wrap: bool = False) -> Column:
-    """A column of numbers."""
-    return Column(heading, justify="right", no_wrap=no_wrap)
-
+# Empty tables as all of them look, and columns of numbers.
+table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
+right = partial(Column, justify="right")
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
@@ -48,7 +35,7 @@ def right(heading: str, no_wrap: bool = False) -> Column:
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
     """Fits a terminal of 80 columns."""
     name_column, free = Column("device", no_wrap=True, min_width=21), right("may use\n[dim]free[/]")
-    found = table("Devices", name_column, "state", "processor", "load", free, "GPU, temp")
+    found = table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
     for device in devices:
         state = f"[{_MARKS[device.state]}]{device.state}[/]" + (f": {device.reason}" if device.reason else "")
         name = f"{device.name}\n[dim]{device.host}[/]"
@@ -70,7 +57,9 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
 
 def history_table(history: Sequence[PhaseEntered]) -> Table:
     """The life cycle of a deployment, the newest move last."""
-    found = table("History", right("ago", True), Column("phase", no_wrap=True), Column("because", overflow="fold"))
+    found = table(
+        right("ago", no_wrap=True), Column("phase", no_wrap=True), Column("because", overflow="fold"), title="History"
+    )
     for move in history:
         times = f" ({move.times} times)" if move.times > 1 else ""
         found.add_row(format_age(move.seconds_ago), move.phase, move.cause + times)
@@ -81,7 +70,7 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
     """A matrix: rows send, columns receive; rate and round trip of each ordered pair."""
     by_ends = {(link.source, link.target): link for link in links}
     ends = [device for device in names if any(device in pair for pair in by_ends)]
-    found = table("Links, from row to column (rate, round trip)", "", *(right(names[device]) for device in ends))
+    found = table("", *(right(names[device]) for device in ends), title="Links, from row to column (rate, round trip)")
     for source in ends:
         cells = [
             f"{format_rate(link.bytes_per_second)}, {format_seconds(link.round_trip_seconds)}" if link else "-"
@@ -96,7 +85,7 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
 
 def work_table(plan: Plan, title: str, work: Mapping[str, Iterable[object]]) -> Table:
     """What each device does: `work` has a column of values, by rank, for each heading."""
-    found = table(title, Column("device", overflow="fold"), *map(right, work))
+    found = table(Column("device", overflow="fold"), *map(right, work), title=title)
     for device, *cells in zip(plan.devices, *work.values(), strict=True):
         found.add_row(device.name, *map(str, cells))
     return found
@@ -113,7 +102,7 @@ def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> 
     if peaks:
         headings.append("peak\nso far")
     numbers = [right(heading, no_wrap=True) for heading in headings]
-    found = table("Bytes on each device", Column("device", overflow="fold"), *numbers, pad_edge=False)
+    found = table(Column("device", overflow="fold"), *numbers, title="Bytes on each device", pad_edge=False)
     for device in plan.devices:
         total, budget = format_bytes(device.memory.total), format_bytes(device.budget_bytes)
         cells = [format_bytes(getattr(device.memory, kind)) for kind in kinds]
@@ -130,7 +119,7 @@ def others_table(
     """The best `most` candidates that were not taken."""
     left = len(planned.others) - most
     caption = f"and {left} more; --explain shows all" if left > 0 else None
-    found = table(title, "strategy", right(heading, no_wrap=True), "why", caption=caption)
+    found = table("strategy", right(heading, no_wrap=True), "why", title=title, caption=caption)
     for each in planned.others[:most]:
         found.add_row(each.label, amount(each.seconds) if math.isfinite(each.seconds) else "-", each.reason)
     return found

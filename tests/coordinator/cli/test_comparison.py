@@ -28,9 +28,11 @@ from typer.testing import CliRunner, Result
 from coordinator.cli.app import app
 from coordinator.cli.comparison import Comparer, Comparison, describe, print_comparison
 from coordinator.cli.planning.graph import GraphPlanning, PlannedGraph
+from coordinator.cli.planning.live import Live
 from coordinator.cli.planning.transformer import TransformerPlanning
 from coordinator.deploy import deployment
 from coordinator.deploy.graph import Arrays
+from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.graph.auto import plan_graph
@@ -363,9 +365,12 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
 
     planning = TransformerPlanning(TransformerGoal(model_dir=str(model_dir), seq_len=16))
     comparer = Comparer(CoordinatorSettings(state_dir=folder / "state"), lines.append)
+    profiler = Profiler(fleet, folder / "profiles")  # type: ignore[arg-type]
+    profiler.links.update(links)
+    live = Live(fleet, profiler, [])  # type: ignore[arg-type]
 
     async def main() -> list[Comparison]:
-        work = asyncio.ensure_future(comparer.compare(planning, plans, fleet, links, 3))  # type: ignore[arg-type]
+        work = asyncio.ensure_future(comparer.compare(planning, plans, live, 3))
         while stop_after is not None and len(fleet.steps) < stop_after:
             await asyncio.sleep(0)
         if stop_after is not None:
