@@ -28,10 +28,12 @@ test: .venv/installed $(MODEL)/config.json
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
-# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here.
+# The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. The plans
+# of the corpus are compared on the first Python only: a third of the time, for no line that other tests do not run.
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
-	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE)
+	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) \
+	  --deselect tests/corpus/test_corpus.py::test_plans_are_those_that_were_recorded
 
 lint: .venv/installed
 	@.venv/bin/ruff check .

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.models import minilm
+from support.waiting import PATIENCE_SECONDS
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytestmark = pytest.mark.processes
@@ -24,7 +25,7 @@ def test_the_demo_prints_one_json_object_and_equals_transformers() -> None:
         "--num-devices",
         "2",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert list(result) == [
