@@ -1,8 +1,7 @@
-"""Small files: written completely or not at all, and caches that may be damaged."""
+"""Small files: written completely or not at all."""
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from pathlib import Path
@@ -25,12 +24,3 @@ def write_atomically(path: Path, data: str | bytes | bytearray | memoryview, pri
     except OSError:
         part.unlink(missing_ok=True)
         raise
-
-
-def read_json(path: Path) -> object | None:
-    """A cache file's content, or None when it is absent or damaged."""
-    try:
-        value: object = json.loads(path.read_text())
-        return value
-    except (OSError, ValueError):
-        return None

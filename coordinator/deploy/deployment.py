@@ -23,22 +23,8 @@ from hearth.plan.value_formats import Values
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.trace import shift_to_common_clock
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
-from hearth.wire.messages import (
-    Abort,
-    ConnectPeers,
-    DeviceTrace,
-    Done,
-    Load,
-    Peer,
-    Run,
-    RunDone,
-    SegmentParts,
-    ShardParts,
-    Unload,
-    WireStats,
-    WorkerBound,
-)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,7 +44,7 @@ class Weights:
     """By rank: the chunks that it needs, and how its worker puts them together."""
 
     chunks: Sequence[Sequence[Chunk]]
-    parts: Sequence[ShardParts | SegmentParts]
+    parts: Sequence[wire.ShardParts | wire.SegmentParts]
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class Result(Generic[R]):
     latency_seconds: float  # as the coordinator saw it
     step_seconds: float  # as the workers saw it: without the way to them and back, like the prediction of a plan
     compute_seconds: tuple[float, ...]  # busy time of each rank
-    traces: tuple[DeviceTrace, ...]
+    traces: tuple[wire.DeviceTrace, ...]
 
 
 class Deployment:
@@ -80,10 +66,10 @@ class Deployment:
         self.name = name
         self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
         self.weight_error = 0.0  # of quantised matrices: relative, root mean square, of the worst device
-        self.wire = WireStats()
+        self.wire = wire.WireStats()
         self.dropped_messages = 0
         self._fleet = fleet
-        self._parts: Sequence[ShardParts | SegmentParts] = ()
+        self._parts: Sequence[wire.ShardParts | wire.SegmentParts] = ()
         self._step = 0
         self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
 
@@ -122,8 +108,8 @@ class Deployment:
         """Start the workers on what was pushed, and connect them once all are bound."""
         token, devices = secrets.token_bytes(16), self.plan.devices
 
-        def start(rank: int) -> Awaitable[WorkerBound]:
-            request = Load(
+        def start(rank: int) -> Awaitable[wire.WorkerBound]:
+            request = wire.Load(
                 holder=self._fleet.holder,
                 deployment=self.name,
                 plan=self.plan,
@@ -132,14 +118,14 @@ class Deployment:
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )
-            return self._fleet.ask(devices[rank].device_id, request, WorkerBound, timeout_seconds=_LOAD_SECONDS)
+            return self._fleet.ask(devices[rank].device_id, request, wire.WorkerBound, timeout_seconds=_LOAD_SECONDS)
 
         bound = await self.all_of(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in bound)
 
-        def connect(rank: int) -> Awaitable[Done]:
+        def connect(rank: int) -> Awaitable[wire.Done]:
             peers = tuple(
-                Peer(
+                wire.Peer(
                     rank=other,
                     host=self._fleet.devices[devices[other].device_id].host,
                     port=bound[other].port,
@@ -149,15 +135,15 @@ class Deployment:
                 for other in range(len(devices))
                 if other != rank
             )
-            request = ConnectPeers(**self.command, peers=peers)
-            return self._fleet.ask(devices[rank].device_id, request, Done, timeout_seconds=_CONNECT_SECONDS)
+            request = wire.ConnectPeers(**self.command, peers=peers)
+            return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=_CONNECT_SECONDS)
 
         await self.all_of(map(connect, range(self.plan.num_ranks)))
 
     async def close(self) -> None:
         """Stop the workers, so that the next plan finds their memory free."""
         self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
-        request = Unload(**self.command)
+        request = wire.Unload(**self.command)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
             for device in self.plan.devices
@@ -192,8 +178,8 @@ class Deployment:
         began = loop.time()
         clocks: dict[int, tuple[float, float]] = {}
 
-        async def one(rank: int) -> tuple[RunDone, dict[str, np.ndarray[Any, Any]]]:
-            request = Run(
+        async def one(rank: int) -> tuple[wire.RunDone, dict[str, np.ndarray[Any, Any]]]:
+            request = wire.Run(
                 **self.command,
                 step=step,
                 names=tuple(inputs[rank]),
@@ -208,14 +194,15 @@ class Deployment:
             reply = await self._fleet.call(device, request, payload, timeout_seconds=answer_seconds)
             clocks[rank] = (sent, loop.time())
             done = reply.message
-            if not isinstance(done, RunDone):
+            if not isinstance(done, wire.RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
             return done, unpack_arrays(done.names, reply.payload)
 
-        answers = await self.all_of(map(one, range(self.plan.num_ranks)), Abort(**self.command, step=step, reason=""))
+        abort = wire.Abort(**self.command, step=step, reason="")
+        answers = await self.all_of(map(one, range(self.plan.num_ranks)), abort)
         latency = loop.time() - began
         ranks = [done for done, _ in answers]
-        self.wire = WireStats.sum(done.wire for done in ranks)
+        self.wire = wire.WireStats.sum(done.wire for done in ranks)
         self.dropped_messages = sum(done.dropped_messages for done in ranks)
         return Result(
             outputs=join([arrays for _, arrays in answers]),
@@ -223,13 +210,13 @@ class Deployment:
             step_seconds=max(done.ended_seconds - done.began_seconds for done in ranks),
             compute_seconds=tuple(sum(done.compute_seconds) for done in ranks),
             traces=tuple(
-                DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
+                wire.DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
                 for rank, (device, done) in enumerate(zip(self.plan.devices, ranks, strict=True))
                 if trace
             ),
         )
 
-    async def all_of(self, calls: Iterable[Awaitable[T]], abort: Abort | None = None) -> list[T]:
+    async def all_of(self, calls: Iterable[Awaitable[T]], abort: wire.Abort | None = None) -> list[T]:
         """The results of calls, all at once. At the first failure `abort` goes to all ranks and the cause is raised."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -242,7 +229,7 @@ class Deployment:
         finally:
             await cancel_all(tasks)
 
-    async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: Abort | None) -> HearthError:
+    async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
         """End on all ranks what these tasks wait for, and return the error that the others follow from.
 
         A deployment that failed as a whole is taken down anyway: then nothing is left to abort or to wait for.

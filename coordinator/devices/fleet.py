@@ -28,20 +28,7 @@ from hearth.errors import (
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import AGENT_SERVICE, Browser, Found, parse_static_peers
 from hearth.platform.security import Access, fingerprint
-from hearth.wire.messages import (
-    AcquireLease,
-    AgentState,
-    AgentWelcome,
-    DeviceInfo,
-    Done,
-    GetTelemetry,
-    Heartbeat,
-    LeaseGranted,
-    Message,
-    OpenLinkProbe,
-    ReleaseLease,
-    Telemetry,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
@@ -118,11 +105,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Agents that cannot be used, for instance with another protocol version."""
         return list(self._refusals.values())
 
-    def infos(self) -> list[DeviceInfo]:
+    def infos(self) -> list[wire.DeviceInfo]:
         """All devices by name; then the agents that were refused, which are known by their address only."""
         known = {(device.host, device.port) for device in self.devices.values()}
         refused = (
-            DeviceInfo(
+            wire.DeviceInfo(
                 device_id="",
                 name=f"{host}:{port}",
                 host=f"{host}:{port}",
@@ -149,14 +136,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return self.usable()
 
     async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
         """Ask one agent. Raises what it raised, or DeviceLost when it cannot be reached."""
         with self._reaching(device_id) as client:
             return await client.call(message, payload, timeout_seconds=timeout_seconds)
 
     async def stream(
-        self, device_id: str, message: Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
+        self, device_id: str, message: wire.Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
     ) -> AsyncGenerator[Reply, None]:
         """One agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call`."""
         with self._reaching(device_id) as client:
@@ -190,7 +177,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         except (Unreachable, ConnectionLost) as error:
             raise DeviceLost(device=name, reason=error.explanation()) from None
 
-    async def ask(self, device_id: str, message: Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
+    async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """Ask one agent for a message of one type."""
         with self._reaching(device_id) as client:
             return await _ask(client, message, expected, timeout_seconds)
@@ -200,7 +187,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         async def read(device: Device) -> None:
             try:
-                telemetry = await self.ask(device.device_id, GetTelemetry(), Telemetry, timeout_seconds=3.0)
+                telemetry = await self.ask(device.device_id, wire.GetTelemetry(), wire.Telemetry, timeout_seconds=3.0)
             except HearthError as error:
                 log.warning("no telemetry from %s: %s", device.name, error)
                 return
@@ -232,7 +219,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Say hello until it is answered, then beat; begin again when the agent was gone."""
         while True:
             try:
-                welcome = await connection.client.hello(AgentWelcome, timeout_seconds=_HELLO_SECONDS)
+                welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
                 registry.check_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
                 await self._joined(connection, welcome)
                 await self._beat(connection, welcome.device_id)
@@ -249,14 +236,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             log.warning("%s", error)
         self._refusals[connection.address] = error
 
-    async def _joined(self, connection: _Connection, welcome: AgentWelcome) -> None:
+    async def _joined(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
         previous = self.devices.get(welcome.device_id)
         self._by_device[welcome.device_id] = connection
         self.devices[welcome.device_id] = Device(
             welcome,
             *connection.address,
             last_seen=time.monotonic(),
-            telemetry=await _ask(connection.client, GetTelemetry(), Telemetry),
+            telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
             penalty_until=previous.penalty_until if previous else 0.0,
         )
         if self._lease_name is not None:
@@ -266,9 +253,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._on_change(self.devices[welcome.device_id])
 
     async def _acquire(self, connection: _Connection, device_id: str) -> bool:
-        request = AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
+        request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
         try:
-            granted = await _ask(connection.client, request, LeaseGranted)
+            granted = await _ask(connection.client, request, wire.LeaseGranted)
         except AgentBusy as error:
             self._replace(registry.refused(self.devices[device_id], "busy", error.explanation()))
             return False
@@ -283,13 +270,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
-                    await _ask(connection.client, GetTelemetry(), Telemetry)
+                    await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
                     self._update(device_id, last_seen=time.monotonic())
                 elif device.health == "busy":
                     if await self._acquire(connection, device_id):
                         self._update(device_id, health="alive", reason="")
                 else:
-                    state = await _ask(connection.client, Heartbeat(holder=self.holder), AgentState, patience)
+                    state = await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, patience)
                     if state.boot_id != device.welcome.boot_id:
                         return  # it restarted between two beats: say hello again
                     self._replace(registry.answered(self.devices[device_id], state, time.monotonic()))
@@ -315,17 +302,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._replace(replace(self.devices[device_id], **changes))
 
     async def _release_all(self) -> None:
-        async def release(connection: _Connection) -> None:
-            try:
-                await connection.client.call(ReleaseLease(holder=self.holder), timeout_seconds=_RELEASE_SECONDS)
-            except HearthError:
-                pass  # it is gone, or was never ours; the lease ends by itself
-
-        await asyncio.gather(*(release(connection) for connection in self._by_device.values()))
+        release = wire.ReleaseLease(holder=self.holder)
+        calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
+        await asyncio.gather(*calls, return_exceptions=True)  # of one that is gone, the lease ends by itself
 
 
-async def _ask(client: RpcClient, message: Message, expected: type[_T], timeout_seconds: float = _HELLO_SECONDS) -> _T:
-    reply = await client.call(message, timeout_seconds=timeout_seconds)
+async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], seconds: float = _HELLO_SECONDS) -> _T:
+    reply = await client.call(message, timeout_seconds=seconds)
     if not isinstance(reply.message, expected):
         raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
     return reply.message
@@ -336,14 +319,14 @@ def _workers(device: Device) -> list[tuple[str, str]] | None:
 
 
 async def ask_across(
-    fleet: Fleet, caller: Device, listener: Device, request: Callable[..., Message], expected: type[_T], seconds: float
+    fleet: Fleet, caller: Device, listener: Device, request: Callable[..., Any], expected: type[_T], seconds: float
 ) -> _T:
     """Ask `caller` for what takes a connection to the data port of `listener`, whose address completes the `request`.
 
     `seconds` is the limit of the request itself; those who wait for it wait somewhat longer.
     """
     key = listener.welcome.device_public_key
-    opened = OpenLinkProbe(peer_public_key=caller.welcome.device_public_key, seconds=seconds + 5.0)
-    await fleet.ask(listener.device_id, opened, Done)
+    opened = wire.OpenLinkProbe(peer_public_key=caller.welcome.device_public_key, seconds=seconds + 5.0)
+    await fleet.ask(listener.device_id, opened, wire.Done)
     message = request(host=listener.host, port=listener.welcome.link_port, peer_public_key=key)
     return await fleet.ask(caller.device_id, message, expected, timeout_seconds=seconds + 10.0)

@@ -11,22 +11,14 @@ from hearth.errors import HearthError
 
 FileKind = Literal["plan", "problem", "graph", "graph profile", "transformer profile", "cluster"]
 
-# The fields that a file of each kind has at least; the first match counts.
-_FIELDS: Mapping[FileKind, frozenset[str]] = {
-    "plan": frozenset({"planner", "predicted", "devices"}),
-    "problem": frozenset({"K", "devices"}),
-    "graph": frozenset({"nodes", "edges"}),
-    "graph profile": frozenset({"operators", "links", "devices"}),
-    "transformer profile": frozenset({"links", "devices"}),
-    "cluster": frozenset({"devices"}),
-}
-TITLES: Mapping[FileKind, str] = {
-    "plan": "a saved plan",
-    "problem": "a placement problem",
-    "graph": "a graph of operators",
-    "graph profile": "a profile of devices for a graph of operators",
-    "transformer profile": "a profile of devices for a transformer",
-    "cluster": "a cluster file",
+# What people call a kind, and the fields that such a file has at least; the first match counts.
+_KINDS: Mapping[FileKind, tuple[str, set[str]]] = {
+    "plan": ("a saved plan", {"planner", "predicted", "devices"}),
+    "problem": ("a placement problem", {"K", "devices"}),
+    "graph": ("a graph of operators", {"nodes", "edges"}),
+    "graph profile": ("a profile of devices for a graph of operators", {"operators", "links", "devices"}),
+    "transformer profile": ("a profile of devices for a transformer", {"links", "devices"}),
+    "cluster": ("a cluster file", {"devices"}),
 }
 
 
@@ -44,10 +36,10 @@ def file_kind(content: Any) -> FileKind | None:
     """The kind of a file with this decoded JSON, None where it is none of ours."""
     if not isinstance(content, dict):
         return None
-    return next((kind for kind, fields in _FIELDS.items() if fields <= content.keys()), None)
+    return next((kind for kind, (_, fields) in _KINDS.items() if fields <= content.keys()), None)
 
 
 def mistaken(content: Any, wanted: FileKind) -> str:
     """`is a saved plan, not a cluster file`; empty for a file of the wanted kind, or of none of ours."""
     found = file_kind(content)
-    return "" if found in (wanted, None) else f"is {TITLES[found]}, not {TITLES[wanted]}"
+    return "" if found in (wanted, None) else f"is {_KINDS[found][0]}, not {_KINDS[wanted][0]}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from coordinator.models.file_kinds import TITLES, file_kind, read_content
+from coordinator.models.file_kinds import file_kind, mistaken, read_content
 from coordinator.models.onnx.json_reader import read_json
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph_spec import GraphSpec
@@ -46,10 +46,12 @@ def kind_of(path: Path) -> Kind:
         return "transformer"
     if suffix == ".onnx":
         return "onnx"
-    found = file_kind(read_content(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}")))
-    if found not in ("graph", "problem", None):
-        raise BadModelFile(path=str(path), reason=f"it is {TITLES[found]}")
-    return "instance" if found == "problem" else "graph"
+    content = read_content(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}"))
+    if file_kind(content) == "problem":
+        return "instance"
+    if reason := mistaken(content, "graph"):
+        raise BadModelFile(path=str(path), reason=f"it {reason}")
+    return "graph"
 
 
 def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,29 +55,16 @@ class _File:
 
     def close(self) -> None:
         """Unmap, unless arrays still look into it: then the last of them does."""
-        try:
+        with suppress(BufferError):
             self.map.close()
-        except BufferError:
-            pass
-
-    @property
-    def address(self) -> int:
-        """Where it is mapped."""
-        import numpy as np
-
-        return int(np.frombuffer(self.map, np.uint8).ctypes.data)
 
     def read(self, start: int, into: np.ndarray[Any, Any]) -> None:
         """Fill a contiguous array. Raises BadCheckpoint."""
-        left = into.data.cast("B") if into.size else memoryview(b"")
         try:
-            with self.path.open("rb", buffering=0) as file:  # several threads read, each at its own place
+            with self.path.open("rb") as file:  # several threads read, each at its own place
                 file.seek(start)
-                while left:
-                    num_bytes = file.readinto(left)
-                    if not num_bytes:
-                        raise self._bad("it was cut short while it was read")
-                    left = left[num_bytes:]
+                if file.readinto(into.data) < into.nbytes:
+                    raise self._bad("it was cut short while it was read")
         except OSError as error:
             raise self._unreadable(error) from None
 
@@ -189,15 +176,16 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         import numpy as np
 
         tensor = self._tensor(name)
+        shift = tensor.start - self.array(name).ctypes.data  # from an address in memory to a place in the file
         for turned in (view, view.T):
             if turned.flags.c_contiguous:  # a run of bytes is read, which takes less than mapping it for one use
                 copy = np.empty(turned.shape, turned.dtype)
-                tensor.file.read(turned.ctypes.data - tensor.file.address, copy)
+                tensor.file.read(turned.ctypes.data + shift, copy)
                 return copy if turned is view else np.ascontiguousarray(copy.T)
         if tensor.stop - tensor.start <= _RESIDENT_BYTES:
             self._used(tensor)
             return np.array(view, order="C")
-        return _copied_by_blocks(tensor.file, view)
+        return _copied_by_blocks(tensor.file, view, shift)
 
     def _used(self, tensor: _Tensor) -> None:
         """Other parts of it are wanted soon: it stays resident, and what was used longest ago does not.
@@ -231,7 +219,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise BadCheckpoint(path=str(self.path), reason=f"the tensor {name} is missing") from None
 
 
-def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any], shift: int) -> np.ndarray[Any, Any]:
     """As `np.array`, of a view that reaches over more of the file than may be resident."""
     import numpy as np
 
@@ -242,7 +230,7 @@ def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any]) -> np.ndarray[Any
     for first in range(0, there.shape[0], count):
         block = there[first : first + count]
         here[first : first + count] = block
-        start = block.ctypes.data - file.address
+        start = block.ctypes.data + shift
         extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
         file.let_go(start, start + extent + block.itemsize)
     return copy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from coordinator.models.file_kinds import read_content
 from hearth.errors import BadModelFile
@@ -20,8 +20,6 @@ _MAX_NODES = 100_000
 
 
 class _Node(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
     id: int
     op: str
     name: str
@@ -32,8 +30,6 @@ class _Node(BaseModel):
 
 
 class _Graph(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
     name: str
     nodes: tuple[_Node, ...] = Field(min_length=1, max_length=_MAX_NODES)
     edges: tuple[tuple[int, int], ...]
