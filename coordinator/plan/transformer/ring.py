@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import combinations, permutations
 
 from hearth.plan.profile import ClusterProfile
 
@@ -26,20 +26,14 @@ def best_ring(cluster: ClusterProfile) -> ClusterProfile:
         hops = [cost[a, b] for a, b in zip(order, (*order[1:], order[0]), strict=True)]
         return max(hops), sum(hops)
 
+    best = ids
     if len(ids) <= _MAX_EXHAUSTIVE:
         best = min(((ids[0], *rest) for rest in permutations(ids[1:])), key=price)
-    else:
-        best = _by_swaps(ids, price)
-    return cluster.subset(best) if price(best) < price(ids) else cluster
-
-
-def _by_swaps(order: tuple[str, ...], price) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
-    improved = True
+    improved = len(ids) > _MAX_EXHAUSTIVE
     while improved:
         improved = False
-        for i in range(1, len(order)):
-            for j in range(i + 1, len(order)):
-                swapped = (*order[:i], order[j], *order[i + 1 : j], order[i], *order[j + 1 :])
-                if price(swapped) < price(order):
-                    order, improved = swapped, True
-    return order
+        for i, j in combinations(range(1, len(best)), 2):
+            swapped = (*best[:i], best[j], *best[i + 1 : j], best[i], *best[j + 1 :])
+            if price(swapped) < price(best):
+                best, improved = swapped, True
+    return cluster.subset(best) if price(best) < price(ids) else cluster

@@ -72,6 +72,7 @@ def coarsen(spec: GraphSpec) -> Coarsened:
     """Fuse what completes a rule along direct or multi-input connections, never past a tensor that others take too."""
     complete = set(RULES)
     partial = {rule[:length] for rule in RULES for length in range(1, len(rule))}
+    begun = complete | partial
     taken: set[int] = set()
     chains: list[list[int]] = []
     for first in range(spec.num_operators):
@@ -85,9 +86,7 @@ def coarsen(spec: GraphSpec) -> Coarsened:
             if follower is None or follower in taken:
                 break
             kinds += (spec.operators[follower].kind,)
-            if kinds not in partial and kinds not in complete:
-                break
-            if not _suits(spec, chain[-1], follower, kinds):
+            if kinds not in begun or not _suits(spec, chain[-1], follower, kinds):
                 break
             chain.append(follower)
             if kinds in complete:

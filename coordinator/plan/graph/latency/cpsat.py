@@ -8,6 +8,7 @@ receiving side. Which channel a flow takes is linear in where its ends are, so t
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -132,7 +133,7 @@ class _Model:
         self._sends: dict[Send, cp_model.IntVar] = {}
         self._taken: dict[tuple[Send, int], cp_model.IntVar] = {}
         self._pairs: dict[tuple[int, int], dict[tuple[int, int], cp_model.IntVar]] = {}  # edge -> channel -> whether
-        self._uses: dict[tuple[str, int], list[_Use]] = {}
+        self._uses: defaultdict[tuple[str, int], list[_Use]] = defaultdict(list)  # by resource
         self._ends_by = earliest_ends(problem, pins, context.releases if context is not None else None)
         self._rests = least_rests(problem, pins, context.tails if context is not None else None)
         self._place(pins)
@@ -172,7 +173,7 @@ class _Model:
             self.model.add(end == start + self._at(i, seconds))
             for k, here in on.items():
                 head = self._ends_by[i][k] - seconds[k]
-                self._use("compute", k, _Use(start, round(seconds[k]), here, head, self._rests[i][k]))
+                self._uses["compute", k].append(_Use(start, round(seconds[k]), here, head, self._rests[i][k]))
             self._starts.append(start)
             self._ends.append(end)
 
@@ -242,11 +243,8 @@ class _Model:
             head = self._ends_by[self._problem.flows[index].source][a]
             tail = min(self._problem.seconds[target][b] + self._rests[target][b] for target in targets)
             use = use._replace(head=head, tail=self._problem.latency[a][b] + tail)
-            self._use("send", a, use)
-            self._use("receive", b, use)
-
-    def _use(self, kind: str, device: int, use: _Use) -> None:
-        self._uses.setdefault((kind, device), []).append(use)
+            self._uses["send", a].append(use)
+            self._uses["receive", b].append(use)
 
     def _one_at_a_time(self, uses: Sequence[_Use], makespan: cp_model.IntVar) -> None:
         if len(uses) < 2:

@@ -53,12 +53,9 @@ class Decision:
         self._limits = {position: reaches.limits(position, beta) for position in self._positions}
         self._share = reaches.share(beta)
         # By position, the devices from which there is a way on when their stage ends there.
-        self._back, self._startable = self._ways_to_the_end()
-
-    @property
-    def has_walk(self) -> bool:
-        """Whether there is a way when devices may be used again. If not, there is no pipeline either."""
-        return self._startable != 0
+        self._back, startable = self._ways_to_the_end()
+        # Whether there is a way when devices may be used again. If not, there is no pipeline either.
+        self.has_walk = startable != 0
 
     def pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
         """A pipeline, or None: there is none. Devices found critical are added to the set, for the next question.
