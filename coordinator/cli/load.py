@@ -6,16 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
 from hearth.plan.graph_spec import Tensor
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _SEED = 20240525
 _PAUSE_SECONDS = 0.1  # after an error, so that a home that is planning again is not flooded
@@ -65,8 +64,6 @@ class Load:
 
 def random_inputs(inputs: Sequence[ArrayInfo | Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     """Floats of a normal distribution; whole numbers 0 and 1, which are an index or a mask nearly everywhere."""
-    import numpy as np
-
     random = np.random.default_rng(_SEED)
     found: dict[str, np.ndarray[Any, Any]] = {}
     for info in inputs:

@@ -10,7 +10,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
 
 from coordinator.deploy.distribution import Distribution, Progress
 from coordinator.deploy.spread import Chunk
@@ -25,9 +27,6 @@ from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _LOAD_SECONDS = 320.0  # above the agent's own limit, so that its error, which says more, comes first
 _CONNECT_SECONDS = 35.0  # above the worker's own limit, for the same reason

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from coordinator.deploy.deployment import Deployment, Result, Weights
 from coordinator.deploy.graph_chunks import SegmentChunks
@@ -15,9 +17,6 @@ from hearth.errors import BadMessage
 from hearth.plan.plan import GraphPlan
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import SegmentParts
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 _SPARE = 4  # requests that a worker takes above `max_in_flight`: one that failed here may still be running there

@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from coordinator.deploy.deployment import Deployment, Result, Weights
 from coordinator.deploy.spread import Chunk
@@ -22,9 +24,6 @@ from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
 from hearth.wire.rpc import Reply
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @asynccontextmanager
@@ -62,7 +61,6 @@ class TransformerDeployment(Deployment):
 
         The outputs are [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence.
         """
-        import numpy as np
 
         def join(arrays: Sequence[dict[str, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
             parts = [of_rank[output] for of_rank in arrays]

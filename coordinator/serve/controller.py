@@ -62,10 +62,6 @@ class Controller:
     # ---- what it is doing -----------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        return self.lifecycle.phase == "serving"
-
-    @property
     def state(self) -> str:
         """For people."""
         return describe(self.lifecycle)

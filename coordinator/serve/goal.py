@@ -49,13 +49,10 @@ def open_model(goal: TransformerGoal) -> Model:
     seq_len = min(goal.seq_len or DEFAULT_SEQ_LEN, longest)
     if not spec.causal:
         read_pooling(directory)
-    return Model(directory, spec, seq_len, _tokenizer(directory, spec), generation)
-
-
-def _tokenizer(directory: Path, spec: ModelSpec) -> SentenceTokenizer | TextTokenizer | None:
-    if not (directory / "tokenizer.json").exists():
-        return None
-    return TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
+    tokenizer = None
+    if (directory / "tokenizer.json").exists():
+        tokenizer = TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
+    return Model(directory, spec, seq_len, tokenizer, generation)
 
 
 def _generation(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | None:

@@ -164,15 +164,10 @@ class GenerationDefaults(BaseModel):
         return self.sampling.model_copy(update={"seed": seed, **choice.model_dump(exclude_none=True)})
 
 
-class _GenerationConfig(BaseModel):
-    """The part of generation_config.json that means something here. Without `do_sample` the likeliest token is taken."""
+class _GenerationConfig(SamplingChoice):
+    """The part of generation_config.json that is used here. Without `do_sample` the likeliest token is taken."""
 
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     eos_token_id: int | list[int] | None = None
     max_new_tokens: int | None = None
 

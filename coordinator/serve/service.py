@@ -156,7 +156,7 @@ class Service:
             deployment = self._addressed(message)
             return Readiness(
                 deployment=deployment.name,
-                ready=deployment.ready,
+                ready=deployment.lifecycle.phase == "serving",
                 state=deployment.state,
                 model=deployment.goal.path[-256:],
             )

@@ -51,7 +51,7 @@ class House:
 
     @property
     def ready(self) -> bool:
-        return self.controller.ready
+        return self.controller.lifecycle.phase == "serving"
 
     async def until(self, what: Callable[[], object]) -> None:
         try:

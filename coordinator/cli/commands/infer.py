@@ -7,8 +7,9 @@ import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from coordinator.cli.load import Load, measure, random_inputs
@@ -21,9 +22,6 @@ from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotAuthorised
 from hearth.plan.plan import GraphPlan, is_graph_plan
 from hearth.platform.units import format_seconds
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _DEFAULT_CONCURRENCY = 8  # where the plan may not be looked at
 
@@ -107,8 +105,6 @@ def bench_model(
 
 
 def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
-    import numpy as np
-
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
@@ -118,8 +114,6 @@ def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
 
 
 def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    import numpy as np
-
     file = io.BytesIO()
     np.savez(file, **arrays)  # type: ignore[arg-type]  # an output may have any name
     return file.getvalue()

@@ -8,7 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from coordinator.cli.load import random_inputs
 from coordinator.cli.output import out, report
@@ -45,9 +47,6 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NUM_OTHERS = 4  # candidates that are shown without --explain
 

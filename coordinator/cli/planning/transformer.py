@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coordinator.cli.output import out
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render.tables import (
@@ -137,8 +139,6 @@ def timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
 
 
 async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
-    import numpy as np
-
     plan, random = deployment.plan, np.random.default_rng(seed)
     length, new_tokens = timed_tokens(plan)
     ids = random.integers(0, plan.model.vocab_size, length, dtype=np.int32)
