@@ -26,16 +26,9 @@ from coordinator.devices.registry import Device
 from coordinator.serve.config import default_state_dir
 from hearth.client.home import COORDINATOR_PORT
 from hearth.errors import HearthError
+from hearth.platform import security
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, Found
 from hearth.platform.interfaces import Interface, choose, interfaces, verify_reachable
-from hearth.platform.security import (
-    AppKey,
-    Credential,
-    agent_access,
-    coordinator_access,
-    fingerprint,
-    load_credential,
-)
 from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 
@@ -218,30 +211,31 @@ def port_is_open(port: int) -> bool:
     return True
 
 
-def check_key(path: Path) -> tuple[Finding, Credential | None]:
+def check_key(path: Path) -> tuple[Finding, security.Credential | None]:
     try:
-        credential = load_credential(path)
+        credential = security.load_credential(path)
     except HearthError as error:
         return _problem("key", error), None
-    what = f"{credential.kind} key in {path}, home {fingerprint(coordinator_access(credential).server_public)}"
+    home = security.fingerprint(security.coordinator_access(credential).server_public)
+    what = f"{credential.kind} key in {path}, home {home}"
     if path.stat().st_mode & 0o077:
         return Finding("key", "warning", f"{what}, readable by others", f"chmod 600 {path}"), credential
     return Finding("key", "ok", what), credential
 
 
 async def look_around(
-    credential: Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
+    credential: security.Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
 ) -> list[Finding]:
     """Agents and coordinators on the network, which have `look_seconds` to answer: protocol, version, clock, how many."""
     coordinators: dict[str, Found] = {}
-    home = fingerprint(coordinator_access(credential).server_public)
+    home = security.fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
     findings: list[Finding] = []
     try:
         await browser.start()
         ends = asyncio.get_running_loop().time() + look_seconds
-        if not isinstance(credential, AppKey):
-            async with Fleet(agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
+        if not isinstance(credential, security.AppKey):
+            async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
                 await fleet.settle(1.0, 1, look_seconds)
                 findings += check_agents(list(fleet.devices.values()), fleet.refusals, time.time())
         if not coordinators:

@@ -18,17 +18,13 @@ from hearth.plan.value_formats import VALUE_NAMES
 # ---- any command ------------------------------------------------------------------------------------------------------
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
-KeyPath = Annotated[
-    Path | None, typer.Option("--key", help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")
-]
-Address = Annotated[str | None, typer.Option("--address", help="Coordinator's host[:port]. Default: found over mDNS.")]
+KeyPath = Annotated[Path | None, typer.Option(help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")]
+Address = Annotated[str | None, typer.Option(help="Coordinator's host[:port]. Default: found over mDNS.")]
 Devices = Annotated[
     str | None, typer.Option("--devices", help="Agents where multicast is blocked: host[:port],host2[:port].")
 ]
-Interfaces = Annotated[
-    str | None, typer.Option("--mdns-interfaces", help="Local addresses on which to speak mDNS, with commas.")
-]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait.", min=0.1)]
+Interfaces = Annotated[str | None, typer.Option(help="Local addresses on which to speak mDNS, with commas.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait.", min=0.1)]
 
 
 def interface_list(interfaces: str | None) -> list[str] | None:
@@ -41,7 +37,6 @@ _LATENCY, _THROUGHPUT = (", ".join(REGISTRY["graph"].names(objective)) for objec
 Strategy = Annotated[
     str,
     typer.Option(
-        "--strategy",
         help=f"auto, {', '.join(REGISTRY['transformer'].names())}: how the devices share the work. "
         "For a graph: see --objective.",
         metavar="NAME",
@@ -50,7 +45,6 @@ Strategy = Annotated[
 Objective = Annotated[
     str | None,
     typer.Option(
-        "--objective",
         help=f"(graph) Minimise the latency of one request (default; strategies {_LATENCY}), or maximise the "
         f"throughput of a full pipeline ({_THROUGHPUT}).",
         metavar="WHAT",
@@ -58,14 +52,11 @@ Objective = Annotated[
 ]
 Dims = Annotated[
     list[str],
-    typer.Option(
-        "--dim", help="(graph) Size of a dynamic dimension, as in batch=1; may be repeated.", metavar="NAME=N"
-    ),
+    typer.Option(help="(graph) Size of a dynamic dimension, as in batch=1; may be repeated.", metavar="NAME=N"),
 ]
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        "--time-limit",
         help=f"(graph) Seconds that a search for the best plan may take (default {DEFAULT_SECONDS:g}).",
         min=0.1,
         max=86400,
@@ -77,12 +68,11 @@ NoCongestion = Annotated[
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option("--seq-len", help="Tokens that one step must hold. Default: the model's limit, at most 512.", min=1),
+    typer.Option(help="Tokens that one step must hold. Default: the model's limit, at most 512.", min=1),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        "--context",
         help="(decoder) Tokens of a prompt and its answer together. Default: the model's limit, at most 2048.",
         min=1,
     ),
@@ -90,29 +80,21 @@ Context = Annotated[
 Sequences = Annotated[
     int | None,
     typer.Option(
-        "--sequences",
         help="(decoder) Concurrent sequences of --context tokens to reserve KV cache for. Default: 4.",
         min=1,
         max=4096,
     ),
 ]
-Wire = Annotated[
-    str, typer.Option("--wire", help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")
-]
+Wire = Annotated[str, typer.Option(help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")]
 Weights = Annotated[
     str,
-    typer.Option(
-        "--weights", help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"
-    ),
+    typer.Option(help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"),
 ]
-Lz4 = Annotated[str, typer.Option("--lz4", help="auto, on or off: compress activations.", metavar="WHEN")]
-Exclude = Annotated[
-    list[str], typer.Option("--exclude", help="A device to leave out; may be repeated.", metavar="NAME")
-]
+Lz4 = Annotated[str, typer.Option(help="auto, on or off: compress activations.", metavar="WHEN")]
+Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
 Limit = Annotated[
     list[str],
     typer.Option(
-        "--limit",
         help="Most memory of a device to use: kitchen=1.5GiB, or kitchen=50% of what its agent offers; may be repeated.",
         metavar="NAME=SIZE",
     ),
@@ -145,7 +127,7 @@ Seed = Annotated[
     int | None,
     typer.Option(help="Repeats an answer: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
 ]
-AnswerTimeout = Annotated[float, typer.Option("--timeout", help="Seconds for a whole answer.", min=0.1)]
+AnswerTimeout = Annotated[float, typer.Option(help="Seconds for a whole answer.", min=0.1)]
 
 # ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
 

@@ -40,28 +40,25 @@ def chat(
     with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
         err.print(f"[dim]{_HELP}[/]")
         while (line := _read_line()) is not None:
-            if line == "/reset":
-                history = list(beginning)
-                continue
             if line == "/exit":
                 return
-            if line.startswith("/"):
+            if line == "/reset":
+                history = list(beginning)
+            elif line.startswith("/"):
                 err.print(f"[dim]{_HELP}[/]")
-                continue
-            if not line:
-                continue
-            question = ChatMessage(role="user", content=line)
-            try:
-                answer = home.generate(
-                    messages=[*history, question], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
-                    top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
-                )  # fmt: skip
-                text = _print_answer(answer)
-            except HearthError as error:  # this question gets no answer; the next one may
-                report(f"\n[red]error:[/] {error.explanation()} {error.next_step()}")
-                continue
-            if text:
-                history += [question, ChatMessage(role="assistant", content=text)]
+            elif line:
+                question = ChatMessage(role="user", content=line)
+                try:
+                    answer = home.generate(
+                        messages=[*history, question], max_tokens=max_tokens, temperature=temperature, top_k=top_k,
+                        top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
+                    )  # fmt: skip
+                    text = _print_answer(answer)
+                except HearthError as error:  # this question gets no answer; the next one may
+                    report(f"\n[red]error:[/] {error.explanation()} {error.next_step()}")
+                    continue
+                if text:
+                    history += [question, ChatMessage(role="assistant", content=text)]
 
 
 def _read_line() -> str | None:

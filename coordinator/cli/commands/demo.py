@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 
 def demo(
     model: Annotated[Path, typer.Option(help="Model directory; `make demo` fetches one.")] = Path(".models/minilm"),
-    num_devices: Annotated[int, typer.Option("--num-devices", help="Agents to start.", min=1, max=8)] = 3,
+    num_devices: Annotated[int, typer.Option(help="Agents to start.", min=1, max=8)] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Start three agents and a coordinator here, and let them answer smart-home sentences together (by hmp)."""

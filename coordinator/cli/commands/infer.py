@@ -31,7 +31,7 @@ def infer(
         Path | None,
         typer.Argument(help="Inputs by name, as numpy.savez writes them. Default: random ones.", show_default=False),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write the outputs as .npz.", metavar="FILE")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the outputs as .npz.", metavar="FILE")] = None,
     timeout: Timeout = 60.0,
     address: Address = None,
     mdns_interfaces: Interfaces = None,
@@ -67,7 +67,7 @@ def bench_model(
     seconds: Annotated[float, typer.Option(help="How long to ask, after a tenth of it to warm up.", min=0.5)] = 20.0,
     inputs: Annotated[
         Path | None,
-        typer.Option("--inputs", help="Inputs as numpy.savez writes them. Default: random ones.", metavar="FILE"),
+        typer.Option(help="Inputs as numpy.savez writes them. Default: random ones.", metavar="FILE"),
     ] = None,
     timeout: Timeout = 60.0,
     address: Address = None,

@@ -13,21 +13,7 @@ from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, interf
 from coordinator.cli.output import handles_errors, out, print_json, report
 from hearth.client.sync import connect
 from hearth.errors import BadKey, BadSetting
-from hearth.platform.security import (
-    AppKey,
-    HomeKey,
-    admin_key,
-    coordinator_access,
-    default_key_path,
-    fingerprint,
-    format_credential,
-    load_credential,
-    new_home_key,
-    new_keypair,
-    parse_credential,
-    resolve_credential,
-    save_credential,
-)
+from hearth.platform import security
 
 key_app = typer.Typer(
     no_args_is_help=True,
@@ -38,19 +24,19 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite a key that is th
 
 
 def _path(key: Path | None) -> Path:
-    return key or default_key_path(os.environ)
+    return key or security.default_key_path(os.environ)
 
 
-def _home(path: Path) -> HomeKey:
-    credential = load_credential(path)
-    if not isinstance(credential, HomeKey):
+def _home(path: Path) -> security.HomeKey:
+    credential = security.load_credential(path)
+    if not isinstance(credential, security.HomeKey):
         raise BadKey(source=str(path), reason="this needs the home key, not an admin's or an app's")
     return credential
 
 
 def new(key: KeyPath = None, force: Force = False) -> None:
     """Make a new home key on this device."""
-    save_credential(_path(key), new_home_key(), force)
+    security.save_credential(_path(key), security.new_home_key(), force)
     out.print(f"made a new home key in {_path(key)}", soft_wrap=True)
     out.print("On every other device: `hearth key export` here, `hearth key import` there.")
 
@@ -58,15 +44,15 @@ def new(key: KeyPath = None, force: Force = False) -> None:
 def show(key: KeyPath = None, as_json: AsJson = False) -> None:
     """Show what key this is: its kind and fingerprints, never the secret."""
     path = _path(key)
-    credential = load_credential(path)
-    access = coordinator_access(credential)
+    credential = security.load_credential(path)
+    access = security.coordinator_access(credential)
     facts = {
         "path": str(path),
         "kind": credential.kind,
-        "own_fingerprint": fingerprint(access.own.public),
-        "home_fingerprint": fingerprint(access.server_public),
+        "own_fingerprint": security.fingerprint(access.own.public),
+        "home_fingerprint": security.fingerprint(access.server_public),
     }
-    if isinstance(credential, AppKey):
+    if isinstance(credential, security.AppKey):
         facts["app"] = credential.name
     if as_json:
         print_json(facts)
@@ -87,7 +73,7 @@ def export(
         raise BadSetting(setting="--role", reason=f"'{role}' is neither home nor admin")
     if role == "home":
         report("[yellow]Whoever sees the next line owns this home until `hearth key rotate`.[/]")
-    typer.echo(format_credential(home if role == "home" else admin_key(home)))
+    typer.echo(security.format_credential(home if role == "home" else security.admin_key(home)))
 
 
 def import_(
@@ -96,10 +82,11 @@ def import_(
     force: Force = False,
 ) -> None:
     """Take over a key that was exported elsewhere."""
-    credential = (
-        parse_credential(sys.stdin.read(), "standard input") if source == "-" else load_credential(Path(source))
-    )
-    save_credential(_path(key), credential, force)
+    if source == "-":
+        credential = security.parse_credential(sys.stdin.read(), "standard input")
+    else:
+        credential = security.load_credential(Path(source))
+    security.save_credential(_path(key), credential, force)
     out.print(f"imported the {credential.kind} key to {_path(key)}", soft_wrap=True)
 
 
@@ -107,8 +94,8 @@ def rotate(key: KeyPath = None) -> None:
     """Replace the home key. Every device, person and app needs the new one; the old one opens nothing any more."""
     path = _path(key)
     old = _home(path)
-    save_credential(path.with_name(path.name + ".old"), old, force=True)
-    save_credential(path, new_home_key(), force=True)
+    security.save_credential(path.with_name(path.name + ".old"), old, force=True)
+    security.save_credential(path, security.new_home_key(), force=True)
     out.print(f"rotated; the old key is kept in {path}.old", soft_wrap=True)
     out.print("Now, in this order:")
     out.print("  1. on every device: `hearth key export` here, `hearth key import --force` there, restart hearth-agent")
@@ -124,14 +111,15 @@ def add_app(
     as_json: AsJson = False,
 ) -> None:
     """Make a key for an app: it may ask for inference, nothing else. Needs the running coordinator."""
-    credential = resolve_credential(key)
-    pair = new_keypair()
+    credential = security.resolve_credential(key)
+    pair = security.new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
         home.add_app(name, pair.public)
-    app = AppKey(name=name, secret=pair.secret, coordinator_public=coordinator_access(credential).server_public)
-    line = format_credential(app)
+    home_public = security.coordinator_access(credential).server_public
+    app = security.AppKey(name=name, secret=pair.secret, coordinator_public=home_public)
+    line = security.format_credential(app)
     if as_json:
-        print_json({"name": name, "key": line, "fingerprint": fingerprint(pair.public)})
+        print_json({"name": name, "key": line, "fingerprint": security.fingerprint(pair.public)})
         return
     report(f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):")
     typer.echo(line)

@@ -15,17 +15,7 @@ import numpy as np
 from coordinator.cli.load import random_inputs
 from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import Live
-from coordinator.cli.render.graph_tables import (
-    candidates_table,
-    explanation_lines,
-    graph_plan_tables,
-    one_device_line,
-    planned_as_json,
-    prediction_line,
-    proof_line,
-    segment_lines,
-    title_of,
-)
+from coordinator.cli.render import graph_tables
 from coordinator.cli.render.picture import Drawing, drawing_of
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.graph import GraphDeployment, segment_weights
@@ -80,12 +70,12 @@ class PlannedGraph:
         assignment = [rank_of[operator] for operator in range(spec.num_operators)]
         edges = [(a, b) for b in range(spec.num_operators) for a in spec.predecessors[b]]
         names, kinds = zip(*((operator.name, operator.kind) for operator in spec.operators), strict=True)
-        return drawing_of(title_of(plan), legend, names, kinds, assignment, edges)
+        return drawing_of(graph_tables.title_of(plan), legend, names, kinds, assignment, edges)
 
     def as_json(self, explain: bool) -> dict[str, Any]:
         asked = self.request
         return {
-            **planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
+            **graph_tables.planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
             "predicted": self.plan.predicted.model_dump(mode="json"),
             "bottleneck": " to ".join(map(str, self.price.bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
@@ -93,17 +83,17 @@ class PlannedGraph:
 
     def show(self, explain: bool) -> None:
         plan, spec, objective = self.plan, self.request.spec, self.request.objective
-        out.print(*graph_plan_tables(plan), sep="\n")
-        out.print(prediction_line(plan), soft_wrap=True)
-        out.print(proof_line(self.found.chosen, "s"), soft_wrap=True)
-        if line := one_device_line(self.found):
+        out.print(*graph_tables.graph_plan_tables(plan), sep="\n")
+        out.print(graph_tables.prediction_line(plan), soft_wrap=True)
+        out.print(graph_tables.proof_line(self.found.chosen, "s"), soft_wrap=True)
+        if line := graph_tables.one_device_line(self.found):
             out.print(line, soft_wrap=True)
         if explain:
-            out.print(*explanation_lines(plan, spec, self.price), sep="\n", markup=False, soft_wrap=True)
-            out.print("segments:", *segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
-            out.print(candidates_table(self.found, objective, "s"))
+            out.print(*graph_tables.explanation_lines(plan, spec, self.price), sep="\n", markup=False, soft_wrap=True)
+            out.print("segments:", *graph_tables.segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
+            out.print(graph_tables.candidates_table(self.found, objective, "s"))
         elif self.found.others:
-            out.print(candidates_table(self.found, objective, "s", NUM_OTHERS))
+            out.print(graph_tables.candidates_table(self.found, objective, "s", NUM_OTHERS))
 
     async def best_of_each_strategy(self) -> list[GraphPlan]:
         """This plan first. Strategies that found the same plan share one, whose `planner` names them all."""

@@ -12,13 +12,7 @@ import numpy as np
 
 from coordinator.cli.output import out
 from coordinator.cli.planning.live import Live
-from coordinator.cli.render.tables import (
-    candidates_list,
-    formats_line,
-    generation_lines,
-    others_table,
-    plan_tables,
-)
+from coordinator.cli.render import tables
 from coordinator.deploy.deployment import Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
@@ -70,22 +64,22 @@ class PlannedTransformer:
     def show(self, explain: bool) -> None:
         plan, cluster = self.plan, self.request.cluster
         predicted = plan.predicted
-        out.print(*plan_tables(plan), sep="\n")
+        out.print(*tables.plan_tables(plan), sep="\n")
         out.print(
             f"predicted: {format_seconds(predicted.latency_seconds)} a step "
             f"(busiest device {format_seconds(predicted.compute_seconds)}, "
             f"busiest link {format_seconds(predicted.transfer_seconds)})"
         )
-        for line in generation_lines(plan):
+        for line in tables.generation_lines(plan):
             out.print(line)
         if plan.body.exact_links:
-            out.print(formats_line(plan))
+            out.print(tables.formats_line(plan))
         if explain:
             out.print(f"\n{why_won(self.found, cluster, self.request.strategy)}")
-            out.print(candidates_list(self.found, cluster))
+            out.print(tables.candidates_list(self.found, cluster))
         elif plan.alternatives:
             title = f"Not taken ({unit_of(plan)})" if plan.body.generation else "Not taken"
-            out.print(others_table(self.found, _NUM_OTHERS, "predicted", title))
+            out.print(tables.others_table(self.found, _NUM_OTHERS, "predicted", title))
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:
         """This plan first."""

@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 from xml.sax.saxutils import escape
@@ -14,7 +15,6 @@ from coordinator.cli.output import write_file
 from coordinator.cli.render.picture_layout import Layout, Part, lay_out, parts_of
 from hearth.errors import BadSetting
 
-FORMATS = (".svg", ".png")
 # Light enough for black text, and apart also for the colour-blind (after Okabe and Ito, then Tol).
 _COLOURS = (
     "#8ec7ee", "#f6c26b", "#8fd6b0", "#f4a6a0", "#cdb4e8", "#f1e27a", "#b5b5b5", "#e8b4d4", "#b9d77e", "#7fd0d3",
@@ -58,15 +58,12 @@ def save_picture(path: Path, drawing: Drawing) -> None:
 
 def check_picture(path: Path) -> None:
     """Raises BadSetting for what could not be drawn, before anything is planned."""
-    if path.suffix.lower() not in FORMATS:
+    suffix = path.suffix.lower()
+    if suffix not in (".svg", ".png"):
         raise BadSetting(setting="--picture", reason=f"{path} ends neither in .svg nor in .png")
-    if path.suffix.lower() == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise BadSetting(
-                setting="--picture", reason="PNG needs matplotlib, which is not installed here; SVG needs nothing"
-            ) from None
+    if suffix == ".png" and find_spec("matplotlib") is None:
+        reason = "PNG needs matplotlib, which is not installed here; SVG needs nothing"
+        raise BadSetting(setting="--picture", reason=reason)
 
 
 def rendered(drawing: Drawing, suffix: str) -> bytes:
