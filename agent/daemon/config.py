@@ -29,24 +29,17 @@ class AgentSettings(BaseModel, frozen=True):
     store_dir: Path = Field(description="where shard chunks are kept; may be deleted at any time")
     store_bytes: int = Field(default=16 << 30, ge=1 << 20, description="most that the store may hold, e.g. 8GiB")
     key_path: Path = Field(description="file with the home key")
-    interface: str | None = Field(
-        default=None, description="network interface or address to advertise (default: chosen)"
-    )
+    interface: str | None = Field(None, description="network interface or address to advertise (default: chosen)")
     bind_host: str = Field(default="0.0.0.0", description="local address to listen on; CURVE guards every one")
     control_port: int = Field(default=AGENT_PORT, ge=0, le=65535, description="TCP port for coordinators; 0: any")
     link_port: int = Field(default=LINK_PORT, ge=0, le=65535, description="TCP port for measuring links; 0: any")
     data_ports: tuple[int, int] = Field(default=DATA_PORTS, description="TCP ports for workers, first-last; 0-0: any")
     percent: float | None = Field(
-        default=None,
-        ge=1,
-        le=100,
-        description="most of this machine that a worker may use: of its memory and its cores",
+        None, ge=1, le=100, description="most of this machine that a worker may use: of its memory and its cores"
     )
-    memory_bytes: int | None = Field(default=None, ge=1 << 20, description="most that a worker may use, e.g. 2GiB")
-    memory_percent: float | None = Field(default=None, gt=0, le=100, description="the same as a share of all memory")
-    threads: int | None = Field(
-        default=None, ge=1, le=1024, description="threads that compute (default: physical cores)"
-    )
+    memory_bytes: int | None = Field(None, ge=1 << 20, description="most that a worker may use, e.g. 2GiB")
+    memory_percent: float | None = Field(None, gt=0, le=100, description="the same as a share of all memory")
+    threads: int | None = Field(None, ge=1, le=1024, description="threads that compute (default: physical cores)")
     compute_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="what computes")
     advertise: bool = Field(default=True, description="whether to advertise over mDNS")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
@@ -96,9 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "advertise":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=field.description)
         else:
-            shown = (
-                "" if field.default is None or field.is_required() or name == "name" else f" (default: {field.default})"
-            )
+            shown = f" (default: {field.default})" if isinstance(field.default, str | int | tuple) else ""
             parser.add_argument(flag, metavar="VALUE", default=None, help=f"{field.description}{shown}")
 
 

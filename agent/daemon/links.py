@@ -86,7 +86,7 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
     missing: list[str] = []
     in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
     deadline = time.monotonic() + request.seconds
-    async with _client(request.host, request.port, Access(own, request.peer_public_key)) as client:
+    async with _client(request, own) as client:
 
         async def fetch(chunk: str) -> None:
             async with in_flight:
@@ -112,16 +112,17 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
 
 async def measure_link(request: MeasureLink, own: KeyPair) -> LinkMeasured:
     """Measure from here to there. Raises Unreachable, WrongKey or DeadlineExceeded within the request's bounds."""
-    async with _client(request.host, request.port, Access(own, request.peer_public_key)) as client:
+    async with _client(request, own) as client:
         return await _measure(client, request)
 
 
 @asynccontextmanager
-async def _client(host: str, port: int, access: Access) -> AsyncIterator[RpcClient]:
+async def _client(request: FetchChunks | MeasureLink, own: KeyPair) -> AsyncIterator[RpcClient]:
     """Of another agent's port for peers."""
     context = zmq.asyncio.Context()
-    host = f"[{host}]" if ":" in host else host
-    client = RpcClient(context, f"tcp://{host}:{port}", access, name="link")
+    host = f"[{request.host}]" if ":" in request.host else request.host
+    access = Access(own, request.peer_public_key)
+    client = RpcClient(context, f"tcp://{host}:{request.port}", access, name="link")
     try:
         yield client
     finally:
@@ -148,15 +149,12 @@ async def _measure(client: RpcClient, request: MeasureLink) -> LinkMeasured:
         transfer = max(seconds - round_trip, 1e-6)
         if seconds >= _MIN_BURST_SECONDS or num_frames == _MAX_FRAMES_PER_BURST:
             rates.append(num_frames * _FRAME_BYTES / transfer)
-        stable = len(rates) >= _AGREEING_BURSTS and _agree(rates[-_AGREEING_BURSTS:])
+        last = rates[-_AGREEING_BURSTS:]
+        stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _AGREE * max(last)
         next_bytes = num_frames * _FRAME_BYTES
         if stable or time.monotonic() + seconds > deadline or sent + next_bytes > request.max_bytes:
             break
         if seconds < _MIN_BURST_SECONDS:
             num_frames = min(num_frames * 2, _MAX_FRAMES_PER_BURST)
-    rate = statistics.median(rates[-_AGREEING_BURSTS:]) if rates else num_frames * _FRAME_BYTES / transfer
+    rate = statistics.median(last) if last else num_frames * _FRAME_BYTES / transfer
     return LinkMeasured(bytes_per_second=rate, round_trip_seconds=round_trip, num_bytes=sent, stable=stable)
-
-
-def _agree(rates: list[float]) -> bool:
-    return max(rates) - min(rates) <= _AGREE * max(rates)

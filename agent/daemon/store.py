@@ -161,8 +161,7 @@ class ShardStore:
 
     def _make_room(self, num_bytes: int) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        pinned = frozenset[str]().union(*self._pinned.values())
-        evictable = [chunk for chunk in self._sizes if chunk not in pinned]
+        evictable = self._evictable()
         freeable = sum(self._sizes[chunk] for chunk in evictable)
         to_come = self._writing_bytes + num_bytes
         if (
@@ -177,9 +176,12 @@ class ShardStore:
             self._file(chunk).unlink(missing_ok=True)
             self._forget(chunk)
 
-    def _full(self, num_bytes: int) -> StoreFull:
+    def _evictable(self) -> list[str]:
         pinned = frozenset[str]().union(*self._pinned.values())
-        pinned_bytes = sum(size for chunk, size in self._sizes.items() if chunk in pinned)
+        return [chunk for chunk in self._sizes if chunk not in pinned]
+
+    def _full(self, num_bytes: int) -> StoreFull:
+        pinned_bytes = self.total_bytes - sum(self._sizes[chunk] for chunk in self._evictable())
         free = min(self._max_bytes - pinned_bytes, max(self._disk_free() - _RESERVE_BYTES, 0))
         return StoreFull(device=self._device, needed_bytes=num_bytes, free_bytes=max(free, 0))
 

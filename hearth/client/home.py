@@ -100,13 +100,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
     ) -> np.ndarray[Any, Any]:
         """Last hidden states [T,H], float32, of one sequence of T token ids."""
-        import numpy as np
-
-        from hearth.wire.framing import pack_array
-
-        payload = pack_array(np.asarray(token_ids, dtype=np.int32))
         request = wire.GetHiddenStates(**_once(timeout_seconds))
-        return (await self._vectors(request, payload, timeout_seconds)).vectors
+        return (await self._vectors(request, token_frames(token_ids), timeout_seconds)).vectors
 
     def generate(
         self,

@@ -56,8 +56,8 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
     Least squares of relative errors; slope and intercept are never negative. `error` is the largest relative misfit of
     the line (for the points: how far each inner one lies off the line between its neighbours).
     """
-    sizes = sorted(measured)
-    seconds = [measured[size] for size in sizes]
+    points = sorted(measured.items())
+    sizes, seconds = [size for size, _ in points], [seen for _, seen in points]
     if len(sizes) < 3 or min(seconds) <= 0:
         return LatencyCurve(sizes=tuple(sizes), seconds=tuple(seconds))
     intercept, slope = _relative_line(sizes, seconds)
@@ -67,11 +67,8 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
         return LatencyCurve(sizes=tuple(sizes), seconds=tuple(line), error=misfit)
     between = max(
         abs(y1 + (y2 - y1) * (x - x1) / (x2 - x1) - y) / y
-        for (x1, x, x2), (y1, y, y2) in zip(
-            zip(sizes, sizes[1:], sizes[2:], strict=False), zip(seconds, seconds[1:], seconds[2:], strict=False),
-            strict=True,
-        )
-    )  # fmt: skip
+        for (x1, y1), (x, y), (x2, y2) in zip(points, points[1:], points[2:], strict=False)
+    )
     return LatencyCurve(sizes=tuple(sizes), seconds=tuple(seconds), error=between)
 
 

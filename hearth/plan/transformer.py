@@ -24,9 +24,8 @@ class GenerationLimits(BaseModel, frozen=True):
     kv_tokens: int = Field(ge=1)  # of all sequences together: the KV cache of every rank has room for them
     max_sequences: int = Field(ge=1, le=4096)  # decoded in one step
     prefill_rows: int = Field(ge=1)  # of one prefill step at most; a longer prompt is prefilled in chunks
-    context: int | None = Field(
-        default=None, ge=1
-    )  # tokens of one sequence at most, prompt and answer; None: kv_tokens
+    # Tokens of one sequence at most, prompt and answer; None: kv_tokens.
+    context: int | None = Field(default=None, ge=1)
     prompt_tokens: int = Field(default=0, ge=0)  # of the compared request; 0: prefill_rows
     new_tokens: int = Field(default=0, ge=0)  # of its answer
 

@@ -99,9 +99,7 @@ class AppKey(BaseModel, frozen=True, hide_input_in_errors=True):
 
 
 Credential: TypeAlias = HomeKey | AdminKey | AppKey
-_BY_PREFIX: dict[str, type[Credential]] = {
-    "hearth-home-1": HomeKey, "hearth-admin-1": AdminKey, "hearth-app-1": AppKey
-}  # fmt: skip
+_BY_PREFIX: dict[str, type[Credential]] = {"hearth-home-1": HomeKey, "hearth-admin-1": AdminKey, "hearth-app-1": AppKey}
 
 
 def new_home_key() -> HomeKey:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from agent.worker.graph.schedule import Finished, GraphSchedule, Late, Routes, Task
+from agent.worker.graph.schedule import GraphSchedule, Late, Routes, Task
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
 from agent.worker.server import Answer
 from agent.worker.tracing import Moved, Recorder
@@ -203,10 +203,9 @@ class GraphEngine:
             request.sending += len(leaving)
             request.values.update(outputs)
             request.results.update((name, outputs[name]) for name in self._routes.results if name in outputs)
-            finished: Finished = self._schedule.finish(task)
-            for name in finished.released:
+            released, request.has_run = self._schedule.finish(task)
+            for name in released:
                 del request.values[name]
-            request.has_run = finished.last
         for each in leaving:
             self._outgoing.put(each)
         if not leaving:

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 
 from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
-from agent.worker.graph.sessions import DTYPES, brief, data_bytes, make_session, providers_for, refer
+from agent.worker.graph.sessions import DTYPES, brief, data_bytes, make_session, placeholders_of, providers_for, refer
 from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
 from agent.worker.wire_cost import wire_cost
@@ -194,9 +194,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
     pattern = rng.standard_normal(_PATTERN_VALUES, dtype=np.float32)
     offset = 0
     with (folder / "weights").open("wb") as file:
-        for tensor in model.graph.initializer:
-            if tensor.data_location != onnx.TensorProto.EXTERNAL:
-                continue
+        for tensor in placeholders_of(model):
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
             num_bytes = 0
             for block in _random_blocks(tuple(tensor.dims), dtype, pattern):
@@ -210,9 +208,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
 
 def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
     """Raises StoreFull."""
-    needed = sum(
-        data_bytes(tensor) for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL
-    )
+    needed = sum(map(data_bytes, placeholders_of(model)))
     free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
     if needed > free:
         raise StoreFull(device=device, needed_bytes=needed, free_bytes=free)

@@ -64,9 +64,7 @@ class GraphRuntime:
 
     def connect(self, request: ConnectPeers) -> None:
         self._transport.connect(request.peers)
-        codecs = {
-            peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers
-        }  # fmt: skip
+        codecs = {peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers}
         self._engine = GraphEngine(
             self._routes, self._start.load.plan_token, self._sessions, self._transport, codecs,
             self._parts.max_in_flight, self._answer,

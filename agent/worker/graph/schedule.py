@@ -81,13 +81,6 @@ class Task(NamedTuple):
     segment: int  # of `Routes.segments`
 
 
-class Finished(NamedTuple):
-    """`released` tensors of the step are not taken by any of our segments any more; `last`: all of them have run."""
-
-    released: tuple[str, ...]
-    last: bool
-
-
 class Late(NamedTuple):
     """A step whose time is up. `awaited` and `source`: what did not come, and the rank that owes it."""
 
@@ -169,8 +162,11 @@ class GraphSchedule:
                 return Task(number, heapq.heappop(step.ready))
         return None
 
-    def finish(self, task: Task) -> Finished:
-        """A segment has run: its inputs are used once more, its outputs are there."""
+    def finish(self, task: Task) -> tuple[tuple[str, ...], bool]:
+        """A segment has run: its inputs are used once more, its outputs are there.
+
+        Returns the tensors of the step that no segment of ours takes any more, and whether all of them have run.
+        """
         step, segment = self._steps[task.step], self._routes.segments[task.segment]
         for name in segment.inputs:
             step.uses[name] -= 1
@@ -180,7 +176,7 @@ class GraphSchedule:
         for name in done_with:
             del step.uses[name]
         step.left -= 1
-        return Finished(tuple(done_with), step.left == 0)
+        return tuple(done_with), step.left == 0
 
     def end(self, number: int) -> None:
         """Forget a step, whatever its state: it is answered, or was given up."""

@@ -120,11 +120,7 @@ def load_segment(
     except DecodeError:
         raise BadPlan(reason=f"{name} is no ONNX model") from None
     num_bytes = len(data)
-    placeholders = {
-        tensor.name: tensor
-        for tensor in model.graph.initializer
-        if tensor.data_location == onnx.TensorProto.EXTERNAL
-    }  # fmt: skip
+    placeholders = {tensor.name: tensor for tensor in placeholders_of(model)}
     if missing := placeholders.keys() - {weight.name for weight in files.initializers}:
         raise BadPlan(reason=f"{name} comes without its weight {min(missing)}")
     with _scratch(store) as scratch:
@@ -201,6 +197,11 @@ def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: 
         _join(paths, path, store, num_bytes)
     refer(tensor, str(path.relative_to(store)), 0, num_bytes)
     return num_bytes
+
+
+def placeholders_of(model: onnx.ModelProto) -> list[onnx.TensorProto]:
+    """The initialisers whose bytes are not in the protobuf."""
+    return [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
 
 
 def refer(tensor: onnx.TensorProto, location: str, offset: int, num_bytes: int) -> None:

@@ -86,9 +86,7 @@ def pack(
         ]
         cosines, sines = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
         turns = cosines, sines
-    return PackedRows(
-        token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), turns
-    )  # fmt: skip
+    return PackedRows(token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), turns)
 
 
 def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -37,9 +37,8 @@ _PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
 _SAMPLE_SECONDS = 0.03
 _SAMPLES = 3
 _REPEATS = 3  # of points that a busy moment spoilt
-_COPIES_BYTES = (
-    160 << 20
-)  # weights are cycled through copies, as a model's layers are: they come from memory, not cache
+# Weights are cycled through copies, as a model's layers are: they come from memory, not cache.
+_COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4
 # Decoding reads weights only: over more than any cache holds, as far as the model has so much.
 _DECODED_BYTES = 256 << 20
@@ -104,11 +103,8 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
         positions = torch.arange(num_rows, device=device) % spec.max_positions
         return lambda: blocks.finish_embedding(spec, embedding, x_TH[:num_rows], positions)
 
-    heads, columns, some_rows = (
-        _sizes(spec.num_heads, spec.group_size),
-        _sizes(spec.ffn_size, COLUMN_GRAIN),
-        _sizes(S, ROW_GRAIN),
-    )
+    heads, columns = _sizes(spec.num_heads, spec.group_size), _sizes(spec.ffn_size, COLUMN_GRAIN)
+    some_rows = _sizes(S, ROW_GRAIN)
     with torch.inference_mode():
         rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [everything], [None], device)
         curves = {

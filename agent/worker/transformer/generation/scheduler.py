@@ -151,6 +151,4 @@ class Scheduler:
                 sampling=sequence.request.sampling,
                 first_index=sequence.request.first_index,
             )
-        return SequenceRows(
-            sequence=sequence.number, token_ids=tuple(tokens), sample=not sequence.pending, new=new
-        )  # fmt: skip
+        return SequenceRows(sequence=sequence.number, token_ids=tuple(tokens), sample=not sequence.pending, new=new)

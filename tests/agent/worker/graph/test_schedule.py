@@ -59,7 +59,7 @@ def test_a_segment_starts_when_its_last_input_is_there() -> None:
     assert second.arrive(1, "a", FAR)
     assert second.start() == Task(1, 0)
     assert second.start() is None
-    assert second.finish(Task(1, 0)).released == ("a",)  # c is taken by the other segment
+    assert second.finish(Task(1, 0)) == (("a",), False)  # c is taken by the other segment
     assert second.arrive(1, "d", FAR)
     assert second.start() == Task(1, 1)
     released, last = second.finish(Task(1, 1))
@@ -197,12 +197,12 @@ def test_every_segment_of_every_request_runs_once_after_its_inputs_and_nothing_i
             assert {(task.step, taken) for taken in segment.inputs} <= here.held
             here.ran.append(task)
             here.held |= {(task.step, made) for made in segment.outputs}
-            finished = here.schedule.finish(task)
-            here.held -= {(task.step, released) for released in finished.released}
+            released, last = here.schedule.finish(task)
+            here.held -= {(task.step, name) for name in released}
             events += [
                 ("arrive", to, task.step, made) for made in segment.outputs for to in route.targets.get(made, ())
             ]
-            if finished.last:
+            if last:
                 here.schedule.end(task.step)
                 ended.add((rank, task.step))
     assert not events
