@@ -68,12 +68,12 @@ class GpuReader:
         return any((self._root / sign).exists() for sign in signs)
 
 
-async def probe_cuda(timeout_seconds: float = _PROBE_SECONDS) -> Gpu | None:
+async def probe_cuda() -> Gpu | None:
     """Ask torch in a child process; None where it has no CUDA device, is not there, or does not answer."""
     try:
-        ended = await run_module("agent.worker.probe", b"", timeout_seconds, listen=lambda line: None)
+        ended = await run_module("agent.worker.probe", b"", _PROBE_SECONDS, listen=lambda line: None)
     except asyncio.TimeoutError:
-        log.warning("the GPU did not answer within %g s; computing on the CPU", timeout_seconds)
+        log.warning("the GPU did not answer within %g s; computing on the CPU", _PROBE_SECONDS)
         return None
     if ended.code != 0:
         log.info("no GPU: %s", ended.last_lines[-1] if ended.last_lines else f"the probe {ended.cause}")

@@ -37,7 +37,7 @@ _CHUNKS_IN_FLIGHT = 4  # hides the round trip, bounds the memory
 _MAX_FRAMES_PER_BURST = 60  # of one message; the rpc layer allows 64
 
 
-class LinkServer:
+class LinkServer(RpcServer):
     """The measured side: always bound, admits a peer only between its probe's opening and its end."""
 
     def __init__(
@@ -52,16 +52,7 @@ class LinkServer:
         self._read_chunk = read_chunk
         self._open_until: dict[str, float] = {}
         gatekeeper.admit(ZAP_DOMAIN, self._admits)
-        self._server = RpcServer(
-            context, bind_host, port, keypair, ZAP_DOMAIN, self._handle, port_setting="--link-port"
-        )
-
-    @property
-    def port(self) -> int:
-        return self._server.port
-
-    async def close(self) -> None:
-        await self._server.close()
+        super().__init__(context, bind_host, port, keypair, ZAP_DOMAIN, self._answer, port_setting="--link-port")
 
     def open(self, request: OpenLinkProbe) -> None:
         """Admit this peer for a while."""
@@ -72,7 +63,7 @@ class LinkServer:
     def _admits(self, public_key: str) -> bool:
         return time.monotonic() < self._open_until.get(public_key, 0.0)
 
-    async def _handle(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
+    async def _answer(self, caller: Caller, message: Message, payload: object) -> Message | Reply:
         if not self._admits(caller.public_key):
             raise WrongKey(endpoint="the link port")
         if isinstance(message, GetChunk):

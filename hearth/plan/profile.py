@@ -77,16 +77,17 @@ def suspicious_point(measured: Mapping[int, float]) -> int | None:
 
     Something else ran on the device then; nothing makes it compute faster than it can, so only points above count.
     """
-    worst, size = 0.0, None
     if len(measured) < 3:
         return None
-    for candidate, seen in measured.items():
-        others = {other: seconds for other, seconds in measured.items() if other != candidate}
+
+    def excess(size: int) -> float:
+        others = {other: seconds for other, seconds in measured.items() if other != size}
         intercept, slope = _relative_line(list(others), list(others.values()))
-        expected = intercept + slope * candidate
-        if expected > 0 and seen / expected - 1 > worst:
-            worst, size = seen / expected - 1, candidate
-    return size if worst > _SUSPICIOUS else None
+        expected = intercept + slope * size
+        return measured[size] / expected - 1 if expected > 0 else 0.0
+
+    worst = max(measured, key=excess)
+    return worst if excess(worst) > _SUSPICIOUS else None
 
 
 _SUSPICIOUS = 0.15

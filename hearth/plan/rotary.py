@@ -99,10 +99,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     beside = {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     above = {name: config.get(name) for name in ("original_max_position_embeddings",)}
-    merged: dict[str, Any] = {}
-    for settings in (beside, found, above):
-        merged.update({name: value for name, value in settings.items() if value is not None})
-    return merged
+    return {name: value for settings in (beside, found, above) for name, value in settings.items() if value is not None}
 
 
 # ---- computing -------------------------------------------------------------------------------------------------------

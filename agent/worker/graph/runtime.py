@@ -10,10 +10,10 @@ from agent.worker.allocator import keep_freed_buffers
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import routes_of
 from agent.worker.graph.sessions import SegmentSession, load_segment
+from agent.worker.runtime import bind_transport
 from agent.worker.server import Answer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
-from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Codec
 from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start, WorkerBound
@@ -52,10 +52,7 @@ class GraphRuntime:
         self._sessions = [session for session, _ in loaded]
         keep_freed_buffers()  # from here on, tensors come and go in the same few sizes
         log.info("%d segments on %s", len(loaded), self._sessions[0].provider)
-        self._transport = SocketTransport(
-            load.rank, self._plan.num_ranks, start.bind_host, start.ports,
-            new_keypair() if load.encrypt_data_plane else None, _COPIED_BYTES,
-        )  # fmt: skip
+        self._transport = bind_transport(start, _COPIED_BYTES)
         return WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,

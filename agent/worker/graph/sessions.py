@@ -10,8 +10,8 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,12 +222,11 @@ def _join(paths: Sequence[Path], into: Path, store: Path, num_bytes: int) -> Non
         with into.open("wb") as joined:
             for path in paths:
                 with path.open("rb") as chunk:
-                    while block := chunk.read(_COPY_BYTES):
-                        joined.write(block)
+                    shutil.copyfileobj(chunk, joined, _COPY_BYTES)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = os.statvfs(store).f_bavail * os.statvfs(store).f_frsize
+        free = shutil.disk_usage(store).free
         raise StoreFull(device=str(store), needed_bytes=num_bytes, free_bytes=free) from None
 
 

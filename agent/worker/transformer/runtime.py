@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from agent.worker.allocator import keep_freed_buffers
+from agent.worker.runtime import bind_transport
 from agent.worker.server import Answer, failure_of
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import Staging, make_staging
@@ -21,7 +22,6 @@ from agent.worker.transformer.generation.steps import LEADER, Generation
 from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import is_transformer_plan
-from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
@@ -51,7 +51,7 @@ class TransformerRuntime:
         self._requests: queue.SimpleQueue[tuple[bytes, wire.Message, list[bytes]]] = queue.SimpleQueue()
 
     def load(self) -> wire.WorkerBound:
-        start, load = self._start, self._start.load
+        start = self._start
         keep_freed_buffers()
         torch.set_num_threads(start.num_threads)
         self._staging = make_staging(start.compute_device)
@@ -59,10 +59,7 @@ class TransformerRuntime:
         self._shard = load_shard(
             self._plan, self._rank, self._parts.chunks, lambda chunk: store / chunk[:2] / chunk, self._staging.device
         )
-        self._transport = SocketTransport(
-            self._rank, self._plan.num_ranks, start.bind_host, start.ports,
-            new_keypair() if load.encrypt_data_plane else None,
-        )  # fmt: skip
+        self._transport = bind_transport(start)
         return wire.WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
