@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from agent.worker.server import Answer
-from hearth.platform.security import new_keypair
-from hearth.transport.sockets import SocketTransport
 from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, WorkerBound
 
 
@@ -32,13 +30,6 @@ class Runtime(Protocol):
         """Make a request fail that runs, or all of them (None)."""
 
     def close(self) -> None: ...
-
-
-def bind_transport(start: Start, copied_bytes: int | None = None) -> SocketTransport:
-    """The rank's end of the data plane; see `SocketTransport`. Raises PortInUse."""
-    load = start.load
-    keypair = new_keypair() if load.encrypt_data_plane else None
-    return SocketTransport(load.rank, load.plan.num_ranks, start.bind_host, start.ports, keypair, copied_bytes)
 
 
 def runtime_of(start: Start, answer: Answer) -> Runtime:

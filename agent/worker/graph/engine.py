@@ -8,24 +8,24 @@ thread that calls `compute`, results leave through the sending thread. None of t
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from agent.worker.data_plane import DataPlane
 from agent.worker.graph.schedule import GraphSchedule, Late, Routes, Task
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
 from agent.worker.server import Answer
 from agent.worker.tracing import Moved, Recorder
-from hearth.errors import BadMessage, BadRequest, FrameTooLarge, HearthError, StepFailed
+from hearth.errors import BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileKey, decode_body, encode_tile, pack_arrays, read_header, unpack_arrays
-from hearth.wire.messages import Failed, Run, RunDone, WireStats
+from hearth.wire.messages import Failed, Run, RunDone
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class _Request:
     has_run: bool = False
 
 
-class GraphEngine:
+class GraphEngine(DataPlane[Outgoing]):
     """Runs one plan's requests on one rank. `sessions` are of `routes.segments`, in their order.
 
     `answer` is called once for each request that `run` took, from any thread: with `RunDone` or `Failed`.
@@ -76,29 +76,15 @@ class GraphEngine:
         max_in_flight: int,
         answer: Answer,
     ) -> None:
-        self.dropped = 0
+        super().__init__(transport, routes.plan.epoch, token, codecs)
         self._routes = routes
-        self._epoch = routes.plan.epoch
-        self._token = token
         self._sessions = sessions
-        self._transport = transport
-        self._codecs = codecs
         self._early_seconds = routes.plan.wait_seconds()  # tensors of a request that has not come yet are kept so long
         self._answer = answer
         self._numbers = {name: number for number, name in enumerate(routes.travelling)}
         self._schedule = GraphSchedule(routes, max_in_flight)
         self._requests: dict[int, _Request] = {}
         self._changed = threading.Condition()
-        self._closing = False
-        self._outgoing: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
-            threading.Thread(target=self._send_loop, name="sending", daemon=True),
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
 
     def close(self) -> None:
         """Fail what is in flight and end all threads, `compute` too."""
@@ -106,11 +92,7 @@ class GraphEngine:
             self._closing = True
             self._changed.notify_all()
         self.abort(None, "the plan was unloaded")
-        self._outgoing.put(None)
-        self._transport.close()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=5)
+        self._stop()
 
     # ---- requests, from the control thread --------------------------------------------------------------------------
 
@@ -224,7 +206,7 @@ class GraphEngine:
             began_seconds=request.began,
             ended_seconds=request.ended,
             compute_seconds=tuple(request.compute_seconds),
-            wire=WireStats.sum(codec.stats for codec in self._codecs.values()),
+            wire=self.wire_stats(),
             dropped_messages=self.dropped,
             trace=request.recorder.events()[:MAX_TRACE_EVENTS],
         )
@@ -269,11 +251,7 @@ class GraphEngine:
                 deadline = self._schedule.next_deadline
             left = _RECEIVE_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
             received = self._transport.receive(min(max(left, 0.0), _RECEIVE_SLICE_SECONDS))
-            if received is not None:
-                try:
-                    self._accept(received)
-                except (BadMessage, FrameTooLarge) as error:
-                    self._drop(str(error))
+            self._accept_or_drop(received)
             self._fail_late()
 
     def _accept(self, received: Received) -> None:
@@ -302,11 +280,6 @@ class GraphEngine:
             request.recorder.transfer(moved, name)
             self._changed.notify_all()
 
-    def _send_loop(self) -> None:
-        while (leaving := self._outgoing.get()) is not None:
-            self._send_one(leaving)
-            del leaving  # and with it the tensor
-
     def _send_one(self, leaving: Outgoing) -> None:
         request = self._requests.get(leaving.step)
         if request is None:
@@ -326,11 +299,6 @@ class GraphEngine:
         frames = encode_tile(self._token, key, leaving.array, self._codecs[leaving.target])
         recorder.transfer(Moved.now("send", key, leaving.target, frames), leaving.name)
         self._transport.send(leaving.target, frames)
-
-    def _drop(self, what: str) -> None:
-        self.dropped += 1
-        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
-            log.warning("dropped %s", what)
 
 
 def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:

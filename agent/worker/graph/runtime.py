@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from agent.worker.allocator import keep_freed_buffers
+from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import routes_of
 from agent.worker.graph.sessions import SegmentSession, load_segment
-from agent.worker.runtime import bind_transport
 from agent.worker.server import Answer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan

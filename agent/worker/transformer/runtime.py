@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from agent.worker.allocator import keep_freed_buffers
-from agent.worker.runtime import bind_transport
+from agent.worker.data_plane import bind_transport
 from agent.worker.server import Answer, failure_of
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import Staging, make_staging

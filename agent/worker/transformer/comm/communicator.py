@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from typing import Literal
 
 import numpy as np
 
+from agent.worker.data_plane import DataPlane
 from agent.worker.tracing import Moved, Recorder
 from agent.worker.transformer.comm.casts import TorchCasts
-from hearth.errors import BadMessage, FrameTooLarge, HearthError, StepFailed
+from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
@@ -28,7 +28,6 @@ from hearth.plan.value_formats import EXACT, Values
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
-from hearth.wire.messages import WireStats
 
 log = logging.getLogger(__name__)
 
@@ -50,22 +49,18 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
     }
 
 
-class Communicator:
-    """Moves the tiles of one plan for one rank. `codecs` holds one codec per peer, used by the sending side.
+class Communicator(DataPlane[Callable[[], None]]):
+    """Moves the tiles of one plan for one rank; sends that wait for a GPU go through `_outgoing`.
 
     Started with `start()`; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed when
     a tile does not come in time or the step was aborted.
     """
 
     def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
+        super().__init__(transport, epoch, token, codecs)
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
-        self.dropped = 0
         self.waited_seconds = 0.0  # of the compute thread for tiles, in this step
-        self._transport = transport
-        self._epoch = epoch
-        self._token = token
-        self._codecs = codecs
         self._codec_locks = {peer: threading.Lock() for peer in codecs}  # both threads send to the next rank
         self._previous = (self.rank - 1) % self.num_ranks
         self._next = (self.rank + 1) % self.num_ranks
@@ -80,31 +75,17 @@ class Communicator:
         self._awaited: list[list[set[TileKey]]] = []
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
-        self._closing = False
         self._inline = False
         self._resume = threading.Event()  # unset: the communication thread pauses
         self._resume.set()
         self._receiving = threading.Lock()  # held by the thread that receives
         self._receives_here = False  # the compute thread holds it: nothing but an abort changes behind its back
-        self._outgoing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
-            threading.Thread(target=self._send_loop, name="deferred-send", daemon=True),
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
 
     def close(self) -> None:
         self._closing = True
         self._resume.set()
         self.abort(StepFailed(device="this device", reason="the plan was unloaded"))
-        self._outgoing.put(None)
-        self._transport.close()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(timeout=5)
+        self._stop()
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
@@ -148,10 +129,6 @@ class Communicator:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
-
-    def wire_stats(self) -> WireStats:
-        """What the codecs of all outgoing links did since the plan was loaded."""
-        return WireStats.sum(codec.stats for codec in self._codecs.values())
 
     def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0, step: int | None = None) -> TileKey:
         """Of the running step, or of one that is in flight still."""
@@ -303,14 +280,6 @@ class Communicator:
                 self._receiving.release()
             self._accept_or_drop(received)
 
-    def _accept_or_drop(self, received: Received | None) -> None:
-        if received is None:
-            return
-        try:
-            self._accept(received)
-        except (BadMessage, FrameTooLarge) as error:
-            self._drop(str(error))
-
     def _accept(self, received: Received) -> None:
         header = read_header(self._token, received.frames)
         key = header.key
@@ -363,17 +332,11 @@ class Communicator:
         np.add(received, partial, out=partial)
         self.send(self._next, key._replace(source=self.rank), partial)
 
-    def _drop(self, what: str) -> None:
-        self.dropped += 1
-        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
-            log.warning("dropped %s", what)
-
-    def _send_loop(self) -> None:
-        while (send := self._outgoing.get()) is not None:
-            try:
-                send()
-            except HearthError as error:
-                self.abort(error)
-            except Exception as error:  # a CUDA fault in the copy: the step must not wait for its deadline
-                log.exception("a deferred send failed")
-                self.abort(StepFailed(device=f"rank {self.rank}", reason=f"sending failed: {error}"))
+    def _send_one(self, leaving: Callable[[], None]) -> None:
+        try:
+            leaving()
+        except HearthError as error:
+            self.abort(error)
+        except Exception as error:  # a CUDA fault in the copy: the step must not wait for its deadline
+            log.exception("a deferred send failed")
+            self.abort(StepFailed(device=f"rank {self.rank}", reason=f"sending failed: {error}"))

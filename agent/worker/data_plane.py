@@ -1,0 +1,94 @@
+"""A rank's end of the data plane: the transport, the codecs of its links, and the threads that serve them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from hearth.errors import BadMessage, FrameTooLarge
+from hearth.platform.security import new_keypair
+from hearth.transport.base import Received, Transport
+from hearth.transport.sockets import SocketTransport
+from hearth.wire.codec import Codec
+from hearth.wire.messages import Start, WireStats
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def bind_transport(start: Start, copied_bytes: int | None = None) -> SocketTransport:
+    """The transport of a worker's rank; see `SocketTransport`. Raises PortInUse."""
+    load = start.load
+    keypair = new_keypair() if load.encrypt_data_plane else None
+    return SocketTransport(load.rank, load.plan.num_ranks, start.bind_host, start.ports, keypair, copied_bytes)
+
+
+class DataPlane(ABC, Generic[T]):
+    """Two threads: one receives, one sends what is put into `_outgoing`. `codecs` holds one codec per peer.
+
+    `dropped` counts messages that were refused.
+    """
+
+    def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
+        self.dropped = 0
+        self._transport = transport
+        self._epoch = epoch
+        self._token = token
+        self._codecs = codecs
+        self._closing = False
+        self._outgoing: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._receive_loop, name="communication", daemon=True),
+            threading.Thread(target=self._send_loop, name="sending", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wire_stats(self) -> WireStats:
+        """What the codecs of all outgoing links did since the plan was loaded."""
+        return WireStats.sum(codec.stats for codec in self._codecs.values())
+
+    def _stop(self) -> None:
+        """End the transport and the threads, once `_closing` is set and nothing waits in them any more."""
+        self._outgoing.put(None)
+        self._transport.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=5)
+
+    @abstractmethod
+    def _receive_loop(self) -> None:
+        """Hand messages to `_accept_or_drop` until `_closing`."""
+
+    @abstractmethod
+    def _accept(self, received: Received) -> None:
+        """Take a message. Raises BadMessage, FrameTooLarge."""
+
+    @abstractmethod
+    def _send_one(self, leaving: T) -> None:
+        """Send what was put into `_outgoing`; raises nothing."""
+
+    def _send_loop(self) -> None:
+        while (leaving := self._outgoing.get()) is not None:
+            self._send_one(leaving)
+            del leaving  # and with it the tensor
+
+    def _accept_or_drop(self, received: Received | None) -> None:
+        if received is None:
+            return
+        try:
+            self._accept(received)
+        except (BadMessage, FrameTooLarge) as error:
+            self._drop(str(error))
+
+    def _drop(self, what: str) -> None:
+        self.dropped += 1
+        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
+            log.warning("dropped %s", what)
