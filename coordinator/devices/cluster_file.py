@@ -92,15 +92,17 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
 def _content(path: Path) -> Any:
     if path.suffix.lower() == ".json":
         return read_content(path, partial(_bad, path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, f"cannot be read ({error})") from None
     if sys.version_info >= (3, 11):
         import tomllib
 
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise _bad(path, f"is no TOML ({error})") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise _bad(path, f"cannot be read ({error})") from None
     raise _bad(path, "is TOML, which takes Python 3.11; write it as JSON here")
 
 

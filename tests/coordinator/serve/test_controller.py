@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,7 +57,7 @@ class Case:
         self.fleet: FakeFleet
         if kind == "graph":
             path = str(graph.path)
-            self.goal = GraphGoal(model_file=path, objective="throughput", time_limit_seconds=1.0)
+            self.goal = GraphGoal(model_file=path, objective="throughput", time_limit_seconds=60.0)
             self.fleet = GraphFleet(names, graph)
         else:
             self.goal = TransformerGoal(model_dir=str(write_model(folder / "model")), strategy="hmp")
@@ -76,7 +75,7 @@ def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's process is tested with the plans."""
 
     async def here(request: GraphRequest) -> Planned[GraphPlan]:
-        return plan_graph(request, time.monotonic)
+        return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)
 

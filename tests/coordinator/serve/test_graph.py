@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -166,10 +165,10 @@ async def house(
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
     async def here(request: GraphRequest) -> Planned[GraphPlan]:  # the planner's process is tested with the plans
-        return plan_graph(request, time.monotonic)
+        return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)
-    fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 1.0, **wishes}
+    fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 60.0, **wishes}
     goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
     async with serving(monkeypatch, fleet, folder / "state", goal, plan, queue_limit=5) as home:
         yield home
