@@ -77,11 +77,14 @@ class Spread:
         offers, wanted = self._offers[source, target], self._wanted[target]
         taken: list[Chunk] = []
         num_bytes = 0
-        while offers and (not taken or num_bytes + self._size(target, offers[0]) <= most_bytes):
+        while offers:
+            chunk = wanted.get(offers[0])
+            if taken and chunk is not None and num_bytes + chunk.num_bytes > most_bytes:
+                break
             each = offers.popleft()
-            if each in wanted and self._may_give(source, target, each):
+            if chunk is not None and self._may_give(source, target, each):
                 taken.append(wanted.pop(each))
-                num_bytes += taken[-1].num_bytes
+                num_bytes += chunk.num_bytes
         more_comes = bool(self._wanted.get(source) and self._for_here[source]) or self._on_way_from_here[source] > 0
         if num_bytes < least_bytes and more_comes:
             wanted.update((chunk.hash, chunk) for chunk in taken)
@@ -137,7 +140,3 @@ class Spread:
         if each in self._coming:
             devices.add(self._coming[each])
         return any(device != target and self._may_give(device, target, each) for device in devices)
-
-    def _size(self, target: str, each: str) -> int:
-        chunk = self._wanted[target].get(each)
-        return chunk.num_bytes if chunk is not None else 0

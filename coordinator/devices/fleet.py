@@ -226,15 +226,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
             except HearthError as error:  # for instance another version or home key, or an id that another agent has
-                self._refuse(connection, error)
+                if str(error) != str(self._refusals.get(connection.address)):
+                    log.warning("%s", error)
+                self._refusals[connection.address] = error
             except Exception:  # a fault of ours with one agent must not lose it for good
                 log.exception("keeping %s:%d failed", *connection.address)
             await asyncio.sleep(_RETRY_SECONDS)
-
-    def _refuse(self, connection: _Connection, error: HearthError) -> None:
-        if str(error) != str(self._refusals.get(connection.address)):
-            log.warning("%s", error)
-        self._refusals[connection.address] = error
 
     async def _joined(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
         previous = self.devices.get(welcome.device_id)

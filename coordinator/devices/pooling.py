@@ -51,13 +51,9 @@ def _points(profile: BlockProfile) -> _Points:
     return {name: [math.log(second) for second in _curve(profile, name).seconds] for name in _CURVES}
 
 
-def _differences(own: _Points, other: _Points) -> list[float]:
-    return [a - b for name in _TELLING for a, b in zip(own[name], other[name], strict=True)]
-
-
 def _offset(own: _Points, shape: _Points) -> float:
     """The logarithm of how many times slower a device is."""
-    return median(_differences(own, shape))
+    return median(a - b for name in _TELLING for a, b in zip(own[name], shape[name], strict=True))
 
 
 def _misfit(own: _Points, shape: _Points) -> float:

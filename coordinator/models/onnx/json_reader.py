@@ -57,23 +57,13 @@ def read_json(path: Path) -> GraphSpec:
         if target in consumers[source]:
             raise bad(f"the edge [{source}, {target}] stands in it twice")
         consumers[source].add(target)
-    weighted = [node for node in graph.nodes if node.param_bytes]
-    parameter_of = {node.id: (index,) for index, node in enumerate(weighted)}
-    return GraphSpec(
-        name=graph.name,
-        operators=tuple(
-            Operator(node.name, node.op, node.flops, parameter_of.get(node.id, ())) for node in graph.nodes
-        ),
-        tensors=tuple(
-            Tensor(
-                name=node.name,
-                num_bytes=node.out_bytes,
-                source=node.id,
-                consumers=tuple(sorted(consumers[node.id])),
-                shape=node.out_shape,
-                is_output=not consumers[node.id],
-            )
-            for node in graph.nodes
-        ),
-        parameters=tuple(Parameter(f"{node.name}.weights", node.param_bytes) for node in weighted),
-    )
+    operators, tensors, weights = [], [], list[Parameter]()
+    for node, taken_by in zip(graph.nodes, consumers, strict=True):
+        used: tuple[int, ...] = ()
+        if node.param_bytes:
+            used = (len(weights),)
+            weights.append(Parameter(f"{node.name}.weights", node.param_bytes))
+        operators.append(Operator(node.name, node.op, node.flops, used))
+        takers, is_output = tuple(sorted(taken_by)), not taken_by
+        tensors.append(Tensor(node.name, node.out_bytes, node.id, takers, shape=node.out_shape, is_output=is_output))
+    return GraphSpec(graph.name, tuple(operators), tuple(tensors), tuple(weights))

@@ -148,7 +148,7 @@ def _constant_branch(node: NodeProto, values: Mapping[str, TensorProto]) -> Grap
 
 def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeProto]:
     """The nodes of a branch in place of its If: inner names made unique, results under the names of the If's outputs."""
-    constants = [_constant_node(tensor) for tensor in branch.initializer]
+    constants = [helper.make_node("Constant", [], [each.name], value=each) for each in branch.initializer]
     nodes = [*constants, *(NodeProto.FromString(each.SerializeToString()) for each in branch.node)]
     names = {name: unused(name, taken) for each in nodes for name in each.output if name}
     rename_uses(nodes, names)
@@ -159,10 +159,6 @@ def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeP
     return nodes + [
         helper.make_node("Identity", [names.get(inner.name, inner.name)], [outer]) for inner, outer in results if outer
     ]
-
-
-def _constant_node(tensor: TensorProto) -> NodeProto:
-    return helper.make_node("Constant", [], [tensor.name], value=tensor)
 
 
 def _any_array(element_type: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
