@@ -49,11 +49,10 @@ class GraphDeployment(Deployment):
     def __init__(self, fleet: Fleet, plan: GraphPlan, name: str = DEFAULT_DEPLOYMENT) -> None:
         super().__init__(fleet, plan, name)
         self.max_in_flight = in_flight(plan.body.segments)
-        taken = [
-            {name for segment in plan.body.segments_of(rank) for name in segment.inputs}
+        self._inputs = [
+            [name for name in plan.model.inputs if any(name in each.inputs for each in plan.body.segments_of(rank))]
             for rank in range(plan.num_ranks)
         ]
-        self._inputs = [[name for name in plan.model.inputs if name in own] for own in taken]
 
     async def infer(self, inputs: Mapping[str, np.ndarray[Any, Any]], trace: bool = False) -> Result[Arrays]:
         """One request through all ranks. Raises as `run` does."""

@@ -212,13 +212,11 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
     rounds: list[tuple[set[str], list[tuple[str, str]]]] = []
     for source, target in pairs:
         ends = {hosts[source], hosts[target]}
-        for taken, members in rounds:
-            if not taken & ends:
-                taken |= ends
-                members.append((source, target))
-                break
-        else:
-            rounds.append((set(ends), [(source, target)]))
+        taken, members = next((each for each in rounds if not each[0] & ends), (set[str](), []))
+        if not members:
+            rounds.append((taken, members))
+        taken |= ends
+        members.append((source, target))
     return [members for _, members in rounds]
 
 

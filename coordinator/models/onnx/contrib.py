@@ -29,12 +29,9 @@ _Rule = Callable[[dict[str, Any], Sequence[TensorType]], list[TensorType]]
 
 def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
     """Of the outputs in the node's order; None where there is no rule or the rule does not fit the inputs."""
-    rule = _RULES.get(node.op_type)
-    if rule is None:
-        return None
     missing = TensorType(TensorProto.UNDEFINED, ())
     try:
-        found = rule(attributes_of(node), [each or missing for each in inputs])
+        found = _RULES[node.op_type](attributes_of(node), [each or missing for each in inputs])
     except (IndexError, KeyError, TypeError, ValueError):
         return None
     if any(each.element_type == TensorProto.UNDEFINED for each in found) or len(found) < len(node.output):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from google.protobuf.message import DecodeError, Message
@@ -187,12 +187,10 @@ def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
 def _all_texts_readable(message: Message) -> bool:
     """protobuf gives bytes for a text that it cannot decode."""
     for field, content in message.ListFields():
-        several = isinstance(content, Sequence) and not isinstance(content, (str, bytes))
-        if field.type == field.TYPE_STRING and not all(
-            isinstance(each, str) for each in (content if several else [content])
-        ):
+        contents = [content] if isinstance(content, str | bytes | Message) else content
+        if field.type == field.TYPE_STRING and not all(isinstance(each, str) for each in contents):
             return False
-        if field.type == field.TYPE_MESSAGE and not all(map(_all_texts_readable, content if several else [content])):
+        if field.type == field.TYPE_MESSAGE and not all(map(_all_texts_readable, contents)):
             return False
     return True
 
