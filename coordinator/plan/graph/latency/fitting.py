@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
 _DETERMINISTIC_SECONDS = 10.0
-
-
-class Fit(NamedTuple):
-    """`missing_bytes`: over budget at the least, as far as is proven; 0 with an assignment that fits."""
-
-    assignment: tuple[int, ...] | None
-    missing_bytes: int
 
 
 def held_bytes(
@@ -39,8 +31,8 @@ def total_bytes(problem: PlacementProblem) -> int:
     return sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
 
 
-def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> Fit:
-    """An assignment within all budgets, if one is found; else what is missing."""
+def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
+    """An assignment within all budgets, if one is found; else the bytes over budget at the least, as far as is proven."""
     model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
     on = [{k: model.new_bool_var("") for k in ranks} for _ in problem.operators]
     for where in on:
@@ -56,5 +48,5 @@ def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> Fit:
     status = solver.solve(model)
     missing = max(0, math.ceil(solver.best_objective_bound - 1e-6)) if status != cp_model.UNKNOWN else 0
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:
-        return Fit(None, max(missing, total - sum(problem.budget_bytes), 0))
-    return Fit(tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on), 0)
+        return max(missing, total - sum(problem.budget_bytes), 0)
+    return tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on)

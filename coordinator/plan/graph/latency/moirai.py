@@ -68,10 +68,10 @@ class _Search:
         self._complete(Joined({}, {}, [], 0.0))
         if self._known is None:  # memory is short: list scheduling ran into it
             fitted = fit(self._problem, self._left, self._num_workers)
-            if fitted.assignment is None:
-                self._missing = fitted.missing_bytes
+            if isinstance(fitted, int):
+                self._missing = fitted
                 return
-            self._offer(fitted.assignment, range(self._problem.num_operators))
+            self._offer(fitted, range(self._problem.num_operators))
         if self._is_done():
             return
         reach = Reach(self._ticked)

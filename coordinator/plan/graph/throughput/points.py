@@ -54,8 +54,27 @@ class Chain(NamedTuple):
 
 
 def candidate_chain(spec: GraphSpec) -> Chain:
-    """The graph as a chain of blocks at its candidate points. A graph without any is one block."""
-    return chain_at(spec, candidate_points(spec))
+    """The graph as a chain of blocks at its candidate points. A graph without any is one block.
+
+    Every operator goes into the first block in which all that it needs is there; only operators that are no heavier to
+    bring than their results (a constant, a mask that is widened) wait for the first that takes them.
+    """
+    points = candidate_points(spec)
+    block, is_point = [0] * spec.num_operators, set(points)
+    last = max(len(points) - 1, 0)
+    for operator, before in enumerate(spec.predecessors):
+        block[operator] = min(max((block[each] + (each in is_point) for each in before), default=0), last)
+    main = _between(spec, points)
+    for operator in range(spec.num_operators - 1, -1, -1):
+        after = spec.successors[operator]
+        if operator not in main and after:
+            taken = sum(tensor.num_bytes for tensor in spec.consumed[operator])
+            if taken <= sum(tensor.num_bytes for tensor in spec.produced[operator]):
+                block[operator] = min(block[each] for each in after)
+    blocks: list[list[int]] = [[] for _ in range(last + 1)]
+    for operator, index in enumerate(block):
+        blocks[index].append(operator)
+    return Chain(points, tuple(map(tuple, blocks)), _crossing(spec, block, last))
 
 
 def fine_chain(spec: GraphSpec) -> Chain:
@@ -99,26 +118,6 @@ def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
         point = parent[point]
         points.append(point)
     return tuple(points)
-
-
-def chain_at(spec: GraphSpec, points: Sequence[int]) -> Chain:
-    """Every operator goes into the first block in which all that it needs is there; only operators that are no heavier to
-    bring than their results (a constant, a mask that is widened) wait for the first that takes them."""
-    block, is_point = [0] * spec.num_operators, set(points)
-    last = max(len(points) - 1, 0)
-    for operator, before in enumerate(spec.predecessors):
-        block[operator] = min(max((block[each] + (each in is_point) for each in before), default=0), last)
-    main = _between(spec, points)
-    for operator in range(spec.num_operators - 1, -1, -1):
-        after = spec.successors[operator]
-        if operator not in main and after:
-            taken = sum(tensor.num_bytes for tensor in spec.consumed[operator])
-            if taken <= sum(tensor.num_bytes for tensor in spec.produced[operator]):
-                block[operator] = min(block[each] for each in after)
-    blocks: list[list[int]] = [[] for _ in range(last + 1)]
-    for operator, index in enumerate(block):
-        blocks[index].append(operator)
-    return Chain(tuple(points), tuple(map(tuple, blocks)), _crossing(spec, block, last))
 
 
 def _thrifty(spec: GraphSpec, block: Sequence[int]) -> list[int]:
