@@ -26,7 +26,7 @@ from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
-from coordinator.plan.graph.price import Price, predicted_timeline, price_of
+from coordinator.plan.graph.price import predicted_timeline, price_of
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import Planned
 from coordinator.serve.goal import graph_request
@@ -52,10 +52,6 @@ class PlannedGraph:
     def plan(self) -> GraphPlan:
         return self.found.plan
 
-    @property
-    def price(self) -> Price:
-        return price_of(self.request, self.plan)
-
     def timeline(self) -> Sequence[DeviceTrace]:
         return predicted_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)
 
@@ -77,7 +73,7 @@ class PlannedGraph:
         return {
             **graph_tables.planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
             "predicted": self.plan.predicted.model_dump(mode="json"),
-            "bottleneck": " to ".join(map(str, self.price.bottleneck)),
+            "bottleneck": " to ".join(map(str, price_of(asked, self.plan).bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -89,7 +85,8 @@ class PlannedGraph:
         if line := graph_tables.one_device_line(self.found):
             out.print(line, soft_wrap=True)
         if explain:
-            out.print(*graph_tables.explanation_lines(plan, spec, self.price), sep="\n", markup=False, soft_wrap=True)
+            priced = price_of(self.request, plan)
+            out.print(*graph_tables.explanation_lines(plan, spec, priced), sep="\n", markup=False, soft_wrap=True)
             out.print("segments:", *graph_tables.segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
             out.print(graph_tables.candidates_table(self.found, objective, "s"))
         elif self.found.others:

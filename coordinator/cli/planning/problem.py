@@ -27,14 +27,12 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     assert solution is not None
     assignment = solution.assignment.devices
     used = problem.memory_of(assignment)
-    busy = [0.0] * problem.num_devices
-    for operator, device in enumerate(assignment):
-        busy[device] += problem.seconds[operator][device]
-    rows = [
-        f"{name}: {assignment.count(device)} operators, busy {busy[device]:.6g}, "
-        f"memory {used[device]} of {problem.budget_bytes[device]}"
-        for device, name in enumerate(problem.devices)
-    ]
+    rows = []
+    for device, name in enumerate(problem.devices):
+        own = [operator for operator, on in enumerate(assignment) if on == device]
+        busy = sum(problem.seconds[operator][device] for operator in own)
+        memory = f"memory {used[device]} of {problem.budget_bytes[device]}"
+        rows.append(f"{name}: {len(own)} operators, busy {busy:.6g}, {memory}")
     if output.picture is not None:
         title = f"{problem.name} by {planned.chosen.strategy}: {solution.value:.6g}"
         edges = [(flow.source, target) for flow in problem.flows for target in flow.targets]
