@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import zmq.asyncio
 
-from hearth.client.answers import (
-    AsyncGeneration,
-    Chat,
-    SamplingSettings,
-    Token,
-    Usage,
-    chat_message,
-    parts_of,
-    token_frames,
-    valid,
-)
+from hearth.client import answers
 from hearth.client.arrays import Arrays, InferenceResult, array_frames, inference_of
 from hearth.errors import BadRequest, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
 from hearth.platform.asyncio_tools import within
@@ -101,19 +91,19 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     ) -> np.ndarray[Any, Any]:
         """Last hidden states [T,H], float32, of one sequence of T token ids."""
         request = wire.GetHiddenStates(**_once(timeout_seconds))
-        return (await self._vectors(request, token_frames(token_ids), timeout_seconds)).vectors
+        return (await self._vectors(request, answers.token_frames(token_ids), timeout_seconds)).vectors
 
     def generate(
         self,
         prompt: str | None = None,
         *,
-        messages: Chat | None = None,
+        messages: answers.Chat | None = None,
         token_ids: Sequence[int] | np.ndarray[Any, Any] | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         timeout_seconds: float = 600.0,
-        **sampling: Unpack[SamplingSettings],
-    ) -> AsyncGeneration:
+        **sampling: Unpack[answers.SamplingSettings],
+    ) -> answers.AsyncGeneration:
         """Continue a prompt, answer a chat, or continue token ids; `async for token in home.generate("Once")`.
 
         What is left out comes from the model's generation_config.json, else the likeliest token is taken (temperature
@@ -123,16 +113,16 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """
         if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
             raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
-        request = valid(
-            wire.Generate, prompt=prompt, messages=tuple(chat_message(message) for message in messages or ()),
-            sampling=valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
+        request = answers.valid(
+            wire.Generate, prompt=prompt, messages=tuple(answers.chat_message(message) for message in messages or ()),
+            sampling=answers.valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             **_once(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
-        payload = token_frames(token_ids) if token_ids is not None else ()
-        return AsyncGeneration(self._answer(request, payload, timeout_seconds))
+        payload = answers.token_frames(token_ids) if token_ids is not None else ()
+        return answers.AsyncGeneration(self._answer(request, payload, timeout_seconds))
 
     async def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
         """Run the served graph once: its inputs by name in, its outputs by name out; `model_info` tells both.
@@ -145,7 +135,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
     ) -> InferenceResult:
         """As `infer`, with latency and, on request, each device's timeline."""
-        request = valid(wire.Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
+        request = answers.valid(wire.Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return inference_of(reply.message, reply.payload)
 
@@ -219,7 +209,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
-    ) -> AsyncGenerator[Token | Usage, None]:
+    ) -> AsyncGenerator[answers.Token | answers.Usage, None]:
         """Asked again when the connection broke before anything came; when it breaks later, that is an error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -233,7 +223,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                     async for reply in replies:
                         seconds = loop.time() - sent
                         first_token_seconds = first_token_seconds if first_token_seconds is not None else seconds
-                        for part in parts_of(reply.message, seconds, first_token_seconds):
+                        for part in answers.parts_of(reply.message, seconds, first_token_seconds):
                             yield part
                 return
             except (Unreachable, ConnectionLost):

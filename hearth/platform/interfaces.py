@@ -27,7 +27,6 @@ class Interface(NamedTuple):
 
     name: str
     address: str
-    is_up: bool
     is_wireless: bool
     speed_mbit: int
     skipped: str
@@ -78,7 +77,6 @@ def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -
                 Interface(
                     name,
                     address.address,
-                    is_up,
                     any((sys_root / "class/net" / name / mark).exists() for mark in ("wireless", "phy80211")),
                     stats[name].speed if name in stats else 0,
                     why_skipped(name, address.address, is_up),

@@ -15,8 +15,7 @@ _BLOCKED_SUFFIX = "_nchwc"
 _CORES = frozenset(
     {
         "Conv", "ConvTranspose", "MatMul", "Gemm", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "Softmax",
-        "LayerNormalization", "Gather", "Transpose", "Resize", "LSTM", "GRU", "RNN",
-        "Pad",
+        "LayerNormalization", "Gather", "Transpose", "Resize", "LSTM", "GRU", "RNN", "Pad",
     }
 )  # fmt: skip
 

@@ -36,8 +36,8 @@ from hearth.platform.interfaces import Interface
 from hearth.platform.security import coordinator_access, fingerprint, new_home_key, new_keypair, save_credential
 from hearth.wire.messages import AgentWelcome
 
-LOOPBACK = Interface("lo", "127.0.0.1", True, False, 0, "it reaches this machine only")
-BRIDGE = Interface("docker0", "172.17.0.1", True, False, 10_000, "it is a container's bridge")
+LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")
+BRIDGE = Interface("docker0", "172.17.0.1", False, 10_000, "it is a container's bridge")
 
 
 def device(name: str, version: str = hearth.__version__) -> Device:
@@ -82,7 +82,7 @@ def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are()
 
 def test_an_address_that_has_gone_is_a_problem() -> None:
     """203.0.113.77 is nobody's: it cannot be bound here."""
-    finding = check_interface([Interface("eth9", "203.0.113.77", True, False, 1000, "")], None)
+    finding = check_interface([Interface("eth9", "203.0.113.77", False, 1000, "")], None)
     assert finding.status == "problem"
     assert "eth9" in finding.what
 

@@ -15,7 +15,7 @@ ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMT
 eth1\t00000000\t0100A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0
 eth0\t0000A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 """
-LOOPBACK = Interface("lo", "127.0.0.1", True, False, 0, "it reaches this machine only")
+LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")
 
 
 def test_of_equal_interfaces_the_default_routes_is_chosen(tmp_path: Path) -> None:
@@ -23,11 +23,9 @@ def test_of_equal_interfaces_the_default_routes_is_chosen(tmp_path: Path) -> Non
     (tmp_path / "net/route").write_text(ROUTES)
     holders = default_route_holders(tmp_path)
     assert holders == {"eth1"}
-    found = [
-        Interface(n, f"192.168.0.{i}", True, False, 1000, "", n in holders) for i, n in enumerate(("eth0", "eth1"))
-    ]
+    found = [Interface(n, f"192.168.0.{i}", False, 1000, "", n in holders) for i, n in enumerate(("eth0", "eth1"))]
     assert choose(found, None).name == "eth1"
-    faster = Interface("eth2", "192.168.0.9", True, False, 2500, "")
+    faster = Interface("eth2", "192.168.0.9", False, 2500, "")
     assert choose([*found, faster], None).name == "eth2"
     assert default_route_holders(tmp_path / "none") == frozenset()
 
@@ -67,7 +65,7 @@ def test_which_interfaces_are_used(name: str, address: str, is_up: bool, used: b
 
 
 def interface(name: str, address: str, wireless: bool = False, speed: int = 1000) -> Interface:
-    return Interface(name, address, True, wireless, speed, why_skipped(name, address, True))
+    return Interface(name, address, wireless, speed, why_skipped(name, address, True))
 
 
 def test_wired_and_fast_come_first_and_the_user_has_the_last_word() -> None:
