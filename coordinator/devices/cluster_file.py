@@ -162,18 +162,14 @@ def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
     if not nodes or not num_devices:
         raise ValueError("a placement needs an operator and a device")
     ranks = range(num_devices)
-    nowhere: Matrix = tuple((0.0,) * num_devices for _ in ranks)
     flows = []
     for source, target, _, times, *_ in data["edges"]:
-        if times is not None and len(times) != num_devices**2:
+        times = [0.0] * num_devices**2 if times is None else times
+        if len(times) != num_devices**2:
             raise ValueError(f"the edge {source} -> {target} has {len(times)} times for {num_devices} devices")
         if not 0 <= source < target < len(nodes):
             raise ValueError(f"the edge {source} -> {target} is not in topological order")
-        rows = (
-            nowhere
-            if times is None
-            else tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
-        )
+        rows = tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
         if any(rows[a][a] != 0 for a in ranks):
             raise ValueError(f"the edge {source} -> {target} takes time where both its ends are on one device")
         flows.append(Flow(int(source), (int(target),), rows))
@@ -191,6 +187,6 @@ def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
         memory_bytes=tuple(int(node["memory"]) for node in nodes),
         budget_bytes=tuple(int(device["mem"]) for device in data["devices"]),
         flows=tuple(flows),
-        latency=nowhere,
+        latency=tuple((0.0,) * num_devices for _ in ranks),
         congestion=congestion,
     )
