@@ -17,16 +17,8 @@ from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded,
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import within
+from hearth.wire import messages as wire
 from hearth.wire.codec import Array
-from hearth.wire.messages import (
-    FinishReason,
-    Generate,
-    GenerationEnded,
-    Sampling,
-    TextEnded,
-    TextGenerated,
-    TokensGenerated,
-)
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
 _MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # rank 0's agent counts them together with our heartbeats to it
@@ -45,7 +37,7 @@ class TextModel:
     tokenizer: TextTokenizer | None  # without one, token ids still work
     defaults: GenerationDefaults
 
-    def prompt_ids(self, request: Generate, token_ids: Array | None) -> list[int]:
+    def prompt_ids(self, request: wire.Generate, token_ids: Array | None) -> list[int]:
         """The request's prompt. Raises BadRequest."""
         if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="it needs a prompt, messages or token ids, and only one of them")
@@ -82,7 +74,7 @@ async def warm_up(deployment: TransformerDeployment) -> None:
     context = context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
-    async with aclosing(deployment.generate(prompt, Sampling(), max_tokens, (), 0, _WARM_UP_SECONDS)) as answers:
+    async with aclosing(deployment.generate(prompt, wire.Sampling(), max_tokens, (), 0, _WARM_UP_SECONDS)) as answers:
         async for _ in answers:
             pass
 
@@ -96,8 +88,8 @@ class Generations:
         self._requests = requests
 
     async def run(
-        self, model: TextModel, request: Generate, token_ids: Array | None
-    ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
+        self, model: TextModel, request: wire.Generate, token_ids: Array | None
+    ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
         """The answer, as it comes. When a plan fails, the next one goes on with the tokens so far.
 
         Without `max_tokens` the answer has at most what generation_config.json says, else 512 tokens, and no more than the
@@ -126,7 +118,7 @@ class Generations:
         finally:
             self.num_running -= 1
 
-    async def _parts(self, answer: _Answer, deadline: float) -> AsyncGenerator[TextGenerated, None]:
+    async def _parts(self, answer: _Answer, deadline: float) -> AsyncGenerator[wire.TextGenerated, None]:
         """Up to the end of the answer, on one plan after the other if need be."""
         loop = asyncio.get_running_loop()
         num_failures = 0
@@ -149,7 +141,7 @@ class Generations:
                             if num_failures > _MAX_FAILURES or error.scope not in ("worker", "peer"):
                                 raise
                             break
-                        if isinstance(event, TokensGenerated):
+                        if isinstance(event, wire.TokensGenerated):
                             yield answer.take(event.token_ids)
                         else:
                             answer.end, answer.reason = event, event.reason
@@ -158,11 +150,11 @@ class Generations:
 class _Answer:
     """One request, and what was generated for it. Times are the loop's."""
 
-    def __init__(self, model: TextModel, request: Generate, prompt: list[int], began: float) -> None:
+    def __init__(self, model: TextModel, request: wire.Generate, prompt: list[int], began: float) -> None:
         self.model = model
         self.request = request
-        self.reason: FinishReason | None = None  # once it has ended
-        self.end: GenerationEnded | None = None  # as the plan tells it
+        self.reason: wire.FinishReason | None = None  # once it has ended
+        self.end: wire.GenerationEnded | None = None  # as the plan tells it
         self._prompt = prompt
         self._tokens: list[int] = []
         self._text: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
@@ -189,7 +181,7 @@ class _Answer:
 
     def on(
         self, deployment: TransformerDeployment, max_tokens: int, deadline: float
-    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+    ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
         """What is still to come, from this deployment."""
         self._num_plans += 1
         if self._num_plans == 1:
@@ -203,7 +195,7 @@ class _Answer:
             timeout_seconds=deadline - self._clock() + _LATE_SECONDS,
         )
 
-    def take(self, token_ids: Sequence[int]) -> TextGenerated:
+    def take(self, token_ids: Sequence[int]) -> wire.TextGenerated:
         """The next tokens, up to one that completes a stop text: with it the answer has ended."""
         self._last = self._clock()
         if not self._tokens:
@@ -215,10 +207,10 @@ class _Answer:
                 text += self._stops.push(self._text.push(token_id))
                 if self._stops.found:
                     self.reason = "stop"
-                    return TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
-        return TextGenerated(token_ids=tuple(token_ids), text=text)
+                    return wire.TextGenerated(token_ids=tuple(token_ids[:count]), text=text)
+        return wire.TextGenerated(token_ids=tuple(token_ids), text=text)
 
-    def ended(self) -> TextEnded:
+    def ended(self) -> wire.TextEnded:
         """The end, with the text that was held back."""
         assert self.reason is not None
         text = ""
@@ -228,7 +220,7 @@ class _Answer:
         if self.end is not None and self._num_plans == 1:  # where it ran knows better how long it waited there
             queued += self.end.queued_seconds
             first, others = self.end.prefill_seconds, self.end.decode_seconds
-        return TextEnded(
+        return wire.TextEnded(
             text=text,
             reason="stop" if self._stops.found else self.reason,
             num_prompt_tokens=len(self._prompt),
@@ -239,5 +231,5 @@ class _Answer:
         )
 
 
-def _too_late(request: Generate) -> DeadlineExceeded:
+def _too_late(request: wire.Generate) -> DeadlineExceeded:
     return DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)

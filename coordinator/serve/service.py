@@ -30,32 +30,14 @@ from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.notify import Notifier
 from hearth.platform.security import HomeKey, agent_access, asyncio_gatekeeper, derive_keypair, fingerprint
 from hearth.protocol import DEFAULT_DEPLOYMENT, PROTOCOL_VERSION
-from hearth.wire.messages import (
-    AddApp,
-    AppList,
-    ClientRequest,
-    CoordinatorWelcome,
-    DeviceList,
-    Done,
-    GetReadiness,
-    GetStatus,
-    Hello,
-    ListApps,
-    ListDevices,
-    Message,
-    ModelRequest,
-    Readiness,
-    RevokeApp,
-    Status,
-    WireStats,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response, RpcServer
 
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
 # What an app's key may ask; everything else takes an admin's.
-_FOR_APPS = (Hello, GetReadiness, ModelRequest)
+_FOR_APPS = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 
 class Service:
@@ -69,16 +51,11 @@ class Service:
         self._admins = {self._keypair.public, derive_keypair(home.key_bytes(), "admin").public}
         self._apps = AppRegistry(settings.state_dir / "apps.json")
         self._fleet = Fleet(
-            agent_access(home),
-            lease_name=settings.name,
-            interfaces=settings.interfaces,
-            static_devices=settings.devices,
-            on_change=self._device_changed,
+            agent_access(home), settings.name, settings.interfaces, settings.devices, on_change=self._device_changed
         )
-        self._profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
+        profiler = Profiler(self._fleet, settings.state_dir / "profiles", report)
+        self._tools = Tools(self._fleet, profiler, settings, StateFile(settings.state_dir), report, progress)
         self._deployments: dict[str, Controller] = {}
-        self._report = report
-        self._progress = progress
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
         """Serve until SIGTERM or SIGINT; without a goal, what was served last. A second signal ends running requests.
@@ -107,7 +84,7 @@ class Service:
                     advertised(COORDINATOR_SERVICE, server.port, own, secrets.token_hex(8), self._settings.interfaces)
                 )
             await stack.enter_async_context(self._fleet)
-            self._report(f"listening on port {server.port}")
+            self._tools.report(f"listening on port {server.port}")
             notifier.send("READY=1")
             serving = asyncio.gather(*(deployment.run() for deployment in self._deployments.values()))
             watchdog = asyncio.create_task(notifier.keep_alive(self._status_line))
@@ -121,16 +98,15 @@ class Service:
                 await cancel_all(waits)
 
     def _open(self, goal: Goal | None, plan: Plan | None) -> None:
-        state = StateFile(self._settings.state_dir)
-        tools = Tools(self._fleet, self._profiler, self._settings, state, self._report, self._progress)
+        tools = self._tools
         if goal is not None:
             self._deployments[DEFAULT_DEPLOYMENT] = Controller(DEFAULT_DEPLOYMENT, goal, plan, tools)
             return
-        for name, saved in state.load().deployments.items():
+        for name, saved in tools.state.load().deployments.items():
             try:
                 self._deployments[name] = Controller(name, saved.goal, saved.plan, tools)
             except BadPlan as error:  # it was to be kept, but the model has changed since
-                self._report(f"the plan of {saved.goal.path} is not used any more: {error.reason}")
+                self._tools.report(f"the plan of {saved.goal.path} is not used any more: {error.reason}")
                 goal = saved.goal.model_copy(update={"keep_plan": False})
                 self._deployments[name] = Controller(name, goal, None, tools)
         if not self._deployments:
@@ -145,41 +121,43 @@ class Service:
         for deployment in self._deployments.values():
             deployment.device_changed(device)
 
-    async def handle(self, caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
+    async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Answer one request. Raises HearthError, which goes back to the client."""
         self._authorise(caller.public_key, message)
-        if isinstance(message, Hello):
+        if isinstance(message, wire.Hello):
             if message.protocol != PROTOCOL_VERSION:
                 raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
-            return CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
-        if isinstance(message, GetReadiness):
+            return wire.CoordinatorWelcome(version=hearth.__version__, name=self._settings.name)
+        if isinstance(message, wire.GetReadiness):
             deployment = self._addressed(message)
-            return Readiness(
+            return wire.Readiness(
                 deployment=deployment.name,
                 ready=deployment.lifecycle.phase == "serving",
                 state=deployment.state,
                 model=deployment.goal.path[-256:],
             )
-        if isinstance(message, ModelRequest):
+        if isinstance(message, wire.ModelRequest):
             deployment = self._addressed(message)
             answer = deployment.kind.handlers.get(type(message))
             if answer is None:
                 raise BadRequest(reason=deployment.kind.usage)
             return await answer(message, payload)
-        if isinstance(message, ListDevices):
+        if isinstance(message, wire.ListDevices):
             await self._fleet.refresh_telemetry()
-            return DeviceList(devices=tuple(self._fleet.infos()), links=tuple(self._profiler.links.values()))
-        if isinstance(message, GetStatus):
+            return wire.DeviceList(devices=tuple(self._fleet.infos()), links=tuple(self._tools.profiler.links.values()))
+        if isinstance(message, wire.GetStatus):
             return self._status(self._addressed(message))
-        if isinstance(message, AddApp):
+        if isinstance(message, wire.AddApp):
             self._apps.add(message.name, message.public_key)
-            return Done()
-        if isinstance(message, RevokeApp):
+            return wire.Done()
+        if isinstance(message, wire.RevokeApp):
             self._apps.revoke(message.name)
-            return Done()
-        if isinstance(message, ListApps):
+            return wire.Done()
+        if isinstance(message, wire.ListApps):
             apps = self._apps.current()
-            return AppList(names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values()))))
+            return wire.AppList(
+                names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values())))
+            )
         raise BadRequest(reason=f"a coordinator does not take {type(message).__name__}")
 
     # ---- trust ----------------------------------------------------------------------------------------------------
@@ -191,7 +169,7 @@ class Service:
         apps = self._apps.current()
         return public_key in apps.keys or public_key in apps.revoked
 
-    def _authorise(self, public_key: str, message: Message) -> None:
+    def _authorise(self, public_key: str, message: wire.Message) -> None:
         if public_key in self._admins:
             return
         apps = self._apps.current()
@@ -204,7 +182,7 @@ class Service:
 
     # ---- answers --------------------------------------------------------------------------------------------------
 
-    def _addressed(self, message: ClientRequest) -> Controller:
+    def _addressed(self, message: wire.ClientRequest) -> Controller:
         """The deployment that a request names; else one that takes such requests."""
         found = list(self._deployments.values())
         if message.deployment is None:
@@ -214,9 +192,9 @@ class Service:
             raise BadRequest(reason=f"there is no deployment '{message.deployment}'; there are: {there}")
         return self._deployments[message.deployment]
 
-    def _status(self, deployment: Controller) -> Status:
+    def _status(self, deployment: Controller) -> wire.Status:
         requests, running = deployment.requests, deployment.deployment
-        return Status(
+        return wire.Status(
             name=self._settings.name,
             version=hearth.__version__,
             deployment=deployment.name,
@@ -230,7 +208,7 @@ class Service:
             failed_requests=requests.failed,
             last_error=requests.last_error,
             last_latency_seconds=requests.last_latency_seconds,
-            wire=running.wire if running else WireStats(),
+            wire=running.wire if running else wire.WireStats(),
             dropped_messages=running.dropped_messages if running else 0,
         )
 

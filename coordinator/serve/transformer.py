@@ -28,18 +28,9 @@ from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import Values
+from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    DeviceTrace,
-    Embed,
-    Generate,
-    GetHiddenStates,
-    Message,
-    TextEnded,
-    TextGenerated,
-    Vectors,
-)
 from hearth.wire.rpc import Reply
 
 _WARM_UP_TOKENS = 8
@@ -53,10 +44,10 @@ class TransformerKind:
     def __init__(self, goal: TransformerGoal, tools: Tools, requests: Requests[TransformerDeployment]) -> None:
         self.model = open_model(goal)
         self.workload = block_workload(self.model.spec, self.model.seq_len)
-        self.handlers: Mapping[type[Message], Handler] = {
-            Embed: self.embed,
-            GetHiddenStates: self.hidden_states,
-            Generate: self.generate,
+        self.handlers: Mapping[type[wire.Message], Handler] = {
+            wire.Embed: self.embed,
+            wire.GetHiddenStates: self.hidden_states,
+            wire.Generate: self.generate,
         }
         self._goal = goal
         self._tools = tools
@@ -150,7 +141,7 @@ class TransformerKind:
 
     # ---- requests to an encoder -----------------------------------------------------------------------------------
 
-    async def embed(self, request: Embed, payload: Sequence[Any]) -> Reply:
+    async def embed(self, request: wire.Embed, payload: Sequence[Any]) -> Reply:
         """Normalised sentence embeddings [N,H]."""
         self._require_encoder()
         model = self.model
@@ -160,7 +151,7 @@ class TransformerKind:
 
         async def compute(deployment: TransformerDeployment) -> Answer:
             vectors: list[Array] = []
-            traces: list[DeviceTrace] = []
+            traces: list[wire.DeviceTrace] = []
             seconds = 0.0
             for batch in batches([len(ids) for ids in encoded], model.seq_len):
                 ids, lengths = pack([encoded[i] for i in batch])
@@ -169,12 +160,12 @@ class TransformerKind:
                 vectors.append(mean_pool(result.outputs, lengths))
                 traces.extend(result.traces)
                 seconds += result.latency_seconds
-            answer = Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
+            answer = wire.Vectors(latency_seconds=seconds, num_tokens=sum(map(len, encoded)), traces=tuple(traces))
             return answer, pack_array(np.concatenate(vectors))
 
         return await self._requests.run(compute, request.timeout_seconds)
 
-    async def hidden_states(self, request: GetHiddenStates, payload: Sequence[Any]) -> Reply:
+    async def hidden_states(self, request: wire.GetHiddenStates, payload: Sequence[Any]) -> Reply:
         """Last hidden states [T,H] of one sequence."""
         token_ids, model = _token_ids(payload), self.model
         self._require_encoder()
@@ -189,7 +180,7 @@ class TransformerKind:
         async def compute(deployment: TransformerDeployment) -> Answer:
             result = await deployment.run_step(ids, lengths, "hidden")
             self._observe(deployment, len(ids), result)
-            return Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
+            return wire.Vectors(latency_seconds=result.latency_seconds, num_tokens=len(ids)), pack_array(result.outputs)
 
         return await self._requests.run(compute, request.timeout_seconds)
 
@@ -206,8 +197,8 @@ class TransformerKind:
     # ---- requests to a decoder ------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: Generate, payload: Sequence[Any]
-    ) -> AsyncGenerator[TextGenerated | TextEnded, None]:
+        self, request: wire.Generate, payload: Sequence[Any]
+    ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
         """The answer to a prompt, as it comes (see `Generations.run`); closed early, it ends on the workers too."""
         token_ids = _token_ids(payload) if payload else None
         if self._text_model is None:
