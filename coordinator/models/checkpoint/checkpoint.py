@@ -11,12 +11,11 @@ import math
 import mmap
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hearth.errors import BadCheckpoint
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Parts of mapped files that stay resident: the tensors of a layer, from which many chunks are cut one after the other.
@@ -162,8 +161,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """A read-only view into the mapped file; bfloat16 as its raw 16 bits."""
-        import numpy as np
-
         self.dtype(name)
         tensor = self._tensor(name)
         dtype = np.dtype(_DTYPES[tensor.dtype][1])
@@ -173,8 +170,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     def copied(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A copy, C-contiguous, of part of `array(name)`; from any thread. Little of the files stays resident, whatever
         their size. Raises BadCheckpoint."""
-        import numpy as np
-
         tensor = self._tensor(name)
         shift = tensor.start - self.array(name).ctypes.data  # from an address in memory to a place in the file
         for turned in (view, view.T):
@@ -221,8 +216,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any], shift: int) -> np.ndarray[Any, Any]:
     """As `np.array`, of a view that reaches over more of the file than may be resident."""
-    import numpy as np
-
     copy = np.empty(view.shape, view.dtype)
     slowest = int(np.argmax(view.strides))  # the axis along which the file is passed through once
     here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
@@ -17,9 +18,6 @@ from hearth.files import write_atomically
 from hearth.plan.chunks import OF_LAYER, ChunkKind, slices
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _FORMAT_VERSION = 2  # of a chunk's content; raised when it changes, so that cached manifests are made anew
 _MANIFEST: TypeAdapter[tuple[ChunkRef, ...]] = TypeAdapter(tuple[ChunkRef, ...])
