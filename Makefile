@@ -29,7 +29,7 @@ test: .venv/installed $(MODEL)/config.json
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
 
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. The plans
-# of the corpus are compared on the first Python only: a third of the time, for no line that other tests do not run.
+# of the corpus are compared on the first Python only; the tests of their planners run here, too.
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
 	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) \

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import FakeFleet
-from support.waiting import until
+from support.waiting import PATIENCE_SECONDS, until
 
 from coordinator.devices.profiling import Profiler
 from coordinator.serve import replanning
@@ -74,7 +74,15 @@ class House:
         seen = self.fleet.num_looks
         await self.until(lambda: self.fleet.num_looks >= seen + 3)
 
-    async def until_replanned(self, before: Plan) -> None:
+    async def until_replanned(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Ask until there is a new plan, and no longer: what devices take is told to it as a drift from it."""
+        before = self.plan
+
+        async def asking() -> None:
+            while self.plan is before:
+                await ask()
+
+        await asyncio.wait_for(asking(), PATIENCE_SECONDS)
         await self.until(lambda: self.ready and self.plan is not before)
 
     def names(self) -> str:

@@ -262,10 +262,8 @@ def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
             await ask(home, 10)
-            before = home.plan
             home.fleet.slow["a"] = 8.0
-            await ask(home, 15)
-            await home.until(lambda: home.plan is not before and home.ready)
+            await home.until_replanned(lambda: ask(home, 1))
             assert home.plan.body.heads == (0, 3)
             assert home.said("a takes 8.00x its time: changing the plan") == 1
             assert home.tools.profiler.factor("a") == pytest.approx(8.0)
