@@ -222,7 +222,7 @@ def test_never_more_than_the_capacity_and_nothing_beside_what_is_exclusive(steps
                 admission.close()
             elif step == "open":
                 admission.open("next", capacity)
-            await turns()
+            await turns(5 + 3 * len(asked))  # all that wait may come and go, one after the other
             assert admission.running == len(inside) <= capacity
             assert len(inside) == 1 or "exclusive" not in inside
         admission.open("last", capacity)
