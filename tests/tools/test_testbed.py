@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -277,10 +278,11 @@ def test_the_command_puts_up_a_home_and_takes_it_down(scenario_file: Path) -> No
 def test_ctrl_c_ends_all_that_a_command_started(scenario_file: Path) -> None:
     cli("up", str(scenario_file), "--mbit", "80")
     program = "sleep 600 & sleep 600"
+    # SIG_DFL: where the tests run as a background job of a shell, SIGINT is ignored from the start.
     waiting = subprocess.Popen(
         [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
          "sh", "-c", program],
-        cwd=REPOSITORY, start_new_session=True,
+        cwd=REPOSITORY, start_new_session=True, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
 
