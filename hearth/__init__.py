@@ -1,13 +1,13 @@
-"""Hearth: the small computers of a home, run as one machine for neural networks.
+"""Hearth runs neural networks on the small computers of a home as if they were one machine.
 
-An app needs a few lines, these for a model that embeds or for one that generates::
+An app needs a few lines; this one shows an embedding model and a generating model::
 
     with hearth.connect() as home:
         vectors = home.embed(["Turn on the kitchen light."])
         for token in home.generate("Once upon a time"):
             print(token.text, end="", flush=True)
 
-Importing this package is quick and loads no torch; see `hearth.client` for the calls and `hearth.errors` for what they raise.
+Importing this package is fast and does not load torch. `hearth.client` documents the calls, `hearth.errors` the errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the client when it is first used: `import hearth` itself stays quick."""
+    """Import the client on first use, so that `import hearth` itself stays fast."""
     if name not in _MODULES:
         raise AttributeError(f"module 'hearth' has no attribute '{name}'")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,7 +1,7 @@
-"""Every error that Hearth raises: one root, typed fields, and what to do next.
+"""All errors that Hearth raises: one root class, typed fields, and advice to the user.
 
-An error is a frozen set of fields and two sentences. It crosses the wire as `(code, fields)` and comes out at the
-other end as the same class, so an app can catch `ModelDoesNotFit` and read `missing_bytes`.
+Each class declares its fields and two message templates. An error travels on the wire as `(code, fields)` and is rebuilt
+as the same class at the other end, so an app can catch `ModelDoesNotFit` and read `missing_bytes`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import dataclass_transform
 
-# The fault's place, which decides what ends and what goes on:
-#   request  the request, or a setting or file that it names: only this request ends, and another plan would not help it
-#   worker   a device or its worker: the plan that runs on it ends, its requests may continue on the next plan
-#   plan     the plan, or the lack of one: it ends together with its requests
-#   peer     the other end of a connection or the way there; for a plan that depends on that peer the same as `worker`
+# Where the fault lies. The scope decides what fails with the error:
+#   request  the request, or a setting or file that it names: only this request fails; another plan would not help
+#   worker   a device or its worker: the plan that uses it ends; its requests may continue on the next plan
+#   plan     the plan, or the lack of one: the plan and its requests fail
+#   peer     the other end of a connection, or the network path to it; handled as `worker` if a plan depends on that peer
 Scope = Literal["request", "worker", "plan", "peer"]
 
-ERROR_TYPES: dict[str, type[HearthError]] = {}  # by code
+ERROR_TYPES: dict[str, type[HearthError]] = {}  # keyed by code
 
 
 @dataclass_transform(eq_default=False)
 @dataclass(eq=False)
 class HearthError(Exception):
-    """Root of all errors; its subclasses are dataclasses, and each states its scope.
+    """Root of all errors. Every subclass is a dataclass and declares its scope.
 
-    `summary` says what is wrong and where, `advice` what to do; both are templates over the fields.
+    `summary` states what is wrong and where, `advice` what to do next; both are `str.format` templates over the fields.
     """
 
     scope: ClassVar[Scope] = "plan"
-    # Whether what was asked for cannot hold, whatever devices and memory come: `hearth serve` ends instead of waiting.
+    # True if no change of devices or memory can fix the error: `hearth serve` then exits instead of waiting.
     contradiction: ClassVar[bool] = False
     summary: ClassVar[str] = "Something went wrong."
     advice: ClassVar[str] = "Run `hearth doctor`."
@@ -41,7 +41,7 @@ class HearthError(Exception):
 
     @property
     def code(self) -> str:
-        """The class name: stable, and the error's name on the wire and in `--json` output."""
+        """The class name. It is stable, and identifies the error on the wire and in `--json` output."""
         return type(self).__name__
 
     def details(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class HearthError(Exception):
 
 
 class BadMessage(HearthError, scope="peer"):
-    """Bytes from a peer that are no valid message or tensor frame."""
+    """A peer sent bytes that are not a valid message or tensor frame."""
 
     reason: str
     summary = "A message could not be read: {reason}."
@@ -69,19 +69,25 @@ class BadMessage(HearthError, scope="peer"):
 
 
 class FrameTooLarge(HearthError, scope="request"):
+    """A message or frame exceeds a size limit of the protocol."""
+
     num_bytes: int
     cap_bytes: int
-    summary = "A frame of {num_bytes} bytes is larger than the cap of {cap_bytes} bytes; nothing was allocated for it."
+    summary = "A frame of {num_bytes} bytes is larger than the cap of {cap_bytes} bytes; it was refused."
     advice = "Send it in smaller parts."
 
 
 class UnknownMessage(HearthError, scope="peer"):
+    """A message has a tag that the receiver does not know."""
+
     tag: str
-    summary = "The peer does not know messages of the kind '{tag}'."
+    summary = "The peer does not know the message type '{tag}'."
     advice = "Update Hearth on the older device."
 
 
 class ProtocolMismatch(HearthError, scope="peer"):
+    """The two ends have different protocol versions."""
+
     peer: str
     ours: int
     theirs: int
@@ -90,51 +96,69 @@ class ProtocolMismatch(HearthError, scope="peer"):
 
 
 class WrongKey(HearthError, scope="peer"):
+    """The handshake failed: one end does not accept the key of the other."""
+
     endpoint: str
     summary = "{endpoint} refused our key: it belongs to another home, or the key was rotated or revoked."
-    advice = "Export the key where the home lives (`hearth key export`) and import it here (`hearth key import`)."
+    advice = (
+        "Export the key on the coordinator's device (`hearth key export`) and import it here (`hearth key import`)."
+    )
 
 
 class NotAuthorised(HearthError, scope="request"):
+    """The key is valid, but its role does not permit the request."""
+
     role: str
     action: str
     summary = "A key with the role '{role}' may not {action}."
-    advice = "Use a key that may, for instance one from `hearth key export --role admin`."
+    advice = "Use a key that permits it, for example one from `hearth key export --role admin`."
 
 
 class AppRevoked(HearthError, scope="request"):
+    """The app's key was revoked."""
+
     app: str
     summary = "The key of the app '{app}' was revoked."
-    advice = "Make a new one with `hearth key add-app {app}`."
+    advice = "Create a new key with `hearth key add-app {app}`."
 
 
 class Unreachable(HearthError, scope="peer"):
+    """There was no connection within the timeout; the request was not sent."""
+
     endpoint: str
     seconds: float
     summary = "{endpoint} could not be reached within {seconds:g} s."
-    advice = "Is it switched on, and is the port open? `hearth doctor` checks."
+    advice = "Check that the device is switched on and its port is open, or run `hearth doctor`."
 
 
 class ConnectionLost(HearthError, scope="peer"):
+    """The connection was lost while a request was in progress."""
+
     endpoint: str
     summary = "The connection to {endpoint} broke while it was working on the request."
-    advice = "Try again; the connection is taken up again by itself."
+    advice = "Send the request again; the client reconnects automatically."
 
 
 class DeadlineExceeded(HearthError, scope="peer"):
+    """An operation did not finish within its timeout."""
+
     action: str
     seconds: float
     summary = "{action} did not finish within {seconds:g} s."
-    advice = "Try again with a longer timeout, or see `hearth status` for what is slow."
+    advice = "Try again with a longer timeout, or run `hearth status` to see what is slow."
 
 
 class NoCoordinator(HearthError, scope="peer"):
+    """mDNS found no coordinator of this home within the timeout."""
+
     seconds: float
     summary = "No coordinator of this home was found on the network within {seconds:g} s."
     advice = "Start one with `hearth serve MODEL`, or give its address; `hearth doctor` checks multicast."
 
 
 class NoDevices(HearthError, scope="plan"):
+    """No agent of this home answered within the timeout."""
+
     seconds: float
     summary = "No device of this home answered within {seconds:g} s."
     advice = "Start `hearth-agent` on at least one device with this home's key; `hearth doctor` checks the network."
@@ -144,27 +168,35 @@ class NoDevices(HearthError, scope="plan"):
 
 
 class KeyMissing(HearthError, scope="request"):
+    """The credential file does not exist."""
+
     path: str
     summary = "There is no key at {path}."
-    advice = "Make one with `hearth key new`, or bring it from another device with `hearth key import`."
+    advice = "Create a key with `hearth key new`, or import one from another device with `hearth key import`."
 
 
 class BadKey(HearthError, scope="request"):
+    """A credential cannot be parsed, or is of the wrong kind."""
+
     source: str
     reason: str
     summary = "The key from {source} cannot be used: {reason}."
-    advice = "Export it again with `hearth key export` where the home lives."
+    advice = "Export it again with `hearth key export` on the coordinator's device."
 
 
 class KeyExists(HearthError, scope="request"):
+    """A new credential would overwrite an existing file."""
+
     path: str
     summary = "There is a key at {path} already."
     advice = (
-        "Keep it; or use `hearth key rotate` for a new one, or `--force` to overwrite it and lose access to its home."
+        "Keep it, replace it with `hearth key rotate`, or pass `--force` to overwrite it and lose access to its home."
     )
 
 
 class BadSetting(HearthError, scope="request", contradiction=True):
+    """A flag, variable or argument has an invalid value."""
+
     setting: str
     reason: str
     summary = "The setting {setting} cannot be used: {reason}."
@@ -172,9 +204,11 @@ class BadSetting(HearthError, scope="request", contradiction=True):
 
 
 class PortInUse(HearthError, scope="request"):
+    """A port cannot be bound, because another program uses it."""
+
     port: int
     setting: str
-    summary = "Port {port} is taken by another program on this device."
+    summary = "Port {port} is in use by another program on this device."
     advice = "Stop that program, or choose another port with {setting}."
 
 
@@ -182,6 +216,8 @@ class PortInUse(HearthError, scope="request"):
 
 
 class DeviceLost(HearthError, scope="worker"):
+    """A device of the running plan is no longer reachable."""
+
     device: str
     reason: str
     summary = "The device {device} was lost: {reason}."
@@ -189,6 +225,8 @@ class DeviceLost(HearthError, scope="worker"):
 
 
 class WorkerDied(HearthError, scope="worker"):
+    """A worker or profiler process has ended."""
+
     device: str
     reason: str
     summary = "The worker on {device} died: {reason}."
@@ -196,6 +234,8 @@ class WorkerDied(HearthError, scope="worker"):
 
 
 class DuplicateDevice(HearthError, scope="worker"):
+    """Two agents have the same device id."""
+
     device_id: str
     first: str
     second: str
@@ -207,6 +247,8 @@ class DuplicateDevice(HearthError, scope="worker"):
 
 
 class AgentBusy(HearthError, scope="worker"):
+    """Another coordinator holds the agent's lease."""
+
     device: str
     holder: str
     summary = "{device} already works for the coordinator {holder}."
@@ -214,37 +256,50 @@ class AgentBusy(HearthError, scope="worker"):
 
 
 class LeaseLost(HearthError, scope="worker"):
+    """The coordinator no longer holds the agent's lease."""
+
     device: str
     summary = "The lease on {device} has ended, or another coordinator has taken it."
-    advice = "The coordinator takes a new one by itself; if this repeats, look for a second coordinator with `hearth doctor`."
+    advice = (
+        "The coordinator acquires a new lease automatically; "
+        "if this repeats, run `hearth doctor` to find a second coordinator."
+    )
 
 
 class StoreFull(HearthError, scope="worker"):
+    """There is not enough disk space for a chunk or for weights."""
+
     device: str
     needed_bytes: int
     free_bytes: int
-    summary = "The shard store of {device} cannot take {needed_bytes} more bytes: {free_bytes} are free."
-    advice = "Free disk space there, or raise --store-bytes."
+    summary = "The shard store of {device} has no room for {needed_bytes} more bytes: {free_bytes} are free."
+    advice = "Free disk space on that device, or raise its --store-bytes."
 
 
 class ChunkCorrupt(HearthError, scope="worker"):
+    """The content of a chunk does not match its hash."""
+
     chunk: str
     where: str
     summary = "The shard chunk {chunk} on {where} does not match its hash; it was discarded."
-    advice = "It is sent again with the next deployment; if this repeats, check that device's disk."
+    advice = "The next deployment sends it again; if this repeats, check that device's disk."
 
 
 class ChunkMissing(HearthError, scope="worker"):
+    """A chunk that is needed is not in the store."""
+
     chunk: str
     device: str
     summary = "The shard chunk {chunk} is not in the store of {device}."
-    advice = "Deploy again: missing chunks are sent then."
+    advice = "Deploy again; the deployment sends missing chunks."
 
 
 # ---- models, plans and requests -----------------------------------------------------------------------------------
 
 
 class BadCheckpoint(HearthError, scope="request"):
+    """A checkpoint cannot be read."""
+
     path: str
     reason: str
     summary = "The checkpoint {path} cannot be used: {reason}."
@@ -252,6 +307,8 @@ class BadCheckpoint(HearthError, scope="request"):
 
 
 class UnsupportedArchitecture(HearthError, scope="request", contradiction=True):
+    """The checkpoint has an architecture that Hearth does not support."""
+
     architecture: str
     supported: str
     summary = "Models of the architecture '{architecture}' are not supported."
@@ -259,6 +316,8 @@ class UnsupportedArchitecture(HearthError, scope="request", contradiction=True):
 
 
 class BadModelFile(HearthError, scope="request"):
+    """A model file cannot be read."""
+
     path: str
     reason: str
     summary = "The model {path} cannot be used: {reason}."
@@ -266,16 +325,18 @@ class BadModelFile(HearthError, scope="request"):
 
 
 class DynamicShape(HearthError, scope="request", contradiction=True):
-    """Dimensions of a graph's inputs that the model leaves open. `options` has one `--dim` for each."""
+    """A graph input has an axis without a fixed size. `options` lists one `--dim` option for each such axis of the model."""
 
     tensor: str
     axis: int
     options: str
-    summary = "The model does not say how large axis {axis} of its input '{tensor}' is, and no value was given."
-    advice = "Fix every open dimension: {options}."
+    summary = "The model does not fix the size of axis {axis} of its input '{tensor}', and no size was given."
+    advice = "Give a size for every dynamic dimension: {options}."
 
 
 class UnsupportedOperator(HearthError, scope="request", contradiction=True):
+    """An ONNX graph has an operator that Hearth does not support."""
+
     operator: str
     node: str
     reason: str
@@ -284,6 +345,8 @@ class UnsupportedOperator(HearthError, scope="request", contradiction=True):
 
 
 class ModelDoesNotFit(HearthError, scope="plan"):
+    """The model exceeds the devices' memory limits."""
+
     model: str
     missing_bytes: int
     summary = "{model} does not fit on the devices at hand: {missing_bytes} bytes are missing."
@@ -291,6 +354,8 @@ class ModelDoesNotFit(HearthError, scope="plan"):
 
 
 class UnsupportedWeights(HearthError, scope="plan"):
+    """A device's compute device has no kernel for the weight format."""
+
     device: str
     weights: str
     compute_device: str
@@ -299,6 +364,8 @@ class UnsupportedWeights(HearthError, scope="plan"):
 
 
 class BadGraph(HearthError, scope="request"):
+    """The file of a graph or of a placement instance cannot be read."""
+
     path: str
     reason: str
     summary = "The graph {path} cannot be used: {reason}."
@@ -306,6 +373,8 @@ class BadGraph(HearthError, scope="request"):
 
 
 class NoPlacement(HearthError, scope="plan"):
+    """A strategy found no placement within the memory limits."""
+
     graph: str
     strategy: str
     summary = "The strategy {strategy} found no placement of {graph} within the devices' memory."
@@ -313,18 +382,24 @@ class NoPlacement(HearthError, scope="plan"):
 
 
 class BadPlan(HearthError, scope="plan", contradiction=True):
+    """A plan is invalid, or does not fit the model."""
+
     reason: str
     summary = "The plan cannot be used: {reason}."
-    advice = "Make a new one with `hearth plan`."
+    advice = "Make a new plan with `hearth plan`."
 
 
 class BadRequest(HearthError, scope="request"):
+    """A request has invalid content."""
+
     reason: str
     summary = "The request cannot be served: {reason}."
     advice = "Correct the request."
 
 
 class TextTooLong(HearthError, scope="request"):
+    """A text has more tokens than the model accepts."""
+
     index: int
     num_tokens: int
     max_tokens: int
@@ -333,29 +408,39 @@ class TextTooLong(HearthError, scope="request"):
 
 
 class ContextTooLong(HearthError, scope="request"):
+    """Prompt and answer exceed the context that the plan reserves."""
+
     num_prompt_tokens: int
     max_tokens: int
     context_tokens: int
     summary = (
-        "{num_prompt_tokens} tokens of prompt and {max_tokens} to generate are more than the context of "
-        "{context_tokens} tokens that the plan has room for."
+        "{num_prompt_tokens} prompt tokens and {max_tokens} to generate exceed the plan's context of "
+        "{context_tokens} tokens."
     )
-    advice = "Shorten the prompt, ask for fewer tokens, or lend more memory to the plan (`hearth plan` shows it)."
+    advice = (
+        "Shorten the prompt, ask for fewer tokens, or raise the devices' memory limits (`hearth plan` shows their use)."
+    )
 
 
 class NotServing(HearthError, scope="plan"):
+    """No model is ready to answer requests."""
+
     state: str
     summary = "No model is ready: {state}."
     advice = "Wait until `hearth status` says 'serving', or start one with `hearth serve MODEL`."
 
 
 class QueueFull(HearthError, scope="request"):
+    """Too many requests are waiting or running."""
+
     limit: int
     summary = "The coordinator already holds {limit} waiting requests."
     advice = "Send fewer requests at once, or try again in a moment."
 
 
 class StepFailed(HearthError, scope="worker"):
+    """A step or request failed on a device."""
+
     device: str
     reason: str
     summary = "A step failed on {device}: {reason}."
@@ -363,20 +448,25 @@ class StepFailed(HearthError, scope="worker"):
 
 
 class InternalError(HearthError, scope="plan"):
+    """An unexpected exception, or an error that this version does not know."""
+
     where: str
     reason: str
-    summary = "A fault in Hearth on {where}: {reason}."
-    advice = "Please report it with the log of that device."
+    summary = "Internal error in Hearth on {where}: {reason}."
+    advice = "Please report it, with the log of that device."
 
 
 def error_from_wire(code: str, details: dict[str, Any], scope: Scope = "plan") -> HearthError:
-    """Rebuild an error from a message. An unknown code, or unknown fields, become an `InternalError` of that scope."""
+    """Rebuild an error from its code and fields. Unknown fields are dropped.
+
+    An unknown code, or fields that do not fit the class, give an `InternalError` of the given scope.
+    """
     error_type = ERROR_TYPES.get(code)
     if error_type is not None:
         known = {field.name for field in fields(error_type)}
         try:
             error = error_type(**{name: value for name, value in details.items() if name in known})
-            str(error)  # a field of the wrong type shows here, not in the app
+            str(error)  # fails here, not in the app, if a field has the wrong type
             return error
         except (TypeError, ValueError):
             pass

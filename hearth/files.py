@@ -1,4 +1,4 @@
-"""Small files: written completely or not at all."""
+"""Atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import secrets
 from pathlib import Path
 
-PART_SUFFIX = ".part"  # of a file that is being written, beside its place
+PART_SUFFIX = ".part"  # suffix of a file while it is being written; it lies in the same folder as the final file
 
 
 def write_atomically(path: Path, data: str | bytes | bytearray | memoryview, private: bool = False) -> None:
-    """Write a new file, flush it to the disk, and put it in the place of `path`; its folder is made. `private`: readable
-    by the owner only. Raises OSError, with nothing left behind."""
+    """Write a temporary file, flush it to the disk, and rename it to `path`. The folder is created if needed.
+
+    With `private`, only the owner can read the file. Raises OSError, and then leaves no temporary file behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     try:

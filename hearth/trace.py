@@ -1,4 +1,4 @@
-"""Timelines of a request: bring every device's events to one clock, pair sends with arrivals, export a Chrome trace."""
+"""Timelines of a request: shift events to a common clock, pair sends with receives, export a Chrome trace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from hearth.wire.messages import DeviceTrace, RunDone, TraceEvent
 
 
 def shift_to_common_clock(done: RunDone, sent_seconds: float, answered_seconds: float) -> tuple[TraceEvent, ...]:
-    """The step's events on the asker's clock.
+    """Shift the events of a run from the worker's clock to the caller's clock.
 
-    As NTP does it: what passed on the way to the worker is taken to be as long as the way back, so the error is at most
-    half of both together.
+    As in NTP, the delays of request and answer are assumed equal, so the error is at most half of their sum.
     """
     shift = ((sent_seconds - done.began_seconds) + (answered_seconds - done.ended_seconds)) / 2
     return tuple(
@@ -29,10 +28,7 @@ _Hop: TypeAlias = tuple[TaskKind, int | None, int | None, int | None, int | None
 
 
 class Transfer(NamedTuple):
-    """One tile on one hop, from the moment it was handed to the transport until it had arrived.
-
-    `sender` and `receiver` are ranks.
-    """
+    """One tile on one hop, from handing it to the transport until its arrival. `sender` and `receiver` are ranks."""
 
     label: str
     sender: int
@@ -43,7 +39,7 @@ class Transfer(NamedTuple):
 
 
 def label(event: TraceEvent) -> str:
-    """The text that people see of an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
+    """The displayed name of an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
     of_graph = event.kind in (Work.SEGMENT, Phase.TENSOR)
     name = event.kind.value if isinstance(event.kind, Work) else event.kind.name.lower().replace("_", " ")
     parts = [name, event.tensor]
@@ -57,9 +53,10 @@ def label(event: TraceEvent) -> str:
 
 
 def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
-    """Pair each `send` with its `receive`, in order of their start.
+    """Pair each `send` with its `receive`; sorted by start time.
 
-    A tile in several chunks, or of several steps, has several of each: a link keeps their order.
+    A tile in several chunks, or in several steps, has several sends and receives. They are paired in order, since a link
+    preserves the order.
     """
     sent: dict[_Hop, deque[TraceEvent]] = defaultdict(deque)
     for trace in traces:
@@ -77,7 +74,7 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
 
 
 def overlap_seconds(traces: Sequence[DeviceTrace]) -> float:
-    """Seconds of transfers during which the receiving device was computing (their bars intersected)."""
+    """Total seconds in which a transfer overlapped with a computation on its receiver."""
     computing: dict[int, list[TraceEvent]] = defaultdict(list)
     for trace in traces:
         computing[trace.rank] += [event for event in trace.events if event.lane == "compute"]
@@ -89,7 +86,7 @@ def overlap_seconds(traces: Sequence[DeviceTrace]) -> float:
 
 
 def chrome_trace(traces: Sequence[DeviceTrace]) -> dict[str, Any]:
-    """The Chrome trace event format (chrome://tracing, Perfetto): a process per rank, lanes for compute and links."""
+    """Export in the Chrome trace event format (chrome://tracing, Perfetto): a process per rank, lanes for compute and links."""
     names = {trace.rank: trace.device for trace in traces}
     start = min((event.start_seconds for trace in traces for event in trace.events), default=0.0)
 

@@ -1,4 +1,4 @@
-"""pydantic's errors as one line for people."""
+"""One-line texts of pydantic's validation errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SAME: Mapping[str, str] = MappingProxyType({})
 
 
 def first_error(error: ValidationError, whole: str = "", names: Mapping[str, str] = _SAME) -> str:
-    """The first field that is wrong, and why: `devices.0.name: Field required`.
+    """The first invalid field and the reason: `devices.0.name: Field required`.
 
-    `whole` stands for the field where the input as a whole is wrong; `names` are those of the user for our fields.
+    `whole` is used as the field's name if the input as a whole is invalid; `names` maps field names to the user's names.
     """
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     where = ".".join(names.get(str(part), str(part)) for part in first["loc"]) or whole

@@ -1,7 +1,7 @@
 """`python -m tools.graph_models`: networks as ONNX files, exported from `transformers` with random weights.
 
-Nothing is downloaded. Biases and gains are randomised, and batch normalisation has the statistics of a random batch: with
-those of a fresh model (0 and 1) an error in them would pass unseen, and with arbitrary ones deep networks run out of range.
+Nothing is downloaded. Biases and gains are random, and batch normalisation uses the statistics of a random batch: the
+defaults (0 and 1) would hide errors, and arbitrary ones would make the values of deep networks overflow.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from coordinator.cli.output import handles_errors, out
 from hearth.errors import BadSetting
 from hearth.platform.units import format_bytes
 
-OPSET = 17
-_CALIBRATION_BATCH = 4
+OPSET = 17  # version of the ONNX operator set
+_CALIBRATION_BATCH = 4  # random inputs for the statistics of batch normalisation
 
 
 @dataclass(frozen=True)
 class Size:
-    """`tiny` is for tests: the same kinds of layers, but few and narrow. `image_size` in pixels, `seq_len` in tokens.
+    """Size of a network: `image_size` in pixels, `seq_len` in tokens. `tiny`: few and narrow layers, for tests.
 
-    `branch_width` is of two_branch: channels of each convolution; compute grows with its square.
+    `branch_width` (two_branch only): channels of each convolution; compute grows with the square.
     """
 
     image_size: int | None = None
@@ -37,7 +37,7 @@ class Size:
 
 
 class Network(NamedTuple):
-    """A torch module that takes and gives tuples of tensors."""
+    """A torch module whose inputs and outputs are tuples of tensors."""
 
     module: Any
     inputs: dict[str, Any]
@@ -111,9 +111,9 @@ def _bert(size: Size) -> Network:
 
 
 def _two_branch(size: Size) -> Network:
-    """A stem, two heavy branches of convolutions that share nothing, and a classifier over both.
+    """A stem, two independent compute-heavy convolution branches, and a classifier over both.
 
-    Little travels: the stem's result to one branch, a vector back.
+    Running the branches on two devices transfers little: the stem's output to one branch, and a vector back.
     """
     from torch import nn
 
@@ -155,7 +155,7 @@ NETWORKS: dict[str, Callable[[Size], Network]] = {
 
 
 def build(name: str, size: Size | None = None, seed: int = 0) -> Network:
-    """In evaluation mode. Raises BadSetting for a name that is none of `NETWORKS`."""
+    """Build a network in evaluation mode. Raises BadSetting for a name not in `NETWORKS`."""
     import torch
 
     if name not in NETWORKS:
@@ -167,11 +167,11 @@ def build(name: str, size: Size | None = None, seed: int = 0) -> Network:
 
 
 def export(network: Network, path: Path, open_dims: dict[str, dict[int, str]] | None = None) -> Path:
-    """As ONNX. `open_dims` names axes of inputs whose size the file leaves open: {"pixel_values": {0: "batch"}}."""
+    """Export a network as ONNX. `open_dims`: names of dynamic input axes, as in {"pixel_values": {0: "batch"}}."""
     import torch
 
     class Tuples(torch.nn.Module):  # type: ignore[misc]
-        """What `transformers` gives out is a mapping; a file has a list of outputs."""
+        """Turns the mapping that `transformers` returns into a list of outputs."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -182,7 +182,7 @@ def export(network: Network, path: Path, open_dims: dict[str, dict[int, str]] | 
             return found if isinstance(found, torch.Tensor) else tuple(found[name] for name in network.outputs)
 
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about tracing, and about the newer exporter, which needs one library more
+        warnings.simplefilter("ignore")  # about tracing, and about the newer exporter, which needs another library
         torch.onnx.export(
             Tuples().eval(),
             tuple(network.inputs.values()),
@@ -208,7 +208,7 @@ def _randomise(network: Network) -> None:
                 module.bias.normal_(0, 0.2)
         batch_norms = [each for each in network.module.modules() if isinstance(each, torch.nn.BatchNorm2d)]
         for module in batch_norms:
-            module.momentum = 1.0  # take the statistics of the one batch that follows
+            module.momentum = 1.0  # use the statistics of the single batch that follows
         network.module.eval()
         if batch_norms:
             for module in batch_norms:
@@ -230,13 +230,13 @@ def main(
     image_size: Annotated[Optional[int], typer.Option(help="Pixels; the network's own if not given.", min=32)] = None,  # noqa: UP045
     seq_len: Annotated[int, typer.Option(help="Tokens.", min=4)] = 128,
     batch: Annotated[int, typer.Option(min=1)] = 1,
-    open_batch: Annotated[bool, typer.Option(help="Leave the size of a batch open.")] = False,
-    tiny: Annotated[bool, typer.Option(help="Few and narrow layers.")] = False,
+    open_batch: Annotated[bool, typer.Option(help="Make the batch dimension dynamic.")] = False,
+    tiny: Annotated[bool, typer.Option(help="Use few and narrow layers, for tests.")] = False,
     branch_width: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Of two_branch: channels of each convolution; compute grows with its square.", min=8),
+        typer.Option(help="(two_branch) Channels of each convolution; compute grows with the square.", min=8),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a network as an ONNX file, with random weights."""
     network = build(name, Size(image_size, seq_len, batch, tiny, branch_width), seed)

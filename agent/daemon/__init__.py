@@ -1,1 +1,1 @@
-"""The daemon on each device: lease, telemetry, links, shard store, worker supervision. Loads neither torch nor numpy."""
+"""The daemon on each device: leases, telemetry, links, shard store, workers. Imports neither torch nor numpy."""

@@ -1,4 +1,4 @@
-"""The agent's settings: read once, from flags and HEARTH_AGENT_* variables, into a frozen object."""
+"""The agent's settings, read once from flags and HEARTH_AGENT_* variables into a frozen object."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ from hearth.platform.units import parse_bytes
 
 PREFIX = "HEARTH_AGENT_"
 LINK_PORT = AGENT_PORT + 1
-DATA_PORTS = (AGENT_PORT + 10, AGENT_PORT + 29)
+DATA_PORTS = (AGENT_PORT + 10, AGENT_PORT + 29)  # first and last
 
 
 class AgentSettings(BaseModel, frozen=True):
-    """Every setting is a flag (`--store-bytes`) and a variable (`HEARTH_AGENT_STORE_BYTES`)."""
+    """The settings. Each has a flag (`--store-bytes`) and an environment variable (`HEARTH_AGENT_STORE_BYTES`)."""
 
-    name: str = Field(default_factory=platform.node, max_length=128, description="name shown to people")
-    state_dir: Path = Field(description="identity of this device; one agent each")
-    store_dir: Path = Field(description="where shard chunks are kept; may be deleted at any time")
-    store_bytes: int = Field(default=16 << 30, ge=1 << 20, description="most that the store may hold, e.g. 8GiB")
+    name: str = Field(default_factory=platform.node, max_length=128, description="device name shown to users")
+    state_dir: Path = Field(description="directory of this device's identity; one per agent")
+    store_dir: Path = Field(description="directory of the shard store; may be deleted at any time")
+    store_bytes: int = Field(default=16 << 30, ge=1 << 20, description="size limit of the shard store, e.g. 8GiB")
     key_path: Path = Field(description="file with the home key")
-    interface: str | None = Field(None, description="network interface or address to advertise (default: chosen)")
-    bind_host: str = Field(default="0.0.0.0", description="local address to listen on; CURVE guards every one")
-    control_port: int = Field(default=AGENT_PORT, ge=0, le=65535, description="TCP port for coordinators; 0: any")
-    link_port: int = Field(default=LINK_PORT, ge=0, le=65535, description="TCP port for measuring links; 0: any")
+    interface: str | None = Field(None, description="network interface or address to advertise (default: automatic)")
+    bind_host: str = Field(default="0.0.0.0", description="local address to listen on; 0.0.0.0: all")
+    control_port: int = Field(default=AGENT_PORT, ge=0, le=65535, description="TCP port for coordinators; 0: any free")
+    link_port: int = Field(default=LINK_PORT, ge=0, le=65535, description="TCP port for other agents; 0: any free")
     data_ports: tuple[int, int] = Field(default=DATA_PORTS, description="TCP ports for workers, first-last; 0-0: any")
     percent: float | None = Field(
-        None, ge=1, le=100, description="most of this machine that a worker may use: of its memory and its cores"
+        None, ge=1, le=100, description="limit of a worker in per cent: of this machine's memory and of its cores"
     )
-    memory_bytes: int | None = Field(None, ge=1 << 20, description="most that a worker may use, e.g. 2GiB")
-    memory_percent: float | None = Field(None, gt=0, le=100, description="the same as a share of all memory")
-    threads: int | None = Field(None, ge=1, le=1024, description="threads that compute (default: physical cores)")
-    compute_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="what computes")
-    advertise: bool = Field(default=True, description="whether to advertise over mDNS")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
+    memory_bytes: int | None = Field(None, ge=1 << 20, description="memory limit of a worker, e.g. 2GiB")
+    memory_percent: float | None = Field(None, gt=0, le=100, description="memory limit in per cent of all memory")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="compute threads of a worker (default: physical cores)"
+    )
+    compute_device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="device to compute on: auto, cpu or cuda"
+    )
+    advertise: bool = Field(default=True, description="advertise this agent over mDNS")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="minimum level of log messages: debug, info, warning, error"
+    )
 
     @field_validator("store_bytes", "memory_bytes", mode="before")
     @classmethod
@@ -71,7 +77,7 @@ class AgentSettings(BaseModel, frozen=True):
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Directories as systemd gives them, else by the XDG rules."""
+    """Default directories: those set by systemd, else those of the XDG base directory specification."""
     home = environ.get("HOME", ".")
     state = environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
     cache = environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
@@ -83,7 +89,7 @@ def defaults(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per setting; what is not given comes from the environment or the defaults."""
+    """Add one flag per setting. Flags that are not given are None, so that variables or defaults apply."""
     for name, field in AgentSettings.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "advertise":
@@ -94,5 +100,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentSettings:
-    """Flags win over variables, variables over defaults. Raises BadSetting that names the setting."""
+    """Read the settings: flags override variables, variables override defaults. Raises BadSetting that names the setting."""
     return read_settings(AgentSettings, PREFIX, environ, vars(arguments), defaults(environ))

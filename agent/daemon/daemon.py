@@ -1,4 +1,7 @@
-"""The agent daemon: one control socket, one store, a lease and a worker per deployment. Loads neither torch nor numpy."""
+"""The agent daemon: one control socket, one store, and a lease and a worker for each deployment.
+
+Imports neither torch nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from hearth.wire.rpc import Caller, Response
 
 log = logging.getLogger(__name__)
 
-_LEASE_CHECK_SECONDS = 1.0
+_LEASE_CHECK_SECONDS = 1.0  # interval of the check for expired leases
 
 
 class AgentDaemon:
-    """Answers requests of this home's coordinators; reads are open to its admins too."""
+    """Handles requests of this home's coordinators. Admins may only read telemetry."""
 
     def __init__(
         self,
@@ -52,11 +55,11 @@ class AgentDaemon:
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key
-        self._leases: dict[str, Lease] = {}  # by deployment, as all of these
+        self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._busy_measuring = asyncio.Lock()  # one measurement at a time, or they would measure each other
+        self._busy_measuring = asyncio.Lock()  # one measurement at a time: they disturb each other
 
     @property
     def name(self) -> str:
@@ -68,7 +71,7 @@ class AgentDaemon:
         return f"works for {', '.join(sorted(holders)) or 'no coordinator'}; workers: {', '.join(workers) or 'none'}"
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
-        """Answer one request. Raises HearthError, which goes back to the caller."""
+        """Handle one request. A HearthError that it raises is sent to the caller."""
         if isinstance(message, wire.Hello):
             return self._hello(message)
         if isinstance(message, wire.GetTelemetry):
@@ -80,7 +83,7 @@ class AgentDaemon:
         return await self._execute(message, payload)
 
     async def _execute(self, message: wire.Message, payload: Sequence[Any]) -> Response:
-        """Do what the coordinator asks."""
+        """Execute a request of the coordinator."""
         match message:
             case wire.AcquireLease():
                 return await self._acquire_lease(message)
@@ -122,7 +125,7 @@ class AgentDaemon:
         return wire.Done()
 
     async def watch_lease(self) -> None:
-        """Free the memory of workers whose coordinator has gone. Runs until cancelled."""
+        """Stop the workers of expired leases, until cancelled."""
         while True:
             await asyncio.sleep(_LEASE_CHECK_SECONDS)
             for deployment, lease in list(self._leases.items()):
@@ -248,5 +251,5 @@ class AgentDaemon:
 
 
 def _why(failure: HearthError) -> str:
-    """What the coordinator says after "the worker died"."""
+    """The cause of a worker's failure, without the advice."""
     return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()

@@ -1,5 +1,6 @@
-"""Is there a GPU? CUDA is asked by a short-lived child, since the daemon loads no torch; Tegra by its own files, since
-NVML does not exist there."""
+"""Detection of the GPU. CUDA is probed in a short-lived child process, since the daemon does not import torch. Tegra boards are
+read through sysfs, since they have no NVML.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from hearth.wire.messages import Gpu
 
 log = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 60.0  # importing torch from a slow card
+_PROBE_SECONDS = 60.0  # timeout; importing torch from a slow SD card takes long
 # The GPU's address and name differ between boards and JetPack releases: 57000000.gpu, 17000000.gv11b, 17000000.ga10b.
-# Some have the device in devfreq only, others a link gpu.0. Other engines are in devfreq too, hence the names.
+# Some boards list the device only in devfreq, others have a link gpu.0. devfreq also lists other engines, so names are matched.
 _TEGRA_LOAD_FILES = (
     "sys/devices/gpu.0/load",
     "sys/devices/platform/gpu.0/load",
@@ -28,7 +29,7 @@ _TEGRA_LOAD_FILES = (
 
 
 class GpuReader:
-    """What was found at the start, and how loaded it is now."""
+    """The GPU that was found at the start, and its current load."""
 
     def __init__(self, wanted: Literal["auto", "cpu", "cuda"], root: Path = Path("/")) -> None:
         self._wanted = wanted
@@ -40,17 +41,17 @@ class GpuReader:
         return "cuda" if self._cuda is not None else "cpu"
 
     async def probe(self) -> None:
-        """Ask once. Raises BadSetting when the user wants CUDA and there is none."""
+        """Probe for CUDA once, unless the user chose the CPU. Raises BadSetting if the user chose CUDA and there is none."""
         if self._wanted == "cpu":
             return
         if self._wanted == "auto" and not self._may_have_cuda():
-            return  # no driver: not worth loading torch to hear no
+            return  # no driver, so the slow probe would find nothing
         self._cuda = await probe_cuda()
         if self._wanted == "cuda" and self._cuda is None:
             raise BadSetting(setting="--compute-device", reason="torch finds no CUDA device here")
 
     def read(self) -> Gpu | None:
-        """The GPU with its present load, or None."""
+        """The GPU with its current memory and load, or None."""
         model = tegra_model(self._root)
         if model is None:
             return self._cuda
@@ -69,7 +70,7 @@ class GpuReader:
 
 
 async def probe_cuda() -> Gpu | None:
-    """Ask torch in a child process; None where it has no CUDA device, is not there, or does not answer."""
+    """Ask torch in a child process. None if torch is missing, has no CUDA device, or does not answer in time."""
     try:
         ended = await run_module("agent.worker.probe", b"", _PROBE_SECONDS, listen=lambda line: None)
     except asyncio.TimeoutError:
@@ -87,7 +88,7 @@ async def probe_cuda() -> Gpu | None:
 
 
 def tegra_model(root: Path = Path("/")) -> str | None:
-    """The board's name on a Jetson, else None."""
+    """The model name of a Jetson board, or None on other machines."""
     try:
         compatible = (root / "proc/device-tree/compatible").read_text(errors="replace")
         model = (root / "proc/device-tree/model").read_text(errors="replace")

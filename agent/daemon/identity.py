@@ -1,4 +1,4 @@
-"""Who this device is: a stable random id bound to the hardware, so that a cloned SD card is noticed, and a key pair."""
+"""Identity of this device: a key pair, and a random id that is bound to the hardware so that a cloned SD card is detected."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hearth.platform.security import KeyPair, new_keypair
 
 log = logging.getLogger(__name__)
 
-# What tells one board from another. The machine-id is not here: it is copied along with the card.
+# Files that differ between boards. The machine-id is not among them, because it is copied with an SD card.
 _HARDWARE_FILES = (
     "sys/class/dmi/id/product_uuid",
     "sys/class/dmi/id/product_serial",
     "proc/device-tree/serial-number",
     "sys/firmware/devicetree/base/serial-number",
 )
-# Where network hardware does not come and go. A USB adapter that is plugged in makes no other device of this one.
+# Buses of permanent network hardware. USB is not among them: plugging in an adapter must not change the identity.
 _BUILT_IN_BUSES = ("pci", "platform", "virtio", "vmbus", "xen")
-_PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM of the kernel's netdevice.h; others are random, borrowed or set
+_PERMANENT_ADDRESS = "0"  # NET_ADDR_PERM in the kernel's netdevice.h; other values: random, copied or set by software
 
 
 class Identity(BaseModel, frozen=True, hide_input_in_errors=True):
-    """Kept in the state directory. `hardware` tells whether that came from another board."""
+    """The identity, saved in the state directory. `hardware` is the fingerprint of the board that it was made on."""
 
     device_id: str
     hardware: str
@@ -45,9 +45,9 @@ class Identity(BaseModel, frozen=True, hide_input_in_errors=True):
 
 
 def hardware_fingerprint(root: Path = Path("/")) -> str:
-    """A hash of serial numbers and of the built-in wired interfaces' addresses; the same at every boot.
+    """A hash of serial numbers and MAC addresses of built-in wired interfaces. It is the same at every boot.
 
-    Wireless addresses are left out: network managers replace them by random ones.
+    Wireless addresses are excluded, because network managers randomise them.
     """
     facts = [_read(root / name) for name in _HARDWARE_FILES]
     for line in _read(root / "proc/cpuinfo").splitlines():
@@ -64,9 +64,9 @@ def hardware_fingerprint(root: Path = Path("/")) -> str:
 
 @contextmanager
 def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]:
-    """The identity kept in `state_dir`, made at first use; the directory is locked as long as it is held.
+    """Load the identity from `state_dir`, or create it; the directory is locked for the duration of the block.
 
-    Raises BadSetting when another agent uses the directory, naming its pid, or when it cannot be read or written.
+    Raises BadSetting if another agent uses the directory (naming its pid), or if it cannot be read or written.
     """
     try:
         state_dir.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""What agents ask of each other, on a port where a peer is let in for a while: their links' rate, and chunks.
+"""Requests between agents: link measurements and chunk transfers, on a port that admits a peer for a limited time.
 
-Bandwidth and round trip are measured over the data plane's kind of socket and security: the measuring side pushes bursts
-through a CURVE-encrypted DEALER to the other agent's ROUTER, whose short answers mark the end of each burst. Repeated
-until stable, bounded in time and bytes.
+Bandwidth and round trip are measured over CURVE-encrypted sockets, as the data plane uses: the measuring agent sends bursts of
+frames from a DEALER to the other agent's ROUTER, whose short answer marks the end of each burst. Bursts are repeated until the
+rate is stable, within limits of time and bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hearth.wire.rpc import Caller, Reply, RpcClient, RpcServer
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "link"
-_FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure our own overhead
-_PINGS = 7
+_FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure per-frame overhead
+_PINGS = 7  # empty bursts, whose median is the round trip
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
-_AGREE = 0.05  # the last bursts agree within this share: stable
+_AGREE = 0.05  # the rate is stable if the last bursts agree within this fraction
 _AGREEING_BURSTS = 3
-_CHUNKS_IN_FLIGHT = 4  # hides the round trip, bounds the memory
-_MAX_FRAMES_PER_BURST = 60  # of one message; the rpc layer allows 64
+_CHUNKS_IN_FLIGHT = 4  # hides the round trip; limits memory
+_MAX_FRAMES_PER_BURST = 60  # a burst is one message, for which the rpc layer allows 64 frames
 
 
 class LinkServer(RpcServer):
-    """The measured side: always bound, admits a peer only between its probe's opening and its end."""
+    """The server side: always bound, but admits a peer only for the time that `OpenLinkProbe` grants."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LinkServer(RpcServer):
         super().__init__(context, bind_host, port, keypair, ZAP_DOMAIN, self._answer, port_setting="--link-port")
 
     def open(self, request: OpenLinkProbe) -> None:
-        """Admit this peer for a while."""
+        """Admit a peer for the requested time."""
         now = time.monotonic()
         self._open_until = {key: end for key, end in self._open_until.items() if end > now}
         self._open_until[request.peer_public_key] = now + request.seconds
@@ -72,8 +72,10 @@ class LinkServer(RpcServer):
 
 
 async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, Buffer], None]) -> tuple[str, ...]:
-    """Get chunks from another agent and `keep` each. Returns the hashes of those that the peer did not send, or damaged.
-    Raises what `keep` raises, except ChunkCorrupt."""
+    """Fetch chunks from another agent and pass each to `keep`. Returns the hashes of missing and of damaged chunks.
+
+    Raises the errors of `keep`, except ChunkCorrupt.
+    """
     missing: list[str] = []
     in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
     deadline = time.monotonic() + request.seconds
@@ -84,7 +86,7 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
                 remaining = max(deadline - time.monotonic(), 0.001)
                 try:
                     payload = (await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)).payload
-                except HearthError as error:  # whatever it is, the peer did not send this chunk
+                except HearthError as error:  # whatever the cause, this chunk did not arrive
                     return lacks(chunk, str(error))
                 if len(payload) != 1:
                     return lacks(chunk, f"it came as {len(payload)} frames")
@@ -102,14 +104,14 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
 
 
 async def measure_link(request: MeasureLink, own: KeyPair) -> LinkMeasured:
-    """Measure from here to there. Raises Unreachable, WrongKey or DeadlineExceeded within the request's bounds."""
+    """Measure the link from this device to the requested one. Raises Unreachable, WrongKey or DeadlineExceeded."""
     async with _client(request, own) as client:
         return await _measure(client, request)
 
 
 @asynccontextmanager
 async def _client(request: FetchChunks | MeasureLink, own: KeyPair) -> AsyncIterator[RpcClient]:
-    """Of another agent's port for peers."""
+    """A client of another agent's link port."""
     context = zmq.asyncio.Context()
     host = f"[{request.host}]" if ":" in request.host else request.host
     access = Access(own, request.peer_public_key)
@@ -129,7 +131,7 @@ async def _measure(client: RpcClient, request: MeasureLink) -> LinkMeasured:
         await client.call(Done(), [frame] * num_frames, timeout_seconds=request.max_seconds + 2.0)
         return time.perf_counter() - start
 
-    frame = os.urandom(_FRAME_BYTES)  # incompressible: what a link's own compression saves is not its rate
+    frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate
     await burst(0)  # the handshake
     round_trip = statistics.median([await burst(0) for _ in range(_PINGS)])
     rates: list[float] = []

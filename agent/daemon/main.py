@@ -1,4 +1,4 @@
-"""The `hearth-agent` command: composes the daemon from its settings and runs it until SIGTERM."""
+"""The `hearth-agent` command: builds the daemon from its settings and runs it until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZAP_DOMAIN = "agent"
 
 
 async def run_agent(settings: AgentSettings) -> None:
-    """Run until SIGTERM or SIGINT. Raises KeyMissing, BadKey, BadSetting, PortInUse at the start."""
+    """Run the agent until SIGTERM or SIGINT. Raises KeyMissing, BadKey, BadSetting or PortInUse at start-up."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -89,6 +89,7 @@ async def run_agent(settings: AgentSettings) -> None:
 
 
 def main() -> None:
+    """Entry point of `hearth-agent`. Prints an error and exits with status 1 on a HearthError."""
     parser = argparse.ArgumentParser(
         prog="hearth-agent",
         description="Lend this device to its home: run the agent that a Hearth coordinator finds and uses.",

@@ -1,4 +1,4 @@
-"""The bounded on-disk shard store: chunks by their SHA-256, written whole or not at all, least recently used out first."""
+"""The on-disk shard store: chunks named by their SHA-256, written atomically, with LRU eviction at a size limit."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
-_RESERVE_BYTES = 64 << 20  # left free on the disk, so that the rest of the system can still write
+_RESERVE_BYTES = 64 << 20  # kept free on the disk for the rest of the system
 _PROFILE_PREFIX = "profile-"
-_CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256, so that a name is never a path
+_CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could be paths
 
 
 class ShardStore:
-    """Chunks under `path`, in at most `max_bytes`. Safe to call from several threads.
+    """Chunks under `path`, in at most `max_bytes`. Thread-safe.
 
-    A chunk is trusted after its hash was checked once since the start; until then `verify` reads it. Whoever empties the
-    folder while we run takes chunks away, nothing else: what is gone is reported missing and can be put again.
+    Each chunk's hash is checked once per run of the daemon. Files may be deleted while the daemon runs: their chunks are then
+    reported missing, and can be stored again.
     """
 
     def __init__(self, path: Path, max_bytes: int, device: str) -> None:
@@ -38,9 +38,9 @@ class ShardStore:
         self._max_bytes = max_bytes
         self._device = device
         self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}  # in order of use, oldest first
-        self._writing_bytes = 0  # of chunks that are not among them yet
-        self._pinned: dict[str, frozenset[str]] = {}  # by deployment
+        self._sizes: dict[str, int] = {}  # bytes by chunk, least recently used first
+        self._writing_bytes = 0  # of chunks being written, which are not in `_sizes` yet
+        self._pinned: dict[str, frozenset[str]] = {}  # keyed by deployment
         self._verified: set[str] = set()
         path.mkdir(parents=True, exist_ok=True)
         self._scan()
@@ -50,7 +50,7 @@ class ShardStore:
         return sum(self._sizes.values())
 
     def missing(self, hashes: Iterable[str]) -> tuple[str, ...]:
-        """Those that are not here. Asking counts as use, so that a plan being pushed does not evict its own chunks."""
+        """Return the chunks that are not stored. The others count as used, so that a push does not evict its own chunks."""
         with self._lock:
             absent = []
             for chunk in hashes:
@@ -61,7 +61,7 @@ class ShardStore:
             return tuple(absent)
 
     def put(self, chunk: str, data: Buffer) -> None:
-        """Keep a chunk. Raises ChunkCorrupt when it does not match its hash, StoreFull when there is no room."""
+        """Store a chunk. Raises ChunkCorrupt if it does not match its hash, StoreFull if there is no room."""
         if hashlib.sha256(data).hexdigest() != chunk:
             raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")
         with self._lock:
@@ -76,13 +76,13 @@ class ShardStore:
             with self._lock:
                 self._writing_bytes -= len(data)
             raise
-        with self._lock:  # in one go: counted twice, it would push another chunk out
+        with self._lock:  # both at once: a chunk counted twice could evict another one
             self._writing_bytes -= len(data)
             self._sizes[chunk] = len(data)
             self._verified.add(chunk)
 
     def _write(self, chunk: str, data: Buffer) -> None:
-        """Whole or not at all. Without the lock: a disk takes several writes at once faster than one after the other."""
+        """Write a chunk atomically. Runs without the lock, because concurrent writes are faster than sequential ones."""
         try:
             write_atomically(self._file(chunk), data)
         except OSError as error:
@@ -92,7 +92,7 @@ class ShardStore:
             raise
 
     def verify(self, chunk: str) -> None:
-        """Check a chunk's content once per run. Raises ChunkMissing, ChunkCorrupt (and discards it)."""
+        """Check a chunk's hash, once per run. Raises ChunkMissing, or ChunkCorrupt after deleting the chunk."""
         path = self.path_of(chunk)
         if chunk in self._verified:
             return
@@ -109,7 +109,7 @@ class ShardStore:
             self._verified.add(chunk)
 
     def path_of(self, chunk: str) -> Path:
-        """Where a chunk lies. Raises ChunkMissing."""
+        """The path of a chunk's file; counts as use. Raises ChunkMissing."""
         with self._lock:
             if not self._holds(chunk):
                 raise ChunkMissing(chunk=chunk[:12], device=self._device)
@@ -117,17 +117,17 @@ class ShardStore:
             return self._file(chunk)
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
-        """Never evict these chunks of a deployment's plan; they replace its former ones.
+        """Protect the chunks of a deployment's plan from eviction, instead of its previous plan's.
 
-        Their access time tells the next start of the daemon that they were in use.
+        The access times of their files record the use for the next start of the daemon.
         """
         with self._lock:
             self._pinned[deployment] = frozenset(hashes)
             for chunk in self._pinned[deployment]:
                 if self._holds(chunk):
                     self._touch(chunk)
-                    with suppress(OSError):  # a wrong time costs an eviction in a worse order, no more
-                        written_ns = self._file(chunk).stat().st_mtime_ns  # stays: when the content came
+                    with suppress(OSError):  # a wrong time only changes the order of evictions
+                        written_ns = self._file(chunk).stat().st_mtime_ns  # not changed by the use
                         os.utime(self._file(chunk), ns=(time.time_ns(), written_ns))
 
     def unpin(self, deployment: str) -> None:
@@ -135,7 +135,7 @@ class ShardStore:
             self._pinned.pop(deployment, None)
 
     def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """A folder for large files of a moment: a temporary folder of the system may be memory."""
+        """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory."""
         self.path.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(prefix=_PROFILE_PREFIX, dir=self.path)
 
@@ -143,7 +143,7 @@ class ShardStore:
         return self.path / chunk[:2] / chunk
 
     def _holds(self, chunk: str) -> bool:
-        """Whether the chunk is here, on the disk too."""
+        """Whether the chunk is stored and its file still exists."""
         if chunk not in self._sizes:
             return False
         if self._file(chunk).is_file():
@@ -168,7 +168,7 @@ class ShardStore:
             self.total_bytes - freeable + to_come > self._max_bytes
             or self._disk_free() + freeable < to_come + _RESERVE_BYTES
         ):
-            raise self._full(num_bytes)  # before anything is evicted in vain
+            raise self._full(num_bytes)  # raised before evicting chunks in vain
         while self.total_bytes + to_come > self._max_bytes or self._disk_free() < to_come + _RESERVE_BYTES:
             if not evictable:
                 raise self._full(num_bytes)
@@ -189,7 +189,7 @@ class ShardStore:
         return shutil.disk_usage(self.path).free
 
     def _scan(self) -> None:
-        """What an earlier run left: chunks in order of their last deployment; what it had not finished is removed."""
+        """Find the chunks of earlier runs, ordered by their last deployment, and remove unfinished files."""
         for folder in self.path.glob(f"{_PROFILE_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
         for file in self.path.glob(f"*{PART_SUFFIX}"):

@@ -1,4 +1,4 @@
-"""Starts and watches worker processes; the death of one is an answer, never the daemon's end."""
+"""Starts and supervises worker processes. If one dies, its callers get an error and the daemon continues."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-# Importing torch takes 20 s on a Raspberry Pi's SD card; reading a large shard comes on top.
+# Timeout of starting a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
 LOAD_SECONDS = 300.0
-_CONNECT_SECONDS = 30.0
-_ABORT_SECONDS = 5.0
-_STOP_SECONDS = 2.0
-# Between two tokens of a generation: steps of others lie between them, and a long prompt is one of many steps.
+_CONNECT_SECONDS = 30.0  # timeout of `ConnectPeers`
+_ABORT_SECONDS = 5.0  # timeout of `Abort`, which the control thread answers while others compute
+_STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL
+# Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
 _TOKEN_SECONDS = 120.0
 
 
 class WorkerProcess:
-    """One worker. After it has died, `failure` says why and every call raises it."""
+    """One worker process. After it has died, `failure` is the cause, and every call raises it."""
 
     def __init__(self, context: zmq.asyncio.Context, device: str) -> None:
         self.epoch = 0
         self.failure: HearthError | None = None
         self._device = device
         self._life = WorkerLife()
-        self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only we can reach the socket
+        self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
         self._client = RpcClient(
             context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
         )
@@ -56,7 +56,7 @@ class WorkerProcess:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the process had resident so far; 0 where the kernel does not say."""
+        """Peak resident memory of the process; 0 if the kernel does not report it."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
         except OSError:
@@ -65,7 +65,7 @@ class WorkerProcess:
         return int(found[1]) << 10 if found else 0
 
     async def start(self, request: wire.Start) -> wire.WorkerBound:
-        """Start the process and load the shard or the segments. Raises WorkerDied, or what the worker raised."""
+        """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""
         self.epoch = request.load.plan.epoch
         self._move("start_requested")
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
@@ -88,14 +88,14 @@ class WorkerProcess:
         self._move("connected")
 
     async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:
-        """Raises the worker's error, WorkerDied when it dies, DeadlineExceeded."""
-        # The worker's own waits are bounded by the request; this bounds a worker that hangs in a GEMM.
+        """Run one request. Raises the worker's error, WorkerDied if it dies, DeadlineExceeded."""
+        # The worker bounds its own waits by the request's timeout; this longer timeout catches a worker that hangs in a GEMM.
         return await self._client.call(request, payload, timeout_seconds=3 * request.timeout_seconds + 30.0)
 
     def stream(self, request: wire.GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
-        """All answers up to GenerationEnded. Raises as `run` does. Closed early, it has the worker forget the sequence.
+        """Stream the answers up to GenerationEnded. Closing the generator early cancels the sequence. Raises as `run` does.
 
-        The first token may take as long as the requests before it do.
+        The first token has the request's timeout, because earlier requests may have to finish before it.
         """
         return self._client.stream(
             request,
@@ -106,11 +106,11 @@ class WorkerProcess:
         )
 
     async def abort(self, request: wire.Abort) -> None:
-        """Make a request fail now, or all; the worker answers them with the reason. Raises what the worker died of."""
+        """Abort one request, or all; the worker answers them with the reason. Raises `failure` if the worker has died."""
         await self._client.call(request, timeout_seconds=_ABORT_SECONDS)
 
     async def stop(self) -> None:
-        """End the process and free what belongs to it."""
+        """Stop the process and release its socket and folder."""
         self._move("stopped")
         process = self._process
         if process is not None and process.returncode is None:
@@ -133,7 +133,7 @@ class WorkerProcess:
 
     def _fail(self, error: HearthError) -> None:
         if self.state in ("failed", "stopped"):
-            return  # the first failure is the cause
+            return  # the first failure is the cause of later ones
         log.warning("%s", error)
         self.failure = error
         self._move("failed")
@@ -144,7 +144,10 @@ class WorkerProcess:
 
 
 async def run_child(module: str, request: wire.Message, timeout_seconds: float, device: str) -> wire.Message:
-    """Run a short-lived `python -m MODULE`: one message in, one out. Raises what it raised, WorkerDied, DeadlineExceeded."""
+    """Run `python -m MODULE` with one message as input, and return its one answer.
+
+    Raises the child's error, WorkerDied, DeadlineExceeded.
+    """
     try:
         ended = await run_module(module, wire.encode(request), timeout_seconds)
     except asyncio.TimeoutError:

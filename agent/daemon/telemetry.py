@@ -1,4 +1,4 @@
-"""What this device is and how it is now. Sampled only when asked: an idle daemon reads nothing."""
+"""The device's properties and current state, read only on request, so that an idle daemon uses no CPU for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agent.daemon.config import AgentSettings
 from agent.daemon.gpu import GpuReader
 from hearth.wire.messages import Telemetry
 
-_RESERVE_SHARE = 0.10  # of all memory, kept for the rest of the system when the user sets no limit
-_RESERVE_BYTES = 256 << 20
+_RESERVE_SHARE = 0.10  # fraction of all memory that is kept for the rest of the system if the user sets no limit
+_RESERVE_BYTES = 256 << 20  # minimum of that reserve
 
 
 class TelemetryReader:
-    """`root` stands for the file system's root, so that a test can show another machine's."""
+    """Reads telemetry. `root` is the root of the file system, which tests replace by that of another machine."""
 
     def __init__(self, settings: AgentSettings, gpu: GpuReader, root: Path = Path("/")) -> None:
         self._settings = settings
@@ -29,7 +29,7 @@ class TelemetryReader:
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
 
     def read(self, now: float) -> Telemetry:
-        """One sample; `now` is the wall clock in Unix seconds."""
+        """Read the current state; `now` is the wall clock in Unix seconds."""
         total, available = memory(self._root)
         frequency = _frequency()
         gpu = self._gpu.read()
@@ -57,23 +57,23 @@ class TelemetryReader:
         )
 
     def _memory_percent(self) -> float | None:
-        """The share of the whole machine holds for the memory where nothing was said of the memory itself."""
+        """The memory limit in per cent. `percent` also limits memory unless a memory limit is set."""
         said = self._settings.memory_bytes or self._settings.memory_percent
         return self._settings.memory_percent if said else self._settings.percent
 
 
 def num_threads(num_cores: int, threads: int | None, percent: float | None) -> int:
-    """How many threads a worker may compute with: what the user says, else a share of the cores, but at least one."""
+    """Number of compute threads of a worker: the user's `threads`, else `percent` of the cores, at least one."""
     if threads is not None:
         return threads
     return max(1, int(num_cores * percent / 100)) if percent is not None else num_cores
 
 
 def memory_budget(total: int, available: int, limit_bytes: int | None, limit_percent: float | None) -> int:
-    """What a worker may hold: the user's limit where there is one, else what is free less a reserve.
+    """Memory limit of a worker in bytes: the user's limit, else the available memory less a reserve.
 
-    The user's limit wins even over what is free just now: it is a promise, and other programs come and go. It never
-    exceeds all that there is.
+    The user's limit applies even if less memory is available at the moment, because other programs come and go. The result
+    is never more than the total memory.
     """
     limits = [limit for limit in (limit_bytes, int(total * limit_percent / 100) if limit_percent else None) if limit]
     if limits:
@@ -82,10 +82,10 @@ def memory_budget(total: int, available: int, limit_bytes: int | None, limit_per
 
 
 def memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Total and available bytes, no more than the cgroups of this process allow (v1 and v2).
+    """Total and available memory in bytes, within the limits of this process's cgroups (v1 and v2).
 
-    A cgroup's page cache is given back when it is asked for, as in the kernel's own MemAvailable; it is not in use.
-    Without that, a daemon that has just stored a model's chunks would report no memory for it.
+    A cgroup's page cache counts as available, as in the kernel's MemAvailable, since it can be reclaimed. Otherwise a daemon
+    that has just stored a model's chunks would report no memory for the model.
     """
     host = psutil.virtual_memory()
     total, available = host.total, host.available
@@ -99,9 +99,9 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Every cgroup that this process is in, up to the root, since each one's limit holds.
+    """All cgroups that contain this process, up to the root; the limit of each applies.
 
-    In each: the names of its limit and its usage, and what its statistics over all children begin with.
+    With each: the file names of its limit and its usage, and the prefix of statistics that include its children.
     """
     mount = root / "sys/fs/cgroup"
     v2 = ("memory.max", "memory.current", "")
@@ -123,7 +123,7 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _page_cache(cgroup: Path, prefix: str) -> int:
-    """Bytes of files that this cgroup and its children hold in memory."""
+    """Bytes of the page cache of a cgroup and its children."""
     try:
         rows = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return int(rows[f"{prefix}inactive_file"]) + int(rows[f"{prefix}active_file"])
@@ -132,13 +132,13 @@ def _page_cache(cgroup: Path, prefix: str) -> int:
 
 
 def disk_free(path: Path) -> int:
-    """Free bytes where `path` is, or will be made again when somebody has deleted it."""
+    """Free bytes on the disk of `path`, or of its nearest existing parent if it was deleted."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     return shutil.disk_usage(there).free
 
 
 def cpu_model(root: Path = Path("/")) -> str:
-    """The processor's name; on ARM boards, where it has none, the board's."""
+    """The processor's name, or the board's name on ARM boards whose processor has none."""
     try:
         for line in (root / "proc/cpuinfo").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -153,7 +153,7 @@ def cpu_model(root: Path = Path("/")) -> str:
 
 
 def temperature(root: Path = Path("/")) -> float | None:
-    """The hottest zone in degrees Celsius, or None where the system does not tell."""
+    """Temperature of the hottest thermal zone in degrees Celsius, or None if none is reported."""
     readings = [
         millidegrees / 1000
         for zone in (root / "sys/class/thermal").glob("thermal_zone*/temp")
@@ -163,12 +163,12 @@ def temperature(root: Path = Path("/")) -> float | None:
 
 
 def host_id(root: Path = Path("/")) -> str:
-    """The same for all agents on one machine; a hash, since the machine-id itself is private."""
+    """An id that is the same for all agents on one machine: a hash of the machine-id, which is confidential itself."""
     try:
         machine = (root / "etc/machine-id").read_text().strip()
     except OSError:
         machine = ""
-    if machine in ("", "uninitialized"):  # in images whose first boot is still to come (machine-id(5))
+    if machine in ("", "uninitialized"):  # an image before its first boot; see machine-id(5)
         machine = platform.node()
     return hashlib.sha256(f"hearth host {machine}".encode()).hexdigest()[:16]
 

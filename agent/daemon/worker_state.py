@@ -1,4 +1,4 @@
-"""The life of a worker process as a pure state machine."""
+"""The life cycle of a worker process as a state machine. Pure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
 
 
 class IllegalMove(Exception):
-    """A fault of ours: an event that cannot happen in this state."""
+    """A programming error: an event that is not possible in the current state."""
 
 
 @dataclass(frozen=True)
 class WorkerLife:
+    """The current state of a worker process, and how it got there."""
+
     state: WorkerState = "none"
-    history: tuple[str, ...] = ()  # every move so far
+    history: tuple[str, ...] = ()  # all transitions so far
 
     def after(self, event: WorkerEvent) -> WorkerLife:
-        """Raises IllegalMove, with the history."""
+        """Apply an event. Raises IllegalMove, with the history."""
         to = TRANSITIONS.get((self.state, event))
         if to is None:
             raise IllegalMove(f"a worker that is {self.state} cannot be {event}; so far: {', '.join(self.history)}")

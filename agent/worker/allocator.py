@@ -1,8 +1,8 @@
-"""How the C library's allocator treats a worker's large buffers.
+"""Settings of glibc's allocator for a worker's large buffers.
 
-By default glibc takes every buffer over 128 KiB fresh from the kernel and gives it back at once: each activation of each
-layer is then paged in and cleared anew, some percent of a step on small devices. A worker's buffers have the same few
-sizes in every layer, so it keeps them.
+By default, glibc maps every buffer above 128 KiB from the kernel and unmaps it when freed. The kernel then clears the pages of
+every activation of every layer, which costs several per cent of a step on small devices. A worker's buffers have the same few
+sizes in every layer, so it keeps freed ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEEP_BYTES = 256 << 20
-_MMAP_ABOVE_BYTES = 32 << 20  # glibc's own maximum; weights are larger or live long anyway
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from <malloc.h>
+_KEEP_BYTES = 256 << 20  # freed memory at the top of the heap that is not returned to the kernel
+_MMAP_ABOVE_BYTES = 32 << 20  # glibc's maximum; larger buffers are weights, which are long-lived
 
 
 def keep_freed_buffers() -> None:
-    """Call first thing in a worker's process. Elsewhere than on glibc it does nothing."""
+    """Make the allocator keep freed buffers. Call it at the start of a worker process; no effect without glibc."""
     with suppress(AttributeError, TypeError):  # no such function: musl, macOS, Windows
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MMAP_ABOVE_BYTES)
@@ -24,6 +24,6 @@ def keep_freed_buffers() -> None:
 
 
 def give_back_freed_buffers() -> None:
-    """To the kernel, once: what was kept is of no more use, and memory may be short."""
+    """Return the freed memory to the kernel, once; for use when it is not needed again soon."""
     with suppress(AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

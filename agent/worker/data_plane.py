@@ -1,4 +1,4 @@
-"""A rank's end of the data plane: the transport, the codecs of its links, and the threads that serve them."""
+"""One rank's end of the data plane: the transport, one codec per link, and the receiving and sending threads."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 def bind_transport(start: Start, copied_bytes: int | None = None) -> SocketTransport:
-    """The transport of a worker's rank; see `SocketTransport`. Raises PortInUse."""
+    """Create and bind the transport of a worker's rank; see `SocketTransport`. Raises PortInUse."""
     load = start.load
     keypair = new_keypair() if load.encrypt_data_plane else None
     return SocketTransport(load.rank, load.plan.num_ranks, start.bind_host, start.ports, keypair, copied_bytes)
 
 
 class DataPlane(ABC, Generic[T]):
-    """Two threads: one receives, one sends what is put into `_outgoing`. `codecs` holds one codec per peer.
+    """Two threads: one receives messages, one sends the items of the queue `_outgoing`. `codecs` has one codec per peer.
 
-    `dropped` counts messages that were refused.
+    `dropped` counts refused messages.
     """
 
     def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
@@ -52,11 +52,11 @@ class DataPlane(ABC, Generic[T]):
             thread.start()
 
     def wire_stats(self) -> WireStats:
-        """What the codecs of all outgoing links did since the plan was loaded."""
+        """Codec counters of all outgoing links since the plan was loaded."""
         return WireStats.sum(codec.stats for codec in self._codecs.values())
 
     def _stop(self) -> None:
-        """End the transport and the threads, once `_closing` is set and nothing waits in them any more."""
+        """Stop the transport and the threads. Call it once `_closing` is set and no thread waits for anything else."""
         self._outgoing.put(None)
         self._transport.close()
         for thread in self._threads:
@@ -65,20 +65,20 @@ class DataPlane(ABC, Generic[T]):
 
     @abstractmethod
     def _receive_loop(self) -> None:
-        """Hand messages to `_accept_or_drop` until `_closing`."""
+        """Pass received messages to `_accept_or_drop` until `_closing` is set."""
 
     @abstractmethod
     def _accept(self, received: Received) -> None:
-        """Take a message. Raises BadMessage, FrameTooLarge."""
+        """Process a message. Raises BadMessage, FrameTooLarge."""
 
     @abstractmethod
     def _send_one(self, leaving: T) -> None:
-        """Send what was put into `_outgoing`; raises nothing."""
+        """Send one item of `_outgoing`. Must not raise."""
 
     def _send_loop(self) -> None:
         while (leaving := self._outgoing.get()) is not None:
             self._send_one(leaving)
-            del leaving  # and with it the tensor
+            del leaving  # frees its tensor while waiting for the next item
 
     def _accept_or_drop(self, received: Received | None) -> None:
         if received is None:
@@ -90,5 +90,5 @@ class DataPlane(ABC, Generic[T]):
 
     def _drop(self, what: str) -> None:
         self.dropped += 1
-        if self.dropped == 1:  # one line is enough to find the cause; the count is in the status
+        if self.dropped == 1:  # log only the first one; the status contains the count
             log.warning("dropped %s", what)

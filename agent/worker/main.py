@@ -1,7 +1,7 @@
 """The worker process: `python -m agent.worker.main SOCKET LOG_LEVEL`, started by the daemon, one per deployment.
 
-Two threads: the control thread speaks with the daemon, the main thread loads, connects and computes. When the daemon goes
-away, so does the worker.
+Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. The worker
+ends when the daemon ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start
 
 log = logging.getLogger("hearth.worker")
 
-_OOM_SCORE_ADJUST = "500"  # when memory runs out the kernel kills the worker, never the daemon
-_PR_SET_PDEATHSIG = 1
+_OOM_SCORE_ADJUST = "500"  # so that the kernel kills the worker, not the daemon, when memory runs out
+_PR_SET_PDEATHSIG = 1  # prctl option, from <linux/prctl.h>
 
 _M = TypeVar("_M", bound=Message)
 
 
 class Worker:
-    """Load, connect, then run: each step waits for its message from the daemon."""
+    """The main loop of a worker: load, connect, run. The first two wait for a request of the daemon."""
 
     def __init__(self, endpoint: str) -> None:
         self._server = WorkerServer(endpoint, self._receive)
@@ -41,7 +41,7 @@ class Worker:
         self._switching = threading.Lock()
 
     def run(self) -> None:
-        """Answer the daemon for ever."""
+        """Handle the daemon's requests until the process ends."""
         self._server.start()
         self._step(Start, self._load)
         assert self._runtime is not None
@@ -52,7 +52,7 @@ class Worker:
             self._runtime.close()
 
     def _receive(self, request: bytes, message: Message, payload: list[bytes]) -> None:
-        """In the control thread."""
+        """Take a request, in the control thread."""
         if isinstance(message, Abort):
             if self._ready and self._runtime is not None:
                 self._runtime.abort(message.step, message.reason)
@@ -66,7 +66,7 @@ class Worker:
         self._runtime.handle(request, message, payload)
 
     def _step(self, expected: type[_M], do: Callable[[_M], Message]) -> None:
-        """Answer requests until `do` has succeeded with one of the expected type."""
+        """Answer requests until one of the expected type has succeeded."""
         while True:
             request, message = self._steps.get()
             try:
@@ -84,7 +84,7 @@ class Worker:
     def _connect(self, request: ConnectPeers) -> Message:
         assert self._runtime is not None
         self._runtime.connect(request)
-        with self._switching:  # from here on, requests are for the runtime
+        with self._switching:  # from here on, requests go to the runtime
             self._ready = True
             while not self._steps.empty():
                 early, message = self._steps.get()
@@ -103,9 +103,9 @@ def _not_ready(message: Message) -> StepFailed:
 
 
 def _become_a_worker(log_level: str) -> None:
-    """Die with the daemon, before it when memory runs out, and not by Ctrl-C, which goes to the daemon; log plainly."""
+    """Set up the process: end with the daemon, ignore Ctrl-C, raise the OOM score, configure logging."""
     _die_with_the_daemon()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon ends us in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
     logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
     try:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
@@ -114,7 +114,7 @@ def _become_a_worker(log_level: str) -> None:
 
 
 def _die_with_the_daemon() -> None:
-    """Linux sends SIGKILL when the parent dies; if it died before we asked, leave at once."""
+    """Have Linux send SIGKILL when the parent dies. If it has died already, exit at once."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Times calls on this device, for both profilers."""
+"""Timing of calls on this device, for both profilers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Takes samples of at least `sample_seconds`, and learns meanwhile how much of a core this process gets.
+    """Times samples of at least `sample_seconds`, and measures the CPU time that this process gets per second.
 
-    A sample spans several periods of a CPU quota (the kernel's default is 100 ms, the testbed's 4): shorter work would run
-    on what was saved up while idle. `synchronise` waits until the device has done what it was given.
+    Under a CPU quota, a sample should span several quota periods (the kernel's default is 100 ms, the testbed's 4 ms),
+    because shorter work could run on quota saved while idle. `synchronise` waits for the device to finish queued work.
     """
 
     def __init__(self, sample_seconds: float, synchronise: Callable[[], None] = lambda: None) -> None:
@@ -20,11 +20,11 @@ class Meter:
 
     @property
     def cpu_per_second(self) -> float:
-        """CPU seconds that the device does in one: its threads, or less under a quota or beside other load."""
+        """CPU seconds per second of wall time: the number of threads, or less under a quota or background load."""
         return max(self._cpu_seconds / self._wall_seconds, 0.01) if self._wall_seconds else 1.0
 
     def sample(self, run: Callable[[], object]) -> float:
-        """Mean seconds of a run, over one sample."""
+        """Mean seconds per run in one sample."""
         self._synchronise()
         start, cpu, runs, elapsed = time.perf_counter(), time.process_time(), 0, 0.0
         while elapsed < self._sample_seconds:

@@ -1,4 +1,4 @@
-"""What CUDA device torch sees: one JSON object, or null. A short-lived child of the daemon."""
+"""Print the CUDA device that torch finds as a JSON object, or null. A short-lived child process of the daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler child process: one `StartProfile` on stdin, one `Profiled` or `Failed` on stdout."""
+"""Input and output of profiler processes: a `StartProfile` on stdin, a `Profiled` or `Failed` on stdout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.wire.messages import Failed, GraphProfile, Message, Profiled, StartP
 
 
 def serve_one(measure: Callable[[StartProfile], BlockProfile | GraphProfile]) -> None:
-    """Answer the request of the daemon with what `measure` returns or raises."""
+    """Read the daemon's request and write the result of `measure`, or its HearthError."""
     answer: Message
     try:
         start = decode(sys.stdin.buffer.read())

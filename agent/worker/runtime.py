@@ -1,4 +1,4 @@
-"""The part of a worker that differs by kind of model."""
+"""The interface of the part of a worker that depends on the kind of model."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, Wor
 
 
 class Runtime(Protocol):
-    """One rank of one plan, called in this order: `load`, `connect`, then `run` in the main thread, which computes.
+    """One rank of one plan. The main thread calls `load`, `connect`, then `run`, which computes.
 
-    Meanwhile the control thread calls `handle` and `abort`, which return at once. Every request that `handle` takes without
-    raising is answered through the `answer` that the runtime was made with.
+    Meanwhile the control thread calls `handle` and `abort`, which return at once. Every request that `handle` accepts is
+    answered by calling the `answer` that was given to the runtime's constructor.
     """
 
     def load(self) -> WorkerBound:
-        """Read the rank's chunks and bind its data-plane socket."""
+        """Load the rank's chunks and bind its data-plane socket."""
 
     def connect(self, request: ConnectPeers) -> None: ...
 
     def run(self) -> None:
-        """Compute until `close`."""
+        """Compute until `close` is called."""
 
     def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
-        """Take a request. Raises BadRequest, QueueFull."""
+        """Accept a request. Raises BadRequest, QueueFull."""
 
     def abort(self, step: int | None, reason: str) -> None:
-        """Make a request fail that runs, or all of them (None)."""
+        """Fail the running request with this step number, or all (None)."""
 
     def close(self) -> None: ...
 
 
 def runtime_of(start: Start, answer: Answer) -> Runtime:
-    """The runtime for this kind of model; only its libraries are imported."""
+    """The runtime for the plan's kind of model. Imports only that kind's libraries."""
     if isinstance(start.load.parts, SegmentParts):
         from agent.worker.graph.runtime import GraphRuntime
 

@@ -1,4 +1,4 @@
-"""The worker's end of its private socket. It speaks the protocol of `hearth.wire.rpc` without an event loop."""
+"""The worker's end of its private socket to the daemon: the protocol of `hearth.wire.rpc`, without an event loop."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Answer = Callable[[bytes, Message, Sequence[Any]], None]
 
 
 class WorkerServer:
-    """Requests of the daemon in, answers out. A DEALER, not a ROUTER as `RpcServer`: the daemon is its only client.
+    """Receives the daemon's requests and sends answers. The socket is a DEALER, since the daemon is the only client.
 
-    The control thread calls `handler(request, message, payload)`, which must return at once: it may answer, or have another
-    thread do so. Errors that it raises are answered. `request` identifies the request in `answer`; with a `Cancel` it is
-    the request that is to end.
+    The control thread calls `handler(request, message, payload)`, which must return at once; any thread may call `answer`
+    later. An error that the handler raises is sent as the answer. `request` is the request's id; for a `Cancel`, it is the id
+    of the request to cancel.
     """
 
     def __init__(self, endpoint: str, handler: Handler) -> None:
@@ -31,7 +31,7 @@ class WorkerServer:
         self._handler = handler
         self._context: zmq.Context[Any] = zmq.Context.instance()
         self._answers = self._context.socket(zmq.PAIR)
-        self._answers.sndhwm = 0  # an answer from the control thread itself must not wait for it
+        self._answers.sndhwm = 0  # unlimited: the control thread also answers, and must not wait for itself
         self._answers.bind("inproc://answers")
         self._answering = threading.Lock()
 
@@ -39,7 +39,7 @@ class WorkerServer:
         threading.Thread(target=self._loop, name="control", daemon=True).start()
 
     def answer(self, request: bytes, message: Message, payload: Sequence[Any] = ()) -> None:
-        """Send an answer, from any thread. A stream is any number of answers to one request."""
+        """Send an answer. Thread-safe. A stream is several answers to one request."""
         with self._answering:
             self._answers.send_multipart([request, encode(message), *payload])
 
@@ -72,10 +72,10 @@ class WorkerServer:
 
 
 def failure_of(name: str, error: Exception) -> Failed:
-    """The answer to a request of this name that raised `error`."""
+    """The answer to a request that raised `error`. `name` is the request's type, for the log."""
     if isinstance(error, HearthError):
         return Failed.of(error)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's, for a GPU
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter: torch, on a GPU
         return Failed.of(StepFailed(device="this device", reason=f"out of memory: {error}"))
     log.error("%s failed", name, exc_info=error)
     return Failed.of(InternalError(where="the worker", reason=f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""A step's timeline, recorded only when a request asks for it."""
+"""Recording of a step's timeline, only if the request asks for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hearth.wire.framing import TileKey
 from hearth.wire.messages import TraceEvent
 
 _NOTHING = nullcontext()
-_TENSOR_CHARACTERS = 64  # the end of a tensor's name tells more than its beginning
+_TENSOR_CHARACTERS = 64  # kept from the end of a tensor's name, which is more specific than its beginning
 
 
 class Moved(NamedTuple):
-    """A tile was handed to the transport for `peer`, or arrived from it, at `seconds` of the monotonic clock."""
+    """A tile was passed to the transport for `peer`, or arrived from it, at `seconds` of the monotonic clock."""
 
     lane: Literal["send", "receive"]
     key: TileKey
@@ -31,7 +31,7 @@ class Moved(NamedTuple):
 
 
 class Recorder:
-    """Collects events; appending to a list is atomic, so the compute and communication threads share one recorder."""
+    """Collects trace events. Thread-safe, because appending to a list is atomic."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -40,7 +40,7 @@ class Recorder:
     def bar(
         self, work: Work, layer: int | None = None, tile: int | None = None, peer: int | None = None
     ) -> AbstractContextManager[None]:
-        """The time inside is one bar of the compute lane. `peer`: the rank whose heads or rows it is for."""
+        """Record the time inside the block as one compute event. `peer`: the rank for whose heads or rows it computes."""
         return self._bar(work, layer, tile, peer) if self.enabled else _NOTHING
 
     @contextmanager
@@ -55,7 +55,7 @@ class Recorder:
         )
 
     def transfer(self, moved: Moved, tensor: str = "") -> None:
-        """`tensor`: in a graph, its name."""
+        """Record a send or receive event. `tensor`: the tensor's name, for an ONNX graph."""
         if not self.enabled:
             return
         key = moved.key

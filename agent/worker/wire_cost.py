@@ -1,4 +1,4 @@
-"""What communication costs the device that computes: measured over a socket to ourselves, as part of every profile."""
+"""CPU cost of communication, measured over sockets within the process, as part of every profile."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hearth.wire.framing import TileKey, decode_tile, encode_tile
 from hearth.wire.messages import Peer
 
 _SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
-_MESSAGES = 24
+_MESSAGES = 24  # per measurement
 
 
 def wire_cost(per_second: float, casts: Casts) -> WireCost:
-    """CPU time of tiles over a socket to ourselves, shared between both ends; the device does `per_second` of it."""
+    """Measure the CPU cost of communication. `per_second` is the CPU time that the device provides per second."""
     encrypted, per_message = _socket_cost(encrypt=True)
     plain, _ = _socket_cost(encrypt=False)
     return WireCost(
@@ -33,7 +33,7 @@ def wire_cost(per_second: float, casts: Casts) -> WireCost:
 
 
 def _socket_cost(encrypt: bool) -> tuple[float, float]:
-    """CPU seconds per byte and per message at one end."""
+    """CPU seconds per byte and per message at one end: half of the cost of sending tiles to ourselves."""
     ends = [SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypt else None) for rank in range(2)]
     try:
         for rank, end in enumerate(ends):
@@ -65,7 +65,7 @@ def _socket_cost(encrypt: bool) -> tuple[float, float]:
 
 
 def _convert_cost(values: Values, casts: Casts) -> float:
-    """CPU seconds per value to encode and to decode."""
+    """CPU seconds per value, for encoding and decoding together."""
     codec = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter, casts)
     tile = np.random.default_rng(0).standard_normal((_LARGE_ROWS, _ROW_VALUES)).astype(np.float32)
     key = TileKey(0, 0, 0, Phase.GATHER_MLP, 0, 0)

@@ -1,1 +1,1 @@
-"""The `hearth` command: subcommands, their options, and output for people and programs."""
+"""The `hearth` command: subcommands, their options, and text and JSON output."""

@@ -1,4 +1,4 @@
-"""The `hearth` command: one file per subcommand, put together here."""
+"""Entry point of the `hearth` command: registers every subcommand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coordinator.cli.output import handles_errors
 
 app = typer.Typer(
     name="hearth",
-    help="Run one neural network on the small computers of your home, together.",
+    help="Run one neural network on several small computers of your home.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,13 +39,13 @@ def _version(show: bool) -> None:
 @app.callback()
 def _main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log what happens, on stderr."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Log to stderr."),
 ) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s %(levelname)s %(message)s")
 
 
 for command in (devices, plan, serve, embed, generate, chat, infer, bench_model, status, doctor, demo):
-    # At status 2, systemd does not start `hearth serve` again.
+    # systemd does not restart `hearth serve` after exit status 2 (RestartPreventExitStatus).
     app.command()(handles_errors(command, contradiction_status=2 if command is serve else 1))
 app.add_typer(key_app, name="key")
 

@@ -1,4 +1,4 @@
-"""`hearth plan MODEL --compare`: runs plans for real, one deployment after the other, beside their predictions."""
+"""`hearth plan MODEL --compare`: deploys plans one after another and compares measured with predicted times."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Comparison:
-    """One plan: the seconds of each timed step as its workers measured them, or why there are none.
+    """Measured times of one plan.
 
-    For a decoder and for a graph, each is of a request instead (see `timed_work`).
+    `step_seconds` has one value per timed step, as the workers measured it; for decoders and graphs, per request (see
+    `timed_work`). It is empty if the plan failed, and `failure` says why.
     """
 
     plan: TransformerPlan | GraphPlan
@@ -54,7 +55,7 @@ class Comparison:
 
     @property
     def error_percent(self) -> float | None:
-        """How far the prediction lies above (+) or below (-) the measured median."""
+        """Prediction error relative to the measured median; positive if the prediction is too high."""
         measured = self.median_seconds
         return 100 * (self.predicted_seconds / measured - 1) if measured else None
 
@@ -72,7 +73,7 @@ class Comparison:
 
 
 class Comparer:
-    """Deploys plans and times them. `device_changed` is the fleet's `on_change`; `report` takes a line for people."""
+    """Deploys plans and times them. `device_changed` is for the fleet's `on_change`; `report` prints a progress line."""
 
     def __init__(self, settings: CoordinatorSettings, report: Callable[[str], None]) -> None:
         self._settings = settings
@@ -80,7 +81,7 @@ class Comparer:
         self._deployment: Deployment | None = None
 
     def device_changed(self, device: Device) -> None:
-        """Fail what runs on a device that is gone, rather than wait for it."""
+        """Fail the running deployment at once if it has lost this device."""
         deployment = self._deployment
         if deployment is not None and (error := loss_of(device, deployment, loaded=False)) is not None:
             deployment.fail(error)
@@ -88,7 +89,7 @@ class Comparer:
     async def compare(
         self, planning: Planning, plans: Sequence[TransformerPlan | GraphPlan], live: Live, rounds: int
     ) -> list[Comparison]:
-        """Measure each plan; one that fails is reported, and the others still run. Cancelled, it stops its workers."""
+        """Measure each plan. A failure is reported, and the others still run. Cancellation stops the workers."""
         results = []
         for index, plan in enumerate(plans, start=1):
             numbered: Any = plan.with_epoch(live.fleet.last_epoch + index)
@@ -114,8 +115,8 @@ class Comparer:
 
 
 async def compare(planning: Planning, reach: Reach, settings: CoordinatorSettings, rounds: int) -> list[Comparison]:
-    """Plan, and run the chosen plan and the best one of each other strategy. Raises HearthError."""
-    planning.read()  # a graph without weights cannot run
+    """Plan, then run the chosen plan and the best one of each other strategy. Raises HearthError."""
+    planning.read()  # raises for a graph without weights
     comparer = Comparer(settings, report)
     name = f"{settings.name} (hearth plan --compare)"[:128]
     async with reached(planning.goal, reach, settings, name, comparer.device_changed) as live:
@@ -125,7 +126,10 @@ async def compare(planning: Planning, reach: Reach, settings: CoordinatorSetting
 
 
 def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run it; Ctrl-C and SIGTERM cancel it once, so that it cleans up undisturbed. Raises KeyboardInterrupt then."""
+    """Run `work`. The first Ctrl-C or SIGTERM cancels it; later ones are ignored while it cleans up.
+
+    Raises KeyboardInterrupt when it was cancelled.
+    """
 
     async def main() -> _T:
         task = asyncio.ensure_future(work)
@@ -147,7 +151,7 @@ def run_interruptibly(work: Coroutine[Any, Any, _T]) -> _T:
         raise KeyboardInterrupt from None
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- output ---------------------------------------------------------------------------------------------------------
 
 
 def strategy_of(plan: TransformerPlan | GraphPlan) -> str:
@@ -161,7 +165,7 @@ def label_of(plan: TransformerPlan | GraphPlan) -> str:
 
 
 def timed_work(plan: TransformerPlan | GraphPlan) -> str:
-    """What is timed, for people."""
+    """Description of the work that is timed."""
     if is_graph_plan(plan):
         return "one request alone" if plan.body.objective == "latency" else "each request of a full pipeline"
     length, new_tokens = timed_tokens(plan)
@@ -171,14 +175,15 @@ def timed_work(plan: TransformerPlan | GraphPlan) -> str:
 
 
 def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) -> None:
-    """`results` of the chosen plan first."""
+    """Print the table or JSON. `results[0]` is of the chosen plan."""
     plan = results[0].plan
     if as_json:
         asked = {"objective": plan.body.objective} if is_graph_plan(plan) else {"seq_len": plan.body.seq_len}
         plans = [result.as_json() for result in results]
         print_json({"model": plan.model.name, **asked, "rounds": rounds, "plans": plans})
         return
-    out.print(f"{plan.model.name}: {timed_work(plan)}, {rounds} times each", style="italic", soft_wrap=True)
+    runs = "1 run" if rounds == 1 else f"{rounds} runs"
+    out.print(f"{plan.model.name}: {timed_work(plan)}, {runs} each", style="italic", soft_wrap=True)
     numbers = [right(heading, no_wrap=True) for heading in ("predicted", "median", "min", "error")]
     table = Table("plan", *numbers, show_edge=False)
     for result in results:
@@ -190,16 +195,16 @@ def print_comparison(results: Sequence[Comparison], rounds: int, as_json: bool) 
         measured = map(format_seconds, (result.median_seconds, result.min_seconds))
         table.add_row(label, predicted, *measured, f"{result.error_percent:+.0f} %")
     out.print(table)
-    out.print("error: how far the prediction lies above (+) or below (-) the median.", style="dim")
+    out.print("error: the prediction relative to the median; + is too high, - is too low.", style="dim")
     out.print(describe(results))
 
 
 def describe(results: Sequence[Comparison]) -> str:
-    """Whether the plan that was chosen (the first) was right."""
+    """One sentence: whether the chosen plan (the first) was the fastest."""
     chosen = results[0].median_seconds
     others = [(each.median_seconds, label_of(each.plan)) for each in results[1:] if each.median_seconds is not None]
     if chosen is None:
-        return "The chosen plan failed, so that nothing can be said of it."
+        return "The chosen plan failed, so it cannot be compared."
     if not others:
         return "There was no other plan to compare with."
     seconds, label = min(others)

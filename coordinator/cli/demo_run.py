@@ -1,6 +1,6 @@
-"""The whole of Hearth on one machine: three real agents, a real coordinator, a real model, compared with `transformers`.
+"""The demo: agents, a coordinator and a model on one machine, compared with `transformers`.
 
-Everything runs as the programs that a home would run, with throw-away keys, on the loopback interface.
+It starts the same programs as a real home, with a temporary key, on the loopback interface.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SENTENCES = (
     "I feel like listening to jazz on the sofa.",
     "Who is ringing at the gate?",
 )
-_PROGRAMS = Path(sys.executable).parent  # those that were installed beside this Python
+_PROGRAMS = Path(sys.executable).parent  # of the scripts installed with this Python
 _LOOPBACK = "127.0.0.1"
 _START_SECONDS = 60.0
 _LATENCY_RUNS = 7
@@ -57,7 +57,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured; `answers` pair each sentence with its nearest command, `num_texts` were embedded."""
+    """Results of the demo. `answers` pairs each sentence with its nearest command; `num_texts` were embedded together."""
 
     num_texts: int
     devices: DeviceList
@@ -79,7 +79,7 @@ class DemoResult:
 
 
 def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
-    """Run it all and stop it all. Raises HearthError when a part does not come up in time."""
+    """Start all processes, measure, and stop them. Raises HearthError if one does not become ready in time."""
     texts = [*COMMANDS, *SENTENCES]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hearth-demo-")))
@@ -87,15 +87,15 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
         save_credential(key, new_home_key())
         for index in range(num_devices):
             stack.enter_context(_agent(f"device-{index + 1}", folder, key))
-        report(f"started {num_devices} agents with a throw-away key; they advertise themselves over mDNS")
+        report(f"started {num_devices} agents with a temporary key; they advertise themselves over mDNS")
         with _coordinator(folder, key, model_dir, "hmp", num_devices, report) as home:
-            report("the home is ready; asking it for sentence embeddings")
+            report("the home is ready; requesting sentence embeddings")
             vectors, latency = _measure(home, texts)
             devices, plan = home.devices(), home.status().plan
-        report("the same on one device alone, for comparison")
+        report("running the same on one device, for comparison")
         with _coordinator(folder, key, model_dir, "local", num_devices, report) as home:
             _, alone = _measure(home, texts)
-    report("the same with transformers in this machine's own Python, for comparison")
+    report("running the same with transformers in this Python, for comparison")
     reference = _reference(model_dir, texts)
     if not is_transformer_plan(plan):
         raise InternalError(where="the demo", reason="the coordinator served without a plan")
@@ -111,7 +111,7 @@ def run_demo(model_dir: Path, num_devices: int, report: Report) -> DemoResult:
 
 
 def _measure(home: Home, texts: Sequence[str]) -> tuple[np.ndarray[Any, Any], float]:
-    """The embeddings, and the median latency of several requests after the first."""
+    """The embeddings, and the median latency of several requests after a first one."""
     vectors = home.embed(texts)
     return vectors, statistics.median(home.request_embeddings(texts).latency_seconds for _ in range(_LATENCY_RUNS))
 
@@ -125,7 +125,7 @@ def _nearest(vectors: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _reference(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
-    """In a child: this process loads no torch."""
+    """Embeddings by `transformers`, in a child process: this one does not import torch."""
     done = subprocess.run(
         [sys.executable, "-m", "agent.worker.transformer.reference", str(model_dir)],
         input=json.dumps(texts),
@@ -145,7 +145,7 @@ def _reference(model_dir: Path, texts: Sequence[str]) -> np.ndarray[Any, Any]:
 
 
 def _agent(name: str, folder: Path, key: Path) -> AbstractContextManager[object]:
-    """A real `hearth-agent` with directories and ports of its own, computing with one thread."""
+    """A `hearth-agent` process with its own directories and ports, and one compute thread."""
     command = [
         str(_PROGRAMS / "hearth-agent"), "--name", name, "--key-path", str(key),
         "--state-dir", str(folder / name / "state"), "--store-dir", str(folder / name / "store"),
@@ -159,7 +159,7 @@ def _agent(name: str, folder: Path, key: Path) -> AbstractContextManager[object]
 def _coordinator(
     folder: Path, key: Path, model_dir: Path, strategy: str, num_devices: int, report: Report
 ) -> Iterator[Home]:
-    """A real `hearth serve`, and a client that waited until it is ready. Its state, with the profiles, is kept."""
+    """A `hearth serve` process; yields a client when it is ready. Keeps its state, with the profiles, for the next run."""
     command = [
         str(_PROGRAMS / "hearth"), "serve", str(model_dir), "--strategy", strategy, "--key", str(key),
         "--min-devices", str(num_devices), "--port", "0", "--state-dir", str(folder / "coordinator"),
@@ -184,7 +184,7 @@ def _connect_to(process: subprocess.Popen[bytes], key: Path, log: Path, deadline
             return connect(key=key, timeout_seconds=2.0, interfaces=[_LOOPBACK])
         except HearthError:
             if process.poll() is not None:
-                last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+                last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
                 raise InternalError(where="hearth serve", reason=last[0]) from None
             if time.monotonic() > deadline:
                 raise
@@ -199,7 +199,7 @@ def _show_news(log: Path, shown: int, report: Report) -> int:
 
 @contextmanager
 def _process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program with its output in a file; ended by its pid, whatever happens."""
+    """Run a program with its output in a file; terminates it when the context ends."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)

@@ -1,6 +1,6 @@
-"""What is wrong with this device's Hearth, and what to do: each check gives findings.
+"""The checks of `hearth doctor`: each gives findings, with advice where something is wrong.
 
-A check is a function of what was seen; the network and other programs are asked at the edge and passed in.
+Checks are functions of observed facts; what queries the network or runs programs is passed in.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PORTS = (
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's report. `do` is empty where nothing needs doing."""
+    """One line of the report. `do` is the advice, empty if nothing needs to be done."""
 
     check: str
     status: Literal["ok", "warning", "problem"]
@@ -53,14 +53,14 @@ class Finding(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a program printed, and whether it succeeded."""
+    """Output of a program, and whether it succeeded."""
 
     succeeded: bool
     text: str
 
 
 def examine(key_path: Path, interface: str | None, mdns_interfaces: list[str] | None) -> list[Finding]:
-    """Run every check; what fails is a finding."""
+    """Run every check and collect the findings."""
     found = interfaces()
     key_finding, credential = check_key(key_path)
     usable = [each.address for each in found if not each.skipped and ":" not in each.address]
@@ -89,7 +89,7 @@ def check_versions() -> Finding:
 
 
 def check_interface(found: list[Interface], preferred: str | None) -> Finding:
-    """Which interface would be advertised, and why the others would not."""
+    """Check the interface that an agent would advertise, and list why the others are skipped."""
     try:
         chosen = choose(found, preferred)
         verify_reachable(chosen)
@@ -114,7 +114,7 @@ def check_disk(state_dir: Path) -> Finding:
 
 
 def check_multicast(addresses: list[str], works: Callable[[str], bool]) -> Finding:
-    """`works(address)`: does a packet that is sent to the mDNS group from that address come back?"""
+    """Check multicast. `works(address)`: a packet sent to the mDNS group from that address comes back."""
     deaf = [address for address in addresses if not works(address)]
     if not deaf:
         return Finding("multicast", "ok", f"works on {', '.join(addresses)}")
@@ -144,7 +144,7 @@ def multicast_works(address: str) -> bool:
 
 
 def multicast_probe() -> bytes:
-    """A well-formed mDNS question that nobody has an answer to, told from others by its random name."""
+    """A valid mDNS query for a random name, which no host answers; the name identifies the probe."""
     header = struct.pack("!6H", 0, 0, 1, 0, 0, 0)
     labels = (f"hearth-doctor-{os.urandom(8).hex()}".encode(), b"local")
     name = b"".join(bytes([len(label)]) + label for label in labels) + b"\0"
@@ -152,9 +152,9 @@ def multicast_probe() -> bytes:
 
 
 def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
-    """Is a firewall active? Its rules are its owner's; we say which ports must be open.
+    """Detect an active firewall. Its rules are not interpreted: the advice names the ports that must be open.
 
-    `run(command)` gives a program's output, or None when it is not installed.
+    `run(command)` returns a program's output, or None if it is not installed.
     """
     signs: tuple[tuple[str, list[str], tuple[str, ...]], ...] = (
         ("ufw", ["ufw", "status"], ("Status: active",)),
@@ -175,7 +175,7 @@ def check_firewall(run: Callable[[list[str]], Output | None]) -> Finding:
             active.append(name)
     do = f"Make sure that these are open: {_PORTS}."
     if active:
-        return Finding("firewall", "warning", f"{', '.join(active)} filters traffic here", do)
+        return Finding("firewall", "warning", f"{', '.join(active)} filters traffic on this device", do)
     if unreadable:
         what = f"the rules of {', '.join(unreadable)} could not be read"
         return Finding("firewall", "warning", what, f"Run the doctor as root. {do}")
@@ -191,12 +191,12 @@ def _run(command: list[str]) -> Output | None:
 
 
 def check_ports(is_open: Callable[[int], bool]) -> Finding:
-    """Which of our own services answer on their default ports. An agent must answer on both of its own."""
+    """Check which Hearth services answer on their default ports. An agent must answer on both of its ports."""
     control, link, coordinator = (is_open(port) for port in (AGENT_PORT, AGENT_PORT + 1, COORDINATOR_PORT))
     if control != link:
         answers, silent = (AGENT_PORT, AGENT_PORT + 1) if control else (AGENT_PORT + 1, AGENT_PORT)
         what = f"port {answers} answers on this device, but port {silent} does not"
-        do = "An agent opens both: see `journalctl -u hearth-agent`, and what has the port (`ss -ltnp`)."
+        do = "An agent opens both: see `journalctl -u hearth-agent`, and which program uses the port (`ss -ltnp`)."
         return Finding("ports", "warning", what, do)
     agent_says = f"an agent answers on {AGENT_PORT} and {AGENT_PORT + 1}" if control else "no agent"
     coordinator_says = f"a coordinator on {COORDINATOR_PORT}" if coordinator else "no coordinator"
@@ -226,7 +226,7 @@ def check_key(path: Path) -> tuple[Finding, security.Credential | None]:
 async def look_around(
     credential: security.Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
 ) -> list[Finding]:
-    """Agents and coordinators on the network, which have `look_seconds` to answer: protocol, version, clock, how many."""
+    """Search the network for `look_seconds`: check agents (protocol, version, clock) and count coordinators."""
     coordinators: dict[str, Found] = {}
     home = security.fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
@@ -251,7 +251,7 @@ async def look_around(
 
 
 def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[Finding]:
-    """Who answered, who refused and why, their versions, and their clocks against ours (`now`, Unix)."""
+    """Check agents: refusals, versions, and clocks against `now` (this device's clock, Unix seconds)."""
     findings = [_problem("agents", error) for error in refusals]
     if not devices:
         do = (
@@ -264,14 +264,14 @@ def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now
     others = {d.name: d.welcome.version for d in devices if d.welcome.version != hearth.__version__}
     if others:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(others.items()))
-        what = f"other versions of Hearth than {hearth.__version__} here: {listed}"
+        what = f"other versions of Hearth than this device's {hearth.__version__}: {listed}"
         findings.append(Finding("agents", "warning", what, "Install the same version on every device."))
     clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
     return [*findings, check_clocks(clocks, now)]
 
 
 def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
-    """Clocks matter for logs and caches only, so a wrong one is a warning."""
+    """Compare clocks with `now`. Only logs and caches use them, so a wrong clock is a warning."""
     differences = {name: clock - now for name, clock in clocks.items()}
     wrong = [f"{name} by {off:+.0f} s" for name, off in differences.items() if abs(off) > CLOCK_TOLERANCE_SECONDS]
     if wrong:
@@ -283,9 +283,9 @@ def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
 def check_coordinators(found: list[Found]) -> Finding:
     where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in found)
     if len(found) > 1:
-        what = f"{len(found)} coordinators of this home run at once: {where}"
+        what = f"{len(found)} coordinators of this home are running: {where}"
         return Finding("coordinator", "problem", what, "Stop all but one: an agent works for one at a time.")
-    return Finding("coordinator", "ok", f"one runs at {where}" if found else "none runs")
+    return Finding("coordinator", "ok", f"one is running at {where}" if found else "none is running")
 
 
 def _problem(check: str, error: HearthError) -> Finding:

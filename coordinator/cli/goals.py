@@ -1,4 +1,4 @@
-"""The goal that the options of `plan` and `serve` describe, for both kinds of model."""
+"""Turns the options of `plan` and `serve` into a goal, for both kinds of model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 
 
 def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
-    """`options` by parameter name, as `typer.Context.params` has them. Raises BadSetting."""
+    """The goal for MODEL. `options` are the parameters by name, as in `typer.Context.params`. Raises BadSetting."""
     objective = options["objective"] or "latency"
     REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)
     for name, allowed in _CHOICES.items():
@@ -55,12 +55,12 @@ def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
 
 
 def _accuracy_budget(options: Mapping[str, Any]) -> float | None:
-    """Raises BadSetting."""
-    budget: float | None = options.get("accuracy_budget")  # of `serve` alone
+    """The validated accuracy budget, if one was given. Raises BadSetting."""
+    budget: float | None = options.get("accuracy_budget")  # `plan` lacks this option
     if budget is None:
         return None
     if not 0 < budget < math.inf:
-        raise BadSetting(setting="--accuracy-budget", reason="a relative error is above 0, such as 0.01")
+        raise BadSetting(setting="--accuracy-budget", reason="it must be a relative error above 0, such as 0.01")
     if options["wire"] != "exact":
-        raise BadSetting(setting="--accuracy-budget", reason="it chooses the format itself; leave --wire out")
+        raise BadSetting(setting="--accuracy-budget", reason="it chooses the format itself; omit --wire")
     return budget

@@ -1,4 +1,4 @@
-"""Load on a served graph, as an app would put it there: how many answers a second, and how long each took."""
+"""Load generator for a served graph: throughput and latency as an app sees them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
 
 _SEED = 20240525
-_PAUSE_SECONDS = 0.1  # after an error, so that a home that is planning again is not flooded
-_WARM_UP = 0.1  # of the time; not counted
+_PAUSE_SECONDS = 0.1  # after an error, to avoid flooding a coordinator that is re-planning
+_WARM_UP = 0.1  # fraction of the duration, before counting starts
 
 
 @dataclass(frozen=True)
 class Load:
-    """`latencies` are seconds from sending to the answer, queue included, in rising order. `errors` counts by type."""
+    """One measurement. `latencies`: seconds from request to answer, queueing included, ascending; `errors`: counts by code."""
 
     concurrency: int
     seconds: float
@@ -52,18 +52,18 @@ class Load:
         }
 
     def describe(self) -> str:
-        at_once = "1 request at a time" if self.concurrency == 1 else f"{self.concurrency} requests at once"
+        at_once = "1 request at a time" if self.concurrency == 1 else f"{self.concurrency} concurrent requests"
         failed = "".join(f", {count} {name}" for name, count in self.errors.items())
         if not self.latencies:
             return f"{at_once}: no answer in {format_seconds(self.seconds)}{failed}"
         quantiles = ", ".join(
             f"p{percent} {format_seconds(self.percentile(percent) or 0.0)}" for percent in (50, 90, 99)
         )
-        return f"{at_once}: {self.per_second:.3g} a second; {quantiles}; {len(self.latencies)} answers{failed}"
+        return f"{at_once}: {self.per_second:.3g} per second; {quantiles}; {len(self.latencies)} answers{failed}"
 
 
 def random_inputs(inputs: Sequence[ArrayInfo | Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Floats of a normal distribution; whole numbers 0 and 1, which are an index or a mask nearly everywhere."""
+    """Floats from a normal distribution; integers 0 or 1, which most models accept as indices and masks."""
     random = np.random.default_rng(_SEED)
     found: dict[str, np.ndarray[Any, Any]] = {}
     for info in inputs:
@@ -81,7 +81,7 @@ async def measure(
     seconds: float,
     timeout_seconds: float,
 ) -> Load:
-    """Keep `concurrency` requests running. Counts the answers between the warm-up and the end."""
+    """Keep `concurrency` requests in flight. Counts the answers of `seconds` seconds after the warm-up."""
     loop = asyncio.get_running_loop()
     began = loop.time() + _WARM_UP * seconds
     ends = began + seconds

@@ -1,4 +1,4 @@
-"""Options of the commands: those that several commands share, and the kinds of MODEL that each applies to."""
+"""Command-line options that several commands share, and the kinds of MODEL that each option applies to."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hearth.plan.value_formats import VALUE_NAMES
 
 # ---- any command ------------------------------------------------------------------------------------------------------
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 KeyPath = Annotated[Path | None, typer.Option(help="Key file. Default: $HEARTH_KEY, else ~/.config/hearth/key.")]
-Address = Annotated[str | None, typer.Option(help="Coordinator's host[:port]. Default: found over mDNS.")]
+Address = Annotated[str | None, typer.Option(help="Coordinator address, host[:port]. Default: discover it over mDNS.")]
 Devices = Annotated[
-    str | None, typer.Option("--devices", help="Agents where multicast is blocked: host[:port],host2[:port].")
+    str | None, typer.Option("--devices", help="Agent addresses, host[:port],host2[:port], where multicast is blocked.")
 ]
-Interfaces = Annotated[str | None, typer.Option(help="Local addresses on which to speak mDNS, with commas.")]
-Timeout = Annotated[float, typer.Option(help="Seconds to wait.", min=0.1)]
+Interfaces = Annotated[str | None, typer.Option(help="Local addresses to use for mDNS, comma-separated.")]
+Timeout = Annotated[float, typer.Option(help="Timeout in seconds.", min=0.1)]
 
 
 def interface_list(interfaces: str | None) -> list[str] | None:
@@ -37,27 +37,27 @@ _LATENCY, _THROUGHPUT = (", ".join(REGISTRY["graph"].names(objective)) for objec
 Strategy = Annotated[
     str,
     typer.Option(
-        help=f"auto, {', '.join(REGISTRY['transformer'].names())}: how the devices share the work. "
-        "For a graph: see --objective.",
+        help=f"How the devices share the work: auto, {', '.join(REGISTRY['transformer'].names())}. "
+        "For a graph, see --objective.",
         metavar="NAME",
     ),
 ]
 Objective = Annotated[
     str | None,
     typer.Option(
-        help=f"(graph) Minimise the latency of one request (default; strategies {_LATENCY}), or maximise the "
-        f"throughput of a full pipeline ({_THROUGHPUT}).",
+        help=f"(graph) latency (default): minimise the time of one request; strategies {_LATENCY}. throughput: "
+        f"maximise the rate of a full pipeline; strategies {_THROUGHPUT}.",
         metavar="WHAT",
     ),
 ]
 Dims = Annotated[
     list[str],
-    typer.Option(help="(graph) Size of a dynamic dimension, as in batch=1; may be repeated.", metavar="NAME=N"),
+    typer.Option(help="(graph) Size of a dynamic dimension, e.g. batch=1. Repeatable.", metavar="NAME=N"),
 ]
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        help=f"(graph) Seconds that a search for the best plan may take (default {DEFAULT_SECONDS:g}).",
+        help=f"(graph) Time limit of each planner's search in seconds (default {DEFAULT_SECONDS:g}).",
         min=0.1,
         max=86400,
         metavar="SECONDS",
@@ -68,12 +68,12 @@ NoCongestion = Annotated[
 ]
 SeqLen = Annotated[
     int | None,
-    typer.Option(help="Tokens that one step must hold. Default: the model's limit, at most 512.", min=1),
+    typer.Option(help="Maximum number of tokens in one step. Default: the model's limit, at most 512.", min=1),
 ]
 Context = Annotated[
     int | None,
     typer.Option(
-        help="(decoder) Tokens of a prompt and its answer together. Default: the model's limit, at most 2048.",
+        help="(decoder) Maximum number of tokens of prompt and answer together. Default: the model's limit, at most 2048.",
         min=1,
     ),
 ]
@@ -85,17 +85,24 @@ Sequences = Annotated[
         max=4096,
     ),
 ]
-Wire = Annotated[str, typer.Option(help=f"Activations on the wire: {', '.join(VALUE_NAMES)}.", metavar="FORMAT")]
+Wire = Annotated[
+    str,
+    typer.Option(
+        help=f"Number format of activations sent between devices: {', '.join(VALUE_NAMES)}.", metavar="FORMAT"
+    ),
+]
 Weights = Annotated[
     str,
-    typer.Option(help="Matrices in the devices' memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"),
+    typer.Option(
+        help="Number format of weight matrices in memory: float32, bfloat16, float16, int8, int4.", metavar="FORMAT"
+    ),
 ]
-Lz4 = Annotated[str, typer.Option(help="auto, on or off: compress activations.", metavar="WHEN")]
-Exclude = Annotated[list[str], typer.Option(help="A device to leave out; may be repeated.", metavar="NAME")]
+Lz4 = Annotated[str, typer.Option(help="Compress activations with lz4: auto, on or off.", metavar="WHEN")]
+Exclude = Annotated[list[str], typer.Option(help="Device not to use. Repeatable.", metavar="NAME")]
 Limit = Annotated[
     list[str],
     typer.Option(
-        help="Most memory of a device to use: kitchen=1.5GiB, or kitchen=50% of what its agent offers; may be repeated.",
+        help="Memory limit of a device: kitchen=1.5GiB, or kitchen=50% of what its agent offers. Repeatable.",
         metavar="NAME=SIZE",
     ),
 ]
@@ -103,17 +110,23 @@ Limit = Annotated[
 # ---- what to generate: `generate` and `chat` ----------------------------------------------------------------------------
 
 _SAMPLING = "Sampling"
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to generate. Default: the model's own, else 512.")]
+MaxTokens = Annotated[
+    int | None, typer.Option(help="Maximum number of tokens to generate. Default: the model's setting, else 512.")
+]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="0 takes the most likely token; 1 samples as the model predicts.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="0 takes the most likely token; 1 samples from the model's distribution.", rich_help_panel=_SAMPLING
+    ),
 ]
 TopK = Annotated[
     int | None, typer.Option(help="Sample from the k most likely tokens (0 disables).", rich_help_panel=_SAMPLING)
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(help="Sample from the most likely tokens up to this total probability.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="Sample from the smallest set of likely tokens with this total probability.", rich_help_panel=_SAMPLING
+    ),
 ]
 MinP = Annotated[
     float | None,
@@ -125,9 +138,9 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option(help="Repeats an answer: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Random seed: the same seed gives the same tokens.", rich_help_panel=_SAMPLING),
 ]
-AnswerTimeout = Annotated[float, typer.Option(help="Seconds for a whole answer.", min=0.1)]
+AnswerTimeout = Annotated[float, typer.Option(help="Timeout of the whole answer in seconds.", min=0.1)]
 
 # ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +153,7 @@ _TITLES: Mapping[Kind, str] = {
     "graph": "a graph of operators",
     "instance": "a placement problem, with its own devices",
 }
-# Options of `plan` and `serve` by parameter name, with the kinds of MODEL that they are for; all others are for every kind.
+# Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
 CAPABILITIES: Mapping[str, frozenset[Kind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "weights", "accuracy_budget"), _TRANSFORMER),
     **dict.fromkeys(("dim", "cluster"), _GRAPH),
@@ -148,7 +161,7 @@ CAPABILITIES: Mapping[str, frozenset[Kind]] = {
     **dict.fromkeys(("compare", "rounds", "timeline", "save_profile", "load_profile"), _TRANSFORMER | _GRAPH),
     **dict.fromkeys(("save", "exclude", "limit"), _TRANSFORMER | _GRAPH),
 }
-# Options of `serve` that describe what to do with MODEL.
+# Options of `serve` that require MODEL.
 OF_MODEL = (
     "plan", "strategy", "objective", "dim", "time_limit", "no_congestion", "seq_len", "context", "sequences", "weights",
     "wire", "lz4", "accuracy_budget", "exclude", "limit",
@@ -156,7 +169,7 @@ OF_MODEL = (
 
 
 def given(context: typer.Context) -> dict[str, str]:
-    """The options on the command line: how each is spelled, by parameter name."""
+    """Options given on the command line: the option string by parameter name."""
     return {
         each.name: each.opts[0]
         for each in context.command.params
@@ -165,12 +178,12 @@ def given(context: typer.Context) -> dict[str, str]:
 
 
 def check_kind(context: typer.Context, model: Path) -> Kind:
-    """The kind of MODEL. Raises BadSetting for an option that is not for it."""
+    """Return the kind of MODEL. Raises BadSetting for an option that does not apply to it."""
     kind = kind_of(model)
     for name, option in given(context).items():
         kinds = CAPABILITIES.get(name, get_args(Kind))
         if kind not in kinds:
-            raise BadSetting(setting=option, reason=f"it is for {_names(kinds)}, and {model} is {_TITLES[kind]}")
+            raise BadSetting(setting=option, reason=f"it applies to {_names(kinds)}, but {model} is {_TITLES[kind]}")
     return kind
 
 

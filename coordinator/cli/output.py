@@ -1,4 +1,4 @@
-"""What the commands share: consoles, JSON, files, and errors as one clear line."""
+"""Output helpers of the commands: consoles, JSON, files, and errors as one line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ err = Console(stderr=True, highlight=False)
 
 
 def report(line: str) -> None:
-    """A line about progress, for people."""
+    """Print a progress line or a note to stderr."""
     err.print(line, soft_wrap=True)
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout, for programs."""
+    """Print one JSON object to stdout."""
     typer.echo(json.dumps(value, indent=1, default=str))
 
 
 def write_file(option: str, path: Path, data: str | bytes) -> None:
-    """Write the file that an option names. Raises BadSetting."""
+    """Write the file that `option` names. Raises BadSetting."""
     try:
         write_atomically(path, data)
     except OSError as error:
@@ -40,9 +40,9 @@ def write_file(option: str, path: Path, data: str | bytes) -> None:
 
 
 def handles_errors(command: Callable[P, R], contradiction_status: int = 1) -> Callable[P, R]:
-    """A user's mistake ends in one line on stderr (with `--json`: an object on stdout) and exit status 1, no traceback.
+    """Report a HearthError as one line on stderr (with `--json` also as an object on stdout) instead of a traceback.
 
-    `contradiction_status` is for errors that another attempt cannot mend.
+    The exit status is 1, or `contradiction_status` for errors that a retry cannot fix; 130 after Ctrl-C.
     """
 
     @functools.wraps(command)

@@ -1,1 +1,1 @@
-"""Bring a plan up: push chunks, start and connect workers."""
+"""Deploy a plan: push weight chunks, start and connect workers."""

@@ -1,6 +1,6 @@
-"""One deployed plan: bring the weights, start and connect the workers, send requests to all of them, stop them.
+"""One deployed plan: push the weights, start and connect the workers, send requests to them, stop them.
 
-It ends when it fails or is closed. The kinds of model add what they ask (`transformer`, `graph`).
+A deployment ends when it fails or is closed. Subclasses add the requests of their kind of model (`transformer`, `graph`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
-_LOAD_SECONDS = 320.0  # above the agent's own limit, so that its error, which says more, comes first
-_CONNECT_SECONDS = 35.0  # above the worker's own limit, for the same reason
-_UNLOAD_SECONDS = 5.0
-# After a first failure: other ranks may report one that is closer to the cause, and a heartbeat a lost device.
+_LOAD_SECONDS = 320.0  # above the agent's own timeout, so that its more specific error comes first
+_CONNECT_SECONDS = 35.0  # above the worker's own timeout, for the same reason
+_UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped
+# Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat may report a lost device.
 _CAUSE_SECONDS = 0.5
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Weights:
-    """By rank: the chunks that it needs, and how its worker puts them together."""
+    """For each rank: the chunks that it needs, and how its worker assembles them."""
 
     chunks: Sequence[Sequence[Chunk]]
     parts: Sequence[wire.ShardParts | wire.SegmentParts]
@@ -48,23 +48,23 @@ class Weights:
 
 @dataclass(frozen=True)
 class Result(Generic[R]):
-    """The outputs of a request, and what it took."""
+    """The outputs of a request, with its times and traces."""
 
     outputs: R
-    latency_seconds: float  # as the coordinator saw it
-    step_seconds: float  # as the workers saw it: without the way to them and back, like the prediction of a plan
+    latency_seconds: float  # measured by the coordinator
+    step_seconds: float  # measured by the workers: excludes the round trip to them, like the prediction of a plan
     compute_seconds: tuple[float, ...]  # busy time of each rank
     traces: tuple[wire.DeviceTrace, ...]
 
 
 class Deployment:
-    """The workers of `plan`, one on each of its devices. `fail` may be called from outside, when a device is lost."""
+    """The workers of `plan`, one on each of its devices. The owner calls `fail` when a device is lost."""
 
     def __init__(self, fleet: Fleet, plan: Plan, name: str = DEFAULT_DEPLOYMENT) -> None:
         self.plan = plan
         self.name = name
-        self.sent_bytes = self.passed_bytes = 0  # weights that the coordinator sent, and that devices passed on
-        self.weight_error = 0.0  # of quantised matrices: relative, root mean square, of the worst device
+        self.sent_bytes = self.passed_bytes = 0  # weights sent by the coordinator, and forwarded by devices
+        self.weight_error = 0.0  # of quantised matrices: relative, root mean square, on the worst device
         self.wire = wire.WireStats()
         self.dropped_messages = 0
         self._fleet = fleet
@@ -78,7 +78,7 @@ class Deployment:
 
     @property
     def command(self) -> dict[str, Any]:
-        """The fields of every `PlanCommand` to these workers."""
+        """The common fields of every `PlanCommand` to these workers."""
         return {"holder": self._fleet.holder, "deployment": self.name, "epoch": self.epoch}
 
     @property
@@ -86,14 +86,14 @@ class Deployment:
         return self._failed.result() if self._failed.done() else None
 
     def fail(self, error: HearthError) -> None:
-        """A device or worker of this plan is gone: whatever runs ends with `error`."""
+        """Mark the deployment as failed: running and later requests raise `error`. Only the first call counts."""
         if not self._failed.done():
             self._failed.set_result(error)
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
     async def push(self, weights: AbstractAsyncContextManager[Weights], progress: Progress) -> None:
-        """Bring every device the chunks that it needs and does not have. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
+        """Send every device the chunks that it needs and lacks. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
         async with weights as opened:
             distribution = Distribution(self._fleet, progress)
             try:
@@ -104,7 +104,7 @@ class Deployment:
             self._parts = opened.parts
 
     async def load(self, links: Mapping[tuple[str, str], Link], encrypt: bool) -> None:
-        """Start the workers on what was pushed, and connect them once all are bound."""
+        """Start the workers with the pushed weights; once all have bound their sockets, connect them. Raises as `all_of`."""
         token, devices = secrets.token_bytes(16), self.plan.devices
 
         def start(rank: int) -> Awaitable[wire.WorkerBound]:
@@ -140,8 +140,8 @@ class Deployment:
         await self.all_of(map(connect, range(self.plan.num_ranks)))
 
     async def close(self) -> None:
-        """Stop the workers, so that the next plan finds their memory free."""
-        self.fail(StepFailed(device="the coordinator", reason="the plan was taken down"))
+        """Stop the workers, which frees their memory for the next plan. Errors are ignored."""
+        self.fail(StepFailed(device="the coordinator", reason="the plan was unloaded"))
         request = wire.Unload(**self.command)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
@@ -162,16 +162,16 @@ class Deployment:
         output: Literal["hidden", "mean"] = "hidden",
         values: Values | None = None,
     ) -> Result[R]:
-        """One request on all ranks, with `inputs` by rank; `join` makes the outputs of those of all ranks.
+        """Run one request on all ranks. `inputs` are by rank; `join` combines the ranks' outputs into the result.
 
-        A rank waits `wait_seconds` for a peer, and the coordinator `answer_seconds` for a rank. Raises the error at the
-        cause of a failure, not those that followed from it.
+        A rank waits at most `wait_seconds` for a peer, the coordinator at most `answer_seconds` for a rank. Raises the error
+        that caused a failure rather than its consequences on other ranks.
         """
         if self.failure is not None:
             raise self.failure
         self._step += 1
         step = self._step
-        # An array that several ranks take is packed once.
+        # Pack an array that several ranks receive only once.
         frames = {id(array): pack_array(array) for of_rank in inputs for array in of_rank.values()}
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -216,7 +216,7 @@ class Deployment:
         )
 
     async def all_of(self, calls: Iterable[Awaitable[T]], abort: wire.Abort | None = None) -> list[T]:
-        """The results of calls, all at once. At the first failure `abort` goes to all ranks and the cause is raised."""
+        """Await all calls concurrently. At the first failure, send `abort` to all ranks and raise the error that caused it."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             while (pending := {task for task in tasks if not task.done()}) and not (self.failure or _errors_of(tasks)):
@@ -229,9 +229,9 @@ class Deployment:
             await cancel_all(tasks)
 
     async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
-        """End on all ranks what these tasks wait for, and return the error that the others follow from.
+        """Abort the request on all ranks and return the error that caused the others.
 
-        A deployment that failed as a whole is taken down anyway: then nothing is left to abort or to wait for.
+        If the whole deployment has failed it is unloaded anyway, so there is nothing to abort or to wait for.
         """
         aborts: list[asyncio.Future[Any]] = []
         if self.failure is None:
@@ -248,7 +248,7 @@ class Deployment:
 
 
 def _errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
-    """The errors of those that failed. An exception that is no HearthError is raised."""
+    """The HearthErrors of failed tasks. Raises any other exception."""
     found = []
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -259,7 +259,7 @@ def _errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
 
 
 def loss_of(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
-    """The error that a device's state means for a deployment, if it is on it, which is `loaded` or still being brought up."""
+    """The error if this state of a device breaks a deployment, else None. `loaded`: its workers should be running."""
     if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
         return None
     if device.health in ("dead", "busy"):

@@ -1,7 +1,7 @@
-"""Brings every device the chunks that its shard needs and that it lacks: from devices that have them, else from here.
+"""Distributes weight chunks: every device gets those that it lacks, from other devices or from the coordinator.
 
-Each chunk leaves the coordinator at most once, and is passed on as soon as a device has it (`spread` decides). Nothing is
-sent that a store already has, so that an interrupted push goes on where it was.
+Normally the coordinator sends each chunk at most once; a device that has it forwards it to the others (see `spread`).
+Chunks that a device already stores are not sent again, so an interrupted push resumes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hearth.platform.asyncio_tools import all_or_first_error, cancel_all
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
 
-Progress = Callable[[str, int, int], None]  # device name, bytes that came, bytes to come in all
+Progress = Callable[[str, int, int], None]  # device name, bytes received, bytes needed in total
 
-# On their way from here: enough per device to hide the round trip and the writing on its disk, and a bound in all on
-# what the coordinator holds of a model. A device to which nothing is on its way always gets a chunk.
+# Limits of the bytes in flight from the coordinator. Per device: enough to hide the round trip and its disk writes. In
+# total: bounds the coordinator's memory. A device with nothing in flight always gets a chunk.
 _DEVICE_WINDOW_BYTES = 8 << 20
 _WINDOW_BYTES = 32 << 20
-_CHUNK_SECONDS = 120.0
-# What a device fetches from another before it reports: some seconds' worth, so that a slow one is noticed in time.
+_CHUNK_SECONDS = 120.0  # timeout for sending one chunk
+# Bytes that a device fetches from another in one request: about 3 s worth, so that a slow source is noticed in time.
 _LEAST_BATCH_BYTES = 4 << 20
 _MOST_BATCH_BYTES = 32 << 20
-_BATCH_AIM_SECONDS = 3.0
-_BATCH_SECONDS = 55.0  # for one batch; what has not come by then comes from elsewhere
+_BATCH_AIM_SECONDS = 3.0  # intended time of a batch, from the rate of the last one
+_BATCH_SECONDS = 55.0  # timeout of one batch; chunks missing by then come from another source
 
 
 class Distribution:
-    """The chunks of one plan. `sent_bytes` left the coordinator, `passed_bytes` went from device to device."""
+    """Distributes the chunks of one plan. `sent_bytes`: sent by the coordinator; `passed_bytes`: forwarded by devices."""
 
     def __init__(self, fleet: Fleet, progress: Progress) -> None:
         self.sent_bytes = 0
@@ -43,12 +43,12 @@ class Distribution:
         self._progress = progress
         self._totals: dict[str, int] = {}
         self._done: dict[str, int] = defaultdict(int)
-        self._in_flight: dict[str, int] = defaultdict(int)  # bytes on their way from here, by device
+        self._in_flight: dict[str, int] = defaultdict(int)  # bytes in flight from the coordinator, by device
         self._spread = Spread({}, {})
-        self._changed = asyncio.Event()  # replaced at every change
+        self._changed = asyncio.Event()  # set, then replaced, at every change
 
     async def run(self, needed: Mapping[str, Sequence[Chunk]]) -> None:
-        """Bring each device, named by its id, the chunks that it needs and does not have.
+        """Send each device the chunks that it needs and lacks. `needed`: chunks by device id.
 
         Raises BadCheckpoint, StoreFull, DeviceLost, ...
         """
@@ -72,7 +72,7 @@ class Distribution:
         return [chunk for chunk in chunks if chunk.hash in missing]
 
     async def _held(self, hashes: set[str]) -> dict[str, set[str]]:
-        """Which of these every device of the home has; one that does not answer has none."""
+        """Which of these hashes each usable device has. A device that does not answer is left out."""
         if not hashes:
             return {}
 
@@ -91,7 +91,7 @@ class Distribution:
         return set((await self._fleet.ask(device, request, ChunksMissing)).hashes)
 
     def _change(self) -> None:
-        """Wake all that wait for something to do."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -108,10 +108,10 @@ class Distribution:
     def _report(self, device: str) -> None:
         self._progress(self._fleet.devices[device].name, self._done[device], self._totals[device])
 
-    # ---- from here --------------------------------------------------------------------------------------------------
+    # ---- from the coordinator ---------------------------------------------------------------------------------------
 
     async def _send_to(self, target: str) -> None:
-        """Whatever has to come from here, until `target` has all."""
+        """Send `target` the chunks that must come from the coordinator, until it has all it needs."""
         puts: set[asyncio.Task[None]] = set()
         try:
             async with self._fleet.bulk(target) as connection:
@@ -143,7 +143,7 @@ class Distribution:
     # ---- from device to device --------------------------------------------------------------------------------------
 
     async def _pass_on(self, source: str, target: str) -> None:
-        """Have `target` fetch what `source` has, batch by batch, as long as there may be any."""
+        """Have `target` fetch chunks from `source` in batches, until it needs no more or `source` has failed it."""
         most_bytes = _LEAST_BATCH_BYTES
         while not self._spread.gives_up(source, target):
             batch = self._spread.from_device(source, target, _LEAST_BATCH_BYTES, most_bytes)
@@ -163,7 +163,7 @@ class Distribution:
             self._change()
 
     async def _fetch(self, source: str, target: str, batch: Sequence[Chunk]) -> set[str]:
-        """The hashes that did not come: the source is slow, or gone, or its chunk is damaged."""
+        """Fetch a batch; returns the missing hashes: the source is slow or gone, or its chunk is damaged."""
         hashes = tuple(chunk.hash for chunk in batch)
         request = partial(FetchChunks, holder=self._fleet.holder, hashes=hashes, seconds=_BATCH_SECONDS)
         there, here = self._fleet.devices[source], self._fleet.devices[target]

@@ -1,4 +1,4 @@
-"""Deployments of ONNX graphs: the chunks of their segments, and requests that run through the pipeline side by side."""
+"""Deployments of ONNX graphs: chunks of the segments, and concurrent requests through the pipeline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.messages import SegmentParts
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
-_SPARE = 4  # requests that a worker takes above `max_in_flight`: one that failed here may still be running there
-_LATE_SECONDS = 5.0  # added to the worker's own timeout, so that its error, which says more, comes first
+_SPARE = 4  # requests that a worker accepts above `max_in_flight`: a failed request may still run on other workers
+_LATE_SECONDS = 5.0  # added to the worker's own timeout, so that its more specific error comes first
 
 
 @asynccontextmanager
 async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterator[Weights]:
-    """The chunks of every rank's segments. Raises BadModelFile."""
+    """The weight chunks of every rank's segments. Raises BadModelFile."""
     segments = plan.body.segments
     made = [await asyncio.to_thread(chunks.of, segment) for segment in segments]
     by_rank = [
@@ -42,7 +42,7 @@ async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterat
 
 
 class GraphDeployment(Deployment):
-    """`max_in_flight` requests at once keep every stage busy; it is up to the caller to send no more."""
+    """`max_in_flight` concurrent requests keep every stage busy; the caller must not send more."""
 
     plan: GraphPlan
 
@@ -55,12 +55,12 @@ class GraphDeployment(Deployment):
         ]
 
     async def infer(self, inputs: Mapping[str, np.ndarray[Any, Any]], trace: bool = False) -> Result[Arrays]:
-        """One request through all ranks. Raises as `run` does."""
+        """Run one request through all ranks. Raises as `run` does."""
 
         def join(by_rank: Sequence[Arrays]) -> Arrays:
             made = {name: array for arrays in by_rank for name, array in arrays.items()}
             if missing := [name for name in self.plan.model.outputs if name not in made]:
-                raise BadMessage(reason=f"no worker gave the output {missing[0]}")
+                raise BadMessage(reason=f"no worker returned the output {missing[0]}")
             return {name: made[name] for name in self.plan.model.outputs}
 
         wait = self.plan.wait_seconds()

@@ -1,4 +1,4 @@
-"""Chunks of a segment: those of its ONNX protobuf, and those of each weight by itself, so that another cut keeps them."""
+"""Chunks of a segment: its ONNX protobuf, and each weight separately, so that another cut reuses the weights' chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hearth.wire.messages import ArrayChunks, SegmentFiles
 
 
 class SegmentChunks:
-    """The chunks of one model's segments. A weight is hashed once, whatever cuts come."""
+    """The chunks of one model's segments. Each weight is hashed once and reused for every cut."""
 
     def __init__(self, graph: Graph) -> None:
         assert graph.model is not None
@@ -27,7 +27,7 @@ class SegmentChunks:
         self._weights: dict[str, tuple[Chunk, ...]] = {}
 
     def of(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
-        """How a device puts the segment together, and of what. Raises BadModelFile for a weight whose type has no name."""
+        """How a device assembles the segment, and its chunks. Raises BadModelFile for a weight that cannot be described."""
         from coordinator.models.onnx.file import dtype_name
         from coordinator.models.onnx.segments import segment_model
 

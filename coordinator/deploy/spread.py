@@ -1,9 +1,9 @@
-"""Which chunk comes to which device from where, decided step by step as chunks arrive. Pure.
+"""Chunk scheduler: decides which source sends which chunk to which device, as chunks arrive. Pure.
 
-A chunk that no device has leaves the coordinator once, for the first device that lacks it and has room. From then on the
-devices pass it on, while the coordinator sends others: where all need everything, its uplink carries the model once,
-and every device's link as much. A device that does not give what it has is asked no more, and another, or the
-coordinator, takes its place.
+The coordinator sends a chunk that no device has once, to the first device that lacks it and has room. The devices then
+forward it among themselves while the coordinator sends others. If all devices need the whole model, it crosses the
+coordinator's uplink once and each device's downlink once. A source that delivers nothing is not asked again by that
+target; another device or the coordinator replaces it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """Part of the weights of a model, named by the SHA-256 of its bytes. `read` returns them, from any thread."""
+    """Part of a model's weights, named by the SHA-256 of its bytes. `read` returns the bytes; any thread may call it."""
 
     hash: str
     num_bytes: int
@@ -22,23 +22,23 @@ class Chunk(NamedTuple):
 
 
 class Spread:
-    """What is still lacking where, who has what, and what is on its way. Devices are named by their ids."""
+    """The chunks that each device has, lacks and is receiving. Devices are named by their ids."""
 
     def __init__(self, lacking: Mapping[str, Sequence[Chunk]], held: Mapping[str, Collection[str]]) -> None:
-        """`lacking` are the chunks that each device needs and has not; `held` the hashes that each device has."""
+        """`lacking`: chunks that each device needs and does not have; `held`: hashes that each device has."""
         wanting = Counter(chunk.hash for chunks in lacking.values() for chunk in chunks)
-        self._wanted: dict[str, dict[str, Chunk]] = {  # neither there nor on their way; those that most want first
+        self._wanted: dict[str, dict[str, Chunk]] = {  # not present and not in flight; most-needed first
             target: {chunk.hash: chunk for chunk in sorted(chunks, key=lambda chunk: -wanting[chunk.hash])}
             for target, chunks in lacking.items()
         }
-        self._on_way: Counter[str] = Counter()  # by target
-        self._on_way_from_here: Counter[str] = Counter()
-        self._coming: dict[str, str] = {}  # hash: where it goes from here just now
+        self._on_way: Counter[str] = Counter()  # number of chunks in flight, by target
+        self._on_way_from_here: Counter[str] = Counter()  # of them, from the coordinator
+        self._coming: dict[str, str] = {}  # hash: device to which the coordinator is sending it
         self._holders: dict[str, set[str]] = defaultdict(set)
-        # Candidates, in order. What is found to be no longer wanted, or to come otherwise, is dropped on the way.
+        # Queues of candidate hashes. Entries that are no longer needed, or that another source sends, are dropped when taken.
         self._for_here = {target: deque(wanted) for target, wanted in self._wanted.items()}
         self._offers: dict[tuple[str, str], deque[str]] = defaultdict(deque)  # by (source, target)
-        self._refused: set[tuple[str, str]] = set()  # pairs (source, target) that are asked no more
+        self._refused: set[tuple[str, str]] = set()  # pairs (source, target) given up
         self._refused_chunks: set[tuple[str, str, str]] = set()  # (source, target, hash)
         for device, hashes in held.items():
             for each in hashes:
@@ -47,17 +47,17 @@ class Spread:
             self._offer_all(target)
 
     def complete(self, target: str) -> bool:
-        """Whether everything is there that `target` lacked."""
+        """Whether `target` has everything it needs."""
         return not self._wanted[target] and not self._on_way[target]
 
     def gives_up(self, source: str, target: str) -> bool:
-        """Whether nothing will ever go from `source` to `target` again."""
+        """Whether `source` will send nothing more to `target`."""
         return self.complete(target) or (source, target) in self._refused
 
-    # ---- what to move now ------------------------------------------------------------------------------------------
+    # ---- next transfers --------------------------------------------------------------------------------------------
 
     def from_here(self, target: str) -> Chunk | None:
-        """The next chunk for the coordinator to send to `target`; it counts as on its way. None: there is none now."""
+        """The next chunk for the coordinator to send to `target`, marked as in flight; None if there is none now."""
         queue, wanted = self._for_here[target], self._wanted[target]
         while queue:
             each = queue.popleft()
@@ -70,9 +70,9 @@ class Spread:
         return None
 
     def from_device(self, source: str, target: str, least_bytes: int, most_bytes: int) -> list[Chunk]:
-        """Chunks that `source` passes on to `target` next; they count as on their way. Empty: there are none now.
+        """The next chunks for `source` to send to `target`, marked as in flight; empty if there are none now.
 
-        As long as `source` still gets chunks from the coordinator, it collects at least `least_bytes` first.
+        While `source` still receives chunks from the coordinator, batches below `least_bytes` are held back.
         """
         offers, wanted = self._offers[source, target], self._wanted[target]
         taken: list[Chunk] = []
@@ -93,10 +93,10 @@ class Spread:
         self._on_way[target] += len(taken)
         return taken
 
-    # ---- what became of it -----------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------------
 
     def arrived(self, source: str | None, target: str, chunks: Iterable[Chunk]) -> None:
-        """These are now at `target`. `source` None: they came from the coordinator."""
+        """Record chunks that `target` received. `source` None: from the coordinator."""
         for chunk in chunks:
             self._on_way[target] -= 1
             if source is None:
@@ -105,7 +105,7 @@ class Spread:
             self._has(target, chunk.hash)
 
     def missed(self, source: str, target: str, chunks: Sequence[Chunk], nothing_came: bool) -> None:
-        """These did not come from `source`: others bring them. Where nothing came at all, it is asked no more."""
+        """Record chunks that `source` did not deliver; other sources will. `nothing_came`: give the pair up."""
         if nothing_came:
             self._refused.add((source, target))
         for chunk in chunks:
@@ -115,17 +115,17 @@ class Spread:
         self._offer_all(target)
         self._for_here[target] = deque(self._wanted[target])
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------------------------
 
     def _offer_all(self, target: str) -> None:
-        """What `target` wants, from all that have it."""
+        """Queue the chunks that `target` needs at every device that has them."""
         for each in self._wanted[target]:
             for holder in self._holders[each]:
                 if holder != target and self._may_give(holder, target, each):
                     self._offers[holder, target].append(each)
 
     def _has(self, device: str, each: str) -> None:
-        """From now on: whoever wants it may have it from there."""
+        """Record that `device` has a chunk, and queue it for the devices that need it."""
         self._holders[each].add(device)
         for target, wanted in self._wanted.items():
             if each in wanted and self._may_give(device, target, each):
@@ -135,7 +135,7 @@ class Spread:
         return (source, target) not in self._refused and (source, target, each) not in self._refused_chunks
 
     def _comes_otherwise(self, each: str, target: str) -> bool:
-        """Whether another device has it, or gets it just now, and may give it to `target`."""
+        """Whether another device has the chunk or is receiving it, and may send it to `target`."""
         devices = set(self._holders[each])
         if each in self._coming:
             devices.add(self._coming[each])

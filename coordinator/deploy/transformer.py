@@ -1,4 +1,4 @@
-"""Deployments of transformers: their weights, steps that run one at a time, and generations that run side by side."""
+"""Deployments of transformers: their weights, steps (one at a time) and concurrent text generations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hearth.wire.rpc import Reply
 
 @asynccontextmanager
 async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> AsyncIterator[Weights]:
-    """The chunks of every rank's shard; the checkpoint stays open inside. Raises BadCheckpoint."""
+    """The weight chunks of every rank's shard. The checkpoint is open inside the context. Raises BadCheckpoint."""
     with Checkpoint(model_dir) as checkpoint:
         manifest = await asyncio.to_thread(cached_manifest, checkpoint, plan.model, cache_dir)
         refs = [chunks_for_rank(manifest, plan, rank) for rank in range(plan.num_ranks)]
@@ -41,13 +41,13 @@ async def shard_weights(model_dir: Path, plan: TransformerPlan, cache_dir: Path)
 
 
 class TransformerDeployment(Deployment):
-    """Steps run one at a time, which is up to the caller; generations run side by side."""
+    """The caller must run steps one at a time; generations may run concurrently."""
 
     plan: TransformerPlan
 
     def __init__(self, fleet: Fleet, plan: TransformerPlan, name: str = DEFAULT_DEPLOYMENT) -> None:
         super().__init__(fleet, plan, name)
-        self.values: Values | None = None  # of activations in steps; None: as the plan says
+        self.values: Values | None = None  # activation format of steps; None: the plan's
 
     async def run_step(
         self,
@@ -57,9 +57,9 @@ class TransformerDeployment(Deployment):
         trace: bool = False,
         values: Values | None = None,
     ) -> Result[np.ndarray[Any, Any]]:
-        """One forward pass on all ranks. Raises as `run` does.
+        """Run one forward pass on all ranks. Raises as `run` does.
 
-        The outputs are [T,H] for hidden output; for mean output [N,H], sums over all rows of each sequence.
+        The outputs are hidden states [T,H] for "hidden", and row sums of each sequence [N,H] for "mean".
         """
 
         def join(arrays: Sequence[dict[str, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
@@ -67,7 +67,7 @@ class TransformerDeployment(Deployment):
             if output == "hidden":
                 return np.concatenate(parts)
             rows: np.ndarray[Any, Any] = parts[0].copy()
-            for part in parts[1:]:  # in rank order, so that results repeat bit for bit
+            for part in parts[1:]:  # in rank order, so that results are bit-reproducible
                 rows += part
             return rows
 
@@ -84,10 +84,10 @@ class TransformerDeployment(Deployment):
         first_index: int,
         timeout_seconds: float,
     ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
-        """Rank 0 continues a prompt [T] int32: tokens as they come, then the end. Closed early, it forgets the sequence.
+        """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
-        `timeout_seconds` bounds the wait for each answer. Raises as `run` does, for all sequences that run; an error of
-        the scope `request` leaves the others alone.
+        `timeout_seconds` bounds the wait for each reply. Raises as `run` does; except for errors of scope `request`, a
+        failure ends all running sequences.
         """
         if self.failure is not None:
             raise self.failure
@@ -106,7 +106,7 @@ class TransformerDeployment(Deployment):
                     return
 
     async def _next(self, replies: AsyncGenerator[Reply, None]) -> Reply:
-        """The next reply. Raises the error that ended the stream, or the deployment while it was waited for."""
+        """The next reply. Raises the error that ended the stream or the deployment."""
 
         async def following() -> Reply | HearthError:
             try:
@@ -114,7 +114,7 @@ class TransformerDeployment(Deployment):
             except HearthError as error:
                 if error.scope != "request":
                     raise
-                return error  # of this sequence alone: the others go on
+                return error  # concerns this sequence alone: do not abort the others
 
         (reply,) = await self.all_of([following()], Abort(**self.command, reason=""))
         if isinstance(reply, HearthError):

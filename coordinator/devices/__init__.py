@@ -1,1 +1,1 @@
-"""Which devices are there, and what was measured on them."""
+"""The devices of the home: connections, health and measured profiles."""

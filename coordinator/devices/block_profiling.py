@@ -1,4 +1,4 @@
-"""The cluster of a transformer: what the devices take for the blocks of a layer."""
+"""Profiling for transformers: measures the blocks of a layer on each device and builds the planner's cluster."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hearth.plan.model_spec import INT4_DEVICES, ModelSpec
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile
 from hearth.wire.messages import BlocksOf, Profile
 
-_PROFILE_SECONDS = 140.0
+_PROFILE_SECONDS = 140.0  # timeout on the device
 
 
 def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
-    """The blocks of a layer, in steps of up to `seq_len` rows."""
+    """The workload: the blocks of a layer, with up to `seq_len` rows."""
 
     def check(device: Device) -> None:
         if device.telemetry and spec.weights == "int4" and device.telemetry.compute_device not in INT4_DEVICES:
@@ -24,7 +24,7 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
                 device=device.name, weights=spec.weights, compute_device=device.telemetry.compute_device
             )
 
-    # The shape counts, not the name or the depth; but small decoders stay in the cache from one token to the next.
+    # Results depend on the shape, not on name or depth. Decoders are an exception: a shallow one may fit in the CPU cache.
     depth = set() if spec.causal else {"num_layers"}
     shape = spec.model_dump(exclude={"name", "vocab_size", "dtype"} | depth)
     return Workload(
@@ -41,7 +41,7 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
 async def block_cluster(
     profiler: Profiler, devices: Sequence[Device], workload: Workload[BlockProfile]
 ) -> ClusterProfile:
-    """Raises as `Profiler.measure` does."""
+    """Measure the devices and smooth their profiles. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
     blocks = pooled(measured.results)
     return ClusterProfile(

@@ -1,4 +1,4 @@
-"""Files that stand for devices: a cluster to plan an operator graph for, or a published placement problem."""
+"""Reads files that replace real devices: a described cluster, or a published placement problem."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class _FileDevice(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1, max_length=256)
-    memory: int | str  # bytes, or "512MiB": for weights
+    memory: int | str  # bytes, or text such as "512MiB"; for weights
     flops_per_second: _Positive | None = None
-    seconds_per_operator: _Seconds = 0.0  # on top, whatever the operator is
-    operator_seconds: dict[str, _Seconds] | None = None  # by name; those not named are priced by their FLOPs
+    seconds_per_operator: _Seconds = 0.0  # fixed time added to every operator
+    operator_seconds: dict[str, _Seconds] | None = None  # by name; other operators are priced by their FLOPs
 
 
 class _FileCluster(BaseModel):
@@ -48,16 +48,16 @@ class _FileCluster(BaseModel):
 
 
 def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
-    """A cluster from TOML (or JSON, by the file's ending), with every operator of `spec` priced. Raises BadSetting::
+    """Read a cluster from TOML or JSON (by file suffix) and price every operator of `spec`. Raises BadSetting::
 
-    mbit_per_second = 60          # or a matrix [[0, 60], [20, 0]]: from row to column
+    mbit_per_second = 60          # or a matrix [[0, 60], [20, 0]]: row = source, column = target
     latency_seconds = 0.001       # optional; a number or a matrix
     [[devices]]
     name = "kitchen"
     memory = "512MiB"             # for weights
     flops_per_second = 8e9
-    seconds_per_operator = 2e-5   # optional, on top
-    [devices.operator_seconds]    # optional: those known better than by their FLOPs, by operator name
+    seconds_per_operator = 2e-5   # optional, added to every operator
+    [devices.operator_seconds]    # optional: measured seconds by operator name; others are priced by their FLOPs
     conv1 = 0.004
     """
     content = _content(path)
@@ -102,8 +102,8 @@ def _content(path: Path) -> Any:
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise _bad(path, f"is no TOML ({error})") from None
-    raise _bad(path, "is TOML, which takes Python 3.11; write it as JSON here")
+            raise _bad(path, f"is not valid TOML ({error})") from None
+    raise _bad(path, "is TOML, which needs Python 3.11 or later; write it as JSON")
 
 
 def _memory(path: Path, device: _FileDevice) -> int:
@@ -127,7 +127,7 @@ def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...]
 def _operator_seconds(path: Path, device: _FileDevice, spec: GraphSpec) -> tuple[float, ...]:
     known = device.operator_seconds or {}
     if unknown := known.keys() - {operator.name for operator in spec.operators}:
-        raise _bad(path, f"{device.name} has seconds for {min(unknown)}, which is no operator of {spec.name}")
+        raise _bad(path, f"{device.name} has seconds for {min(unknown)}, which is not an operator of {spec.name}")
     found = []
     for operator in spec.operators:
         if operator.name in known:
@@ -147,20 +147,20 @@ def _bad(path: Path, reason: str) -> BadSetting:
 
 
 def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
-    """A problem as the Moirai authors publish theirs, as JSON; times and memory stay in its units. Raises BadGraph."""
+    """Read a placement problem in the Moirai authors' JSON format; times and memory keep its units. Raises BadGraph."""
     path = Path(path)
     data = read_content(path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"))
     try:
         return _instance(data, congestion)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         reason = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise BadGraph(path=str(path), reason=f"it is no placement instance: {reason}") from None
+        raise BadGraph(path=str(path), reason=f"it is not a placement instance: {reason}") from None
 
 
 def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
     num_devices, nodes = len(data["devices"]), data["nodes"]
     if not nodes or not num_devices:
-        raise ValueError("a placement needs an operator and a device")
+        raise ValueError("a placement needs at least one operator and one device")
     ranks = range(num_devices)
     flows = []
     for source, target, _, times, *_ in data["edges"]:
@@ -171,7 +171,7 @@ def _instance(data: Mapping[str, Any], congestion: bool) -> PlacementProblem:
             raise ValueError(f"the edge {source} -> {target} is not in topological order")
         rows = tuple(tuple(map(float, times[a * num_devices :][:num_devices])) for a in ranks)
         if any(rows[a][a] != 0 for a in ranks):
-            raise ValueError(f"the edge {source} -> {target} takes time where both its ends are on one device")
+            raise ValueError(f"the edge {source} -> {target} takes time although both its ends are on one device")
         flows.append(Flow(int(source), (int(target),), rows))
     seconds = tuple(tuple(map(float, node["time"])) for node in nodes)
     if any(len(row) != num_devices for row in seconds):

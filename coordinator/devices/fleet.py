@@ -1,4 +1,4 @@
-"""The coordinator's end of every agent: finds them, says hello, holds the leases, beats the heart."""
+"""The coordinator's connections to all agents: discovery, hello, leases and heartbeats."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 5.0  # ten lost heartbeats; a second coordinator waits no longer than this
-_HELLO_SECONDS = 3.0
-_RETRY_SECONDS = 1.0
-_RELEASE_SECONDS = 3.0  # that an agent may take to let us go; one that is gone holds up nobody longer
-_SETTLE_POLL_SECONDS = 0.05
+LEASE_SECONDS = 5.0  # ten missed heartbeats; a second coordinator waits at most this long for the lease of a dead one
+_HELLO_SECONDS = 3.0  # timeout of a hello and of other small requests
+_RETRY_SECONDS = 1.0  # pause before the next hello to an agent that does not answer
+_RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent does not delay the stop for longer
+_SETTLE_POLL_SECONDS = 0.05  # interval at which `settle` checks
 
 _T = TypeVar("_T")
 
 
 @dataclass
 class _Connection:
-    """The socket of one agent, and the task that keeps it."""
+    """The connection to one agent, and the task that maintains it."""
 
     address: tuple[str, int]
     client: RpcClient
@@ -52,9 +52,9 @@ class _Connection:
 
 
 class Fleet(AbstractAsyncContextManager["Fleet"]):
-    """All agents of the home. With `lease_name` it takes leases and beats; without, it only reads.
+    """All agents of the home. With `lease_name` it holds leases and sends heartbeats; without, it only reads.
 
-    `on_change(device)` is called when a device's health or worker changed.
+    `on_change(device)` is called when the health or the workers of a device change.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     ) -> None:
         self.holder = secrets.token_hex(8)
         self.devices: dict[str, Device] = {}
-        self.last_epoch = 0  # the newest that any agent has seen
+        self.last_epoch = 0  # the newest epoch that any agent has seen
         self._access = access
         self._lease_name = lease_name
         self._interfaces = interfaces
@@ -78,7 +78,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._context = zmq.asyncio.Context()
         self._connections: dict[tuple[str, int], _Connection] = {}
         self._by_device: dict[str, _Connection] = {}
-        self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is taken in
+        self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
         self._browser: Browser | None = None
         self._last_joined = time.monotonic()
 
@@ -102,11 +102,11 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     @property
     def refusals(self) -> list[HearthError]:
-        """Agents that cannot be used, for instance with another protocol version."""
+        """Errors of agents that cannot be used, for instance because of another protocol version."""
         return list(self._refusals.values())
 
     def infos(self) -> list[wire.DeviceInfo]:
-        """All devices by name; then the agents that were refused, which are known by their address only."""
+        """All devices by name, then the refused agents, of which only the address is known."""
         known = {(device.host, device.port) for device in self.devices.values()}
         refused = (
             wire.DeviceInfo(
@@ -126,7 +126,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return registry.usable(list(self.devices.values()), time.monotonic())
 
     async def settle(self, quiet_seconds: float, min_devices: int, timeout_seconds: float) -> list[Device]:
-        """Wait until `min_devices` are there and no new one came for `quiet_seconds`, or the time is up."""
+        """Wait until `min_devices` are usable and none joined for `quiet_seconds`, at most `timeout_seconds`."""
         began = time.monotonic()
         while time.monotonic() - began < timeout_seconds:
             quiet = time.monotonic() - max(self._last_joined, began)
@@ -138,14 +138,14 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def call(
         self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
-        """Ask one agent. Raises what it raised, or DeviceLost when it cannot be reached."""
+        """Send one request to an agent. Raises the error that it returns, or DeviceLost if it cannot be reached."""
         with self._reaching(device_id) as client:
             return await client.call(message, payload, timeout_seconds=timeout_seconds)
 
     async def stream(
         self, device_id: str, message: wire.Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
     ) -> AsyncGenerator[Reply, None]:
-        """One agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call`."""
+        """Stream one agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call` does."""
         with self._reaching(device_id) as client:
             stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last)
             async with aclosing(stream) as replies:
@@ -154,9 +154,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     @asynccontextmanager
     async def bulk(self, device_id: str) -> AsyncIterator[RpcClient]:
-        """A connection of its own to one agent, for so much data that heartbeats would come too late behind it.
+        """A separate connection to one agent for bulk data, which would delay heartbeats on the main connection.
 
-        That the device is gone is raised as DeviceLost.
+        Connection errors are raised as DeviceLost.
         """
         with self._reaching(device_id) as client:
             apart = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
@@ -167,7 +167,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     @contextmanager
     def _reaching(self, device_id: str) -> Iterator[RpcClient]:
-        """The connection to a device; that it is gone is raised as DeviceLost."""
+        """The connection to a device. Connection errors inside the context are raised as DeviceLost."""
         connection = self._by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
         if connection is None:
@@ -178,12 +178,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             raise DeviceLost(device=name, reason=error.explanation()) from None
 
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
-        """Ask one agent for a message of one type."""
+        """As `call`, but returns the message, and raises BadMessage if it is not of the type `expected`."""
         with self._reaching(device_id) as client:
             return await _ask(client, message, expected, timeout_seconds)
 
     async def refresh_telemetry(self) -> None:
-        """Read every usable device's telemetry."""
+        """Read the telemetry of all usable devices. One that does not answer keeps its old telemetry."""
 
         async def read(device: Device) -> None:
             try:
@@ -197,7 +197,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         await asyncio.gather(*(read(device) for device in self.usable()))
 
     def punish(self, device_id: str) -> None:
-        """Leave a device whose worker died out of plans for a while."""
+        """Quarantine a device whose worker died: leave it out of plans for a while."""
         if device_id in self.devices:
             self.devices[device_id] = registry.punished(self.devices[device_id], time.monotonic())
 
@@ -216,7 +216,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         connection.task = asyncio.create_task(self._keep(connection))
 
     async def _keep(self, connection: _Connection) -> None:
-        """Say hello until it is answered, then beat; begin again when the agent was gone."""
+        """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
         while True:
             try:
                 welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
@@ -225,12 +225,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 await self._beat(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
-            except HearthError as error:  # for instance another version or home key, or an id that another agent has
+            except HearthError as error:  # for instance another version or home key, or a duplicate device id
                 if str(error) != str(self._refusals.get(connection.address)):
                     log.warning("%s", error)
                 self._refusals[connection.address] = error
-            except Exception:  # a fault of ours with one agent must not lose it for good
-                log.exception("keeping %s:%d failed", *connection.address)
+            except Exception:  # a bug must not end the connection to an agent for good
+                log.exception("the connection to %s:%d failed", *connection.address)
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _joined(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
@@ -260,7 +260,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         return True
 
     async def _beat(self, connection: _Connection, device_id: str) -> None:
-        """Heartbeats until the device is dead. Without a lease, reading telemetry takes their place."""
+        """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
             pause, patience = registry.next_beat(self.devices[device_id], time.monotonic())
             await asyncio.sleep(pause)
@@ -275,7 +275,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 else:
                     state = await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, patience)
                     if state.boot_id != device.welcome.boot_id:
-                        return  # it restarted between two beats: say hello again
+                        return  # the agent restarted between two heartbeats: say hello again
                     self._replace(registry.answered(self.devices[device_id], state, time.monotonic()))
             except LeaseLost:
                 if await self._acquire(connection, device_id):
@@ -289,7 +289,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     return
 
     def _replace(self, device: Device) -> None:
-        """Keep a new record of a device, and report a change of its health or its workers."""
+        """Store a device's new record, and call `on_change` if its health or workers changed."""
         before = self.devices[device.device_id]
         self.devices[device.device_id] = device
         if before.health != device.health or _workers(before) != _workers(device):
@@ -301,7 +301,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def _release_all(self) -> None:
         release = wire.ReleaseLease(holder=self.holder)
         calls = (each.client.call(release, timeout_seconds=_RELEASE_SECONDS) for each in self._by_device.values())
-        await asyncio.gather(*calls, return_exceptions=True)  # of one that is gone, the lease ends by itself
+        await asyncio.gather(*calls, return_exceptions=True)  # the lease of an unreachable agent expires
 
 
 async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], seconds: float = _HELLO_SECONDS) -> _T:
@@ -318,9 +318,10 @@ def _workers(device: Device) -> list[tuple[str, str]] | None:
 async def ask_across(
     fleet: Fleet, caller: Device, listener: Device, request: Callable[..., Any], expected: type[_T], seconds: float
 ) -> _T:
-    """Ask `caller` for what takes a connection to the data port of `listener`, whose address completes the `request`.
+    """Send `caller` a request for which it connects to the data port of `listener`.
 
-    `seconds` is the limit of the request itself; those who wait for it wait somewhat longer.
+    `request` is called with the listener's address and key. `seconds` is the time limit of the request itself; the
+    timeouts around it are 5 and 10 s longer.
     """
     key = listener.welcome.device_public_key
     opened = wire.OpenLinkProbe(peer_public_key=caller.welcome.device_public_key, seconds=seconds + 5.0)

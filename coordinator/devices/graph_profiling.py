@@ -1,4 +1,4 @@
-"""The cluster of an ONNX graph: what the devices take for each operator."""
+"""Profiling for ONNX graphs: measures every operator on each device and builds the planner's cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 
-_PROFILE_SECONDS = 240.0
+_PROFILE_SECONDS = 240.0  # timeout on the device
 
 
 def graph_workload(graph: Graph) -> Workload[GraphProfile]:
-    """All operators of a graph, without its weights."""
+    """The workload: all operators of a graph, sent without its weights."""
     return Workload(
         title=graph.spec.name,
         request=Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
@@ -32,7 +32,7 @@ def graph_workload(graph: Graph) -> Workload[GraphProfile]:
 async def graph_cluster(
     profiler: Profiler, devices: Sequence[Device], graph: Graph, workload: Workload[GraphProfile]
 ) -> GraphCluster:
-    """Raises as `Profiler.measure` does."""
+    """Measure the devices and price every operator. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
     found = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
@@ -57,7 +57,7 @@ def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
 
 
 def _frames(graph: Graph) -> list[bytes]:
-    """The graph without its weights."""
+    """The ONNX protobuf of the graph without its weights, cut into payload frames."""
     from coordinator.models.onnx.segments import segment_model
 
     assert graph.model is not None
@@ -67,10 +67,10 @@ def _frames(graph: Graph) -> list[bytes]:
 
 
 def operator_seconds(spec: GraphSpec, profiled: GraphProfile) -> tuple[float, ...]:
-    """[n]: a kernel's seconds, shared out by FLOPs among the operators that it stands for.
+    """Seconds of each operator [n]: the time of a kernel is split by FLOPs among the operators fused into it.
 
-    In all they are the seconds of a whole run: kernels of onnxruntime's own and what passes between kernels count with
-    the operators, in proportion.
+    Scaled so that the sum is the time of a whole run: kernels that onnxruntime inserts and time between kernels are
+    spread over all operators in proportion.
     """
     number = {operator.name: index for index, operator in enumerate(spec.operators)}
     found = [0.0] * spec.num_operators
@@ -81,6 +81,6 @@ def operator_seconds(spec: GraphSpec, profiled: GraphProfile) -> tuple[float, ..
             share = spec.operators[index].flops / flops if flops > 0 else 1 / len(own)
             found[index] += kernel.seconds * share
     total = sum(found)
-    if total <= 0:  # too short for the profiler's clock
+    if total <= 0:  # too short for the resolution of the profiler's clock
         return (profiled.run_seconds / spec.num_operators,) * spec.num_operators
     return tuple(seconds * profiled.run_seconds / total for seconds in found)

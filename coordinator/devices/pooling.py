@@ -1,7 +1,7 @@
-"""Devices of one kind share what was measured on each: a point that a busy moment spoilt on one is outvoted.
+"""Smooths profiles: devices of one kind share a common profile, so a point disturbed by background load is outvoted.
 
-A planner takes every difference between devices for real. Four equal ones, each measured to 10 or 20 %, would get unequal
-shares, and all would wait for the one that looked fastest. Pure.
+A planner takes every difference between devices as real. Four equal devices, each measured with an error of 10 to 20 %,
+would get unequal shares, and all would wait for the one that seemed fastest. Pure.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from statistics import fmean, median
 from hearth.plan.profile import BlockProfile, LatencyCurve
 
 _CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embedding")
-_TELLING = _CURVES[:6]  # the others take so little time that chance makes half of it
-_SAME_KIND = math.log(1.3)  # no curve of a device lies further off the common shape
-_SAME_SPEED = math.log(1.15)
+_TELLING = _CURVES[:6]  # used for comparison; the other curves are so short that noise is half of them
+_SAME_KIND = math.log(1.3)  # largest factor by which a curve may differ from the common shape
+_SAME_SPEED = math.log(1.15)  # largest factor between devices that count as equally fast
 
 _Points = dict[str, list[float]]  # by curve: logarithms of seconds
 
 
 def pooled(blocks: Mapping[str, BlockProfile]) -> dict[str, BlockProfile]:
-    """The profiles of devices, by id, with common curves where they differ by a factor only; and where that is near 1, as
-    fast as each other. A device of another kind keeps its own."""
+    """Profiles by device id, with a common curve shape for devices that differ only by a speed factor.
+
+    Devices whose factors are close get the same factor. A device of another kind keeps its own profile.
+    """
     kinds: dict[object, list[str]] = defaultdict(list)
     for name, profile in blocks.items():
         sizes = tuple(_curve(profile, curve).sizes for curve in _CURVES)
@@ -52,18 +54,18 @@ def _points(profile: BlockProfile) -> _Points:
 
 
 def _offset(own: _Points, shape: _Points) -> float:
-    """The logarithm of how many times slower a device is."""
+    """Logarithm of the factor by which a device is slower than `shape`."""
     return median(a - b for name in _TELLING for a, b in zip(own[name], shape[name], strict=True))
 
 
 def _misfit(own: _Points, shape: _Points) -> float:
-    """By how much the curve that fits least is off the shape, as most of its points have it."""
+    """Deviation of the worst-fitting curve from the shape: the median over its points, as a logarithm."""
     offset = _offset(own, shape)
     return max(abs(median(a - b for a, b in zip(own[name], shape[name], strict=True)) - offset) for name in _TELLING)
 
 
 def _shape(points: Mapping[str, _Points]) -> _Points:
-    """The median of all devices, point by point, each taken as fast as the first."""
+    """Point-wise median over all devices, after scaling each to the speed of the first."""
     first = next(iter(points.values()))
     offsets = {name: _offset(own, first) for name, own in points.items()}
     return {
@@ -73,7 +75,7 @@ def _shape(points: Mapping[str, _Points]) -> _Points:
 
 
 def _speeds(offsets: Mapping[str, float]) -> dict[str, float]:
-    """Factors by device; those that are as fast as each other have the same."""
+    """Speed factors by device; devices within `_SAME_SPEED` of each other get their geometric mean."""
     groups: list[list[str]] = []
     for name in sorted(offsets, key=lambda name: offsets[name]):
         if groups and offsets[name] - offsets[groups[-1][0]] <= _SAME_SPEED:

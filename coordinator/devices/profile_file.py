@@ -1,4 +1,4 @@
-"""Profiles of devices as JSON files: what `hearth plan --save-profile` writes and `--load-profile` reads."""
+"""Device profiles as JSON files, written by `hearth plan --save-profile` and read by `--load-profile`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hearth.validation import first_error
 
 
 class SavedTransformerProfile(ClusterProfile):
-    """Also readable as a ClusterProfile. Latencies of blocks hold for layers of one shape only: those of `model`."""
+    """A ClusterProfile with its model: block latencies are valid only for layers of the same shape as those of `model`."""
 
     version: Literal[1] = 1
     kind: Literal["transformer"] = "transformer"
@@ -26,7 +26,7 @@ class SavedTransformerProfile(ClusterProfile):
 
 
 class SavedGraphProfile(BaseModel):
-    """A GraphCluster, with links as pairs. `seconds` [n][K] of `operators` on `devices`; `sha256` of the ONNX file."""
+    """A GraphCluster with its links as a list. `seconds` [n][K]: n operators on K devices. `sha256` names the graph."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,7 +46,7 @@ _KINDS: dict[type, FileKind] = {SavedTransformerProfile: "transformer profile", 
 
 
 def saved_graph_profile(graph: Graph, cluster: GraphCluster) -> SavedGraphProfile:
-    """The file of a cluster that was profiled for this graph."""
+    """The file content for a cluster that was profiled for this graph."""
     return SavedGraphProfile(
         name=graph.spec.name,
         sha256=graph.fingerprint,
@@ -59,17 +59,17 @@ def saved_graph_profile(graph: Graph, cluster: GraphCluster) -> SavedGraphProfil
 
 
 def read_transformer_profile(path: Path, spec: ModelSpec) -> ClusterProfile:
-    """Raises BadSetting."""
+    """Read a profile for a model of this shape. Raises BadSetting."""
     profile = _read(path, SavedTransformerProfile)
     if profile.model is not None and _shape(profile.model) != _shape(spec):
         raise _bad(path, f"was measured for {profile.model.name}, whose layers have another shape than {spec.name}'s")
     if spec.causal and not all(device.blocks.decode_seconds_per_byte for device in profile.devices):
-        raise _bad(path, "does not say how fast its devices decode; measure them again")
+        raise _bad(path, "has no decode speed for its devices; measure them again")
     return profile
 
 
 def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
-    """Raises BadSetting."""
+    """Read the profile of this graph. Raises BadSetting."""
     profile = _read(path, SavedGraphProfile)
     names = tuple(operator.name for operator in graph.spec.operators)
     if profile.sha256 != graph.fingerprint or profile.operators != names:
@@ -81,14 +81,14 @@ def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
 
 
 def _read(path: Path, kind: type[_F]) -> _F:
-    """A profile with a link for each pair of its devices. Raises BadSetting."""
+    """Read a profile; it must have a link for each ordered pair of its devices. Raises BadSetting."""
     content = read_content(path, partial(_bad, path))
     if reason := mistaken(content, _KINDS[kind]):
         raise _bad(path, reason)
     try:
         profile = kind.model_validate(content)
     except ValidationError as error:
-        raise _bad(path, f"is no profile ({first_error(error)})") from None
+        raise _bad(path, f"is not a valid profile ({first_error(error)})") from None
     ids = [device.device_id for device in profile.devices]
     if len(set(ids)) < len(ids):
         raise _bad(path, "names a device twice")

@@ -1,6 +1,6 @@
-"""Measures what planners must know: the links between devices, and how fast each computes a model. Results are cached.
+"""Measures the planners' input: links between devices, and the speed of each device on a model. Results are cached.
 
-The kinds of model say what to measure and make their cluster of it (`block_profiling`, `graph_profiling`).
+`block_profiling` and `graph_profiling` define the workload of each kind of model and build its cluster from the results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hearth.files import write_atomically
 from hearth.plan.profile import Link
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
-# A link's rate changes with the weather of a Wi-Fi; an hour is a compromise until live requests keep it current.
+# Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
-_LINK_BYTES = 64 << 20  # at most this much per ordered pair
-_LINK_SECONDS = 1.0
-_LATE_SECONDS = 10.0  # added to the agent's own limit, so that its error, which says more, comes first
-_CACHE_VERSION = 2
+_LINK_BYTES = 64 << 20  # most bytes to send per ordered pair
+_LINK_SECONDS = 1.0  # most time to send per ordered pair
+_LATE_SECONDS = 10.0  # added to the agent's own timeout, so that its more specific error comes first
+_CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -40,21 +40,21 @@ R = TypeVar("R", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Workload(Generic[R]):
-    """A model to be measured on devices."""
+    """A model to measure on devices."""
 
-    title: str  # for people
+    title: str  # shown to users
     request: Profile
     result: type[R]
-    cache: str  # what the names of the cached results begin with
-    depends_on: tuple[object, ...]  # what a result depends on beside the device
-    seconds: Callable[[R], float]  # that a device takes, to compare two results by
-    frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a thread
-    check: Callable[[Device], None] = lambda device: None  # raises where a device cannot run the model
+    cache: str  # file name prefix of cached results
+    depends_on: tuple[object, ...]  # cache key: everything except the device that a result depends on
+    seconds: Callable[[R], float]  # total seconds of a result, to compare two results
+    frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a worker thread
+    check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
 
 
 @dataclass(frozen=True)
 class Measured(Generic[R]):
-    """Devices whose result and links are all known; `results` by device id, `links` by (source, target)."""
+    """Devices with a result and links to all others. `results` by device id, `links` by (source, target)."""
 
     devices: tuple[Device, ...]
     results: Mapping[str, R]
@@ -62,19 +62,19 @@ class Measured(Generic[R]):
 
 
 class Profiler:
-    """Measures through a fleet, and keeps results under `cache_dir`."""
+    """Measures the devices of a fleet and caches results in `cache_dir`."""
 
     def __init__(self, fleet: Fleet, cache_dir: Path, report: Report = lambda line: None) -> None:
         self._fleet = fleet
         self._cache_dir = cache_dir
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
-        self._factors: dict[str, float] = {}  # of devices that drifted since they were measured
+        self._factors: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
     async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> Measured[R]:
-        """Telemetry, links and the workload of these devices. A device that fails meanwhile is left out.
+        """Read telemetry and measure links and workload of these devices. Devices that fail are left out.
 
-        Raises NoDevices when none is left, or the error of the first where every device failed.
+        Raises the first device's error if the workload failed on all, NoDevices if none is left.
         """
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
@@ -115,21 +115,21 @@ class Profiler:
     # ---- drift ----------------------------------------------------------------------------------------------------
 
     def factor(self, device_id: str) -> float:
-        """How many times its measured seconds a device takes now."""
+        """Current time of a device / its cached time; 1 unless it drifted."""
         return self._factors.get(device_id, 1.0)
 
     def scale_device(self, device_id: str, factor: float) -> None:
-        """A device has become slower (above 1) or faster: what it takes is multiplied by `factor` from now on."""
+        """Multiply the times of a device that became slower (`factor` above 1) or faster."""
         self._factors[device_id] = self.factor(device_id) * factor
 
     async def look_again(self, device: Device, workload: Workload[R]) -> None:
-        """Measure how far a device is from its cached result now. It should be idle otherwise."""
+        """Measure a device again and set its factor against the cached result. It should be idle otherwise."""
         before = workload.seconds(await self._result(device, workload))
         now = workload.seconds(await self._ask(device, workload))
         self._factors[device.device_id] = now / before if before > 0 and now > 0 else 1.0
 
     def forget_links(self, device_ids: Collection[str]) -> None:
-        """Measure the links between these devices again when they are needed next."""
+        """Drop the cached links between these devices, so that they are measured again."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
             self._path("link", *pair).unlink(missing_ok=True)
@@ -137,7 +137,7 @@ class Profiler:
     # ---- links ----------------------------------------------------------------------------------------------------
 
     async def measure_links(self, devices: Sequence[Device]) -> dict[tuple[str, str], Link]:
-        """Every ordered pair. Pairs that share no machine are measured at the same time."""
+        """Links of all ordered pairs, without those that failed. Pairs that share no machine are measured concurrently."""
         by_id = {device.device_id: device for device in devices}
         pairs = list(permutations(by_id, 2))
         for pair in pairs:
@@ -169,7 +169,7 @@ class Profiler:
     # ---- cache ----------------------------------------------------------------------------------------------------
 
     def _path(self, kind: str, *parts: object) -> Path:
-        """The file of a cached result, whose name depends on everything that the result depends on."""
+        """The file of a cached result; its name is a hash of all `parts`."""
         key = json.dumps([_CACHE_VERSION, *map(str, parts)])
         return self._cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
@@ -177,9 +177,9 @@ class Profiler:
 async def on_each(
     devices: Sequence[Device], measure: Callable[[Device], Awaitable[T]]
 ) -> tuple[dict[str, T], dict[str, HearthError]]:
-    """Measure all devices at once, but agents on one machine in turn: they would slow each other down.
+    """Measure devices concurrently, but agents on one machine in turn, since they would slow each other down.
 
-    What was measured, by device id; and what failed, by the device's name.
+    Returns the results by device id, and the errors by device name.
     """
     by_host: dict[str, list[Device]] = {}
     for device in devices:
@@ -199,16 +199,16 @@ async def on_each(
 
 
 def _cached(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
-    """A result that was written to this file; None where it is absent, damaged or too old."""
+    """The cached result; None if the file is absent, invalid or too old."""
     try:
-        age = abs(time.time() - path.stat().st_mtime)  # the clock may have been put back
+        age = abs(time.time() - path.stat().st_mtime)  # the clock may have been set back
         return kind.model_validate_json(path.read_bytes()) if age < max_age_seconds else None
     except (OSError, ValidationError):
         return None
 
 
 def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) -> list[list[tuple[str, str]]]:
-    """Group pairs so that no machine takes part twice in one round."""
+    """Group pairs into rounds in which each machine takes part at most once."""
     rounds: list[tuple[set[str], list[tuple[str, str]]]] = []
     for source, target in pairs:
         ends = {hosts[source], hosts[target]}
@@ -221,7 +221,7 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
 
 
 def fully_linked(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:
-    """The devices that are left when each one with an unmeasured link is dropped, worst first."""
+    """Drop the device with the most unmeasured links until none is missing; returns the rest."""
     left = set(device_ids)
     while True:
         missing = {

@@ -1,4 +1,4 @@
-"""The devices of the home, as seen by one coordinator. Pure: events in, a new record out; `now` is an argument."""
+"""Records of devices and their health, as seen by one coordinator. Pure: each event returns a new record."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Literal
 from hearth.errors import DuplicateDevice
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry, WorkerStatus
 
-# Wi-Fi routinely loses a second; three are no accident (DESIGN.md "When things go wrong").
-HEARTBEAT_SECONDS = 0.5
-SUSPECT_SECONDS = 1.5
-DEAD_SECONDS = 3.0
-_BEAT_SECONDS = 0.75  # one heartbeat's answer may take this long, so that several fit in before a device is dead
-# A device whose worker died may only have run out of memory once: it is left out of plans for this long.
+HEARTBEAT_SECONDS = 0.5  # interval of heartbeats
+SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
+DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
+_BEAT_SECONDS = 0.75  # timeout of one heartbeat, short enough for several attempts before a device is dead
+# How long a device whose worker died is left out of plans. Not for ever: it may have run out of memory only once.
 WORKER_PENALTY_SECONDS = 60.0
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
@@ -22,7 +21,7 @@ Health = Literal["alive", "suspect", "dead", "busy", "refused"]
 
 @dataclass(frozen=True)
 class Device:
-    """One agent that said hello. `reason` explains a health other than alive."""
+    """An agent that answered hello. `reason` explains a health other than "alive". Times are in monotonic seconds."""
 
     welcome: AgentWelcome
     host: str
@@ -44,16 +43,16 @@ class Device:
 
     @property
     def host_id(self) -> str:
-        """Of the machine, which several agents may share."""
+        """Id of the machine, which several agents may share; the device id if unknown."""
         return self.telemetry.host_id if self.telemetry else self.device_id
 
     @property
     def budget_bytes(self) -> int:
-        """Memory that a worker may use."""
+        """Memory that a worker may use, in bytes; 0 if unknown."""
         return self.telemetry.memory_budget_bytes if self.telemetry else 0
 
     def worker(self, deployment: str) -> WorkerStatus | None:
-        """The worker of a deployment, as the last heartbeat said."""
+        """The worker of a deployment, as of the last heartbeat."""
         return self.state.worker(deployment) if self.state else None
 
     def failed_worker(self, deployment: str, epoch: int) -> WorkerStatus | None:
@@ -74,12 +73,12 @@ class Device:
 
 
 def answered(device: Device, state: AgentState, now: float) -> Device:
-    """A heartbeat came back."""
+    """The record after an answered heartbeat."""
     return replace(device, state=state, last_seen=now, health="alive", reason="")
 
 
 def silent(device: Device, now: float) -> Device:
-    """A heartbeat did not come back: alive, then suspect, then dead."""
+    """The record after a missed heartbeat: alive, then suspect, then dead."""
     quiet = now - device.last_seen
     if device.health in ("busy", "refused") or quiet < SUSPECT_SECONDS:
         return device
@@ -88,9 +87,9 @@ def silent(device: Device, now: float) -> Device:
 
 
 def next_beat(device: Device, now: float) -> tuple[float, float]:
-    """`(pause before the next heartbeat, how long to wait for its answer)`.
+    """`(pause before the next heartbeat, timeout of its answer)`, in seconds.
 
-    Once one was missed the next follows at once, and none waits beyond the moment at which the device is dead.
+    After a missed heartbeat the next follows almost at once, and no timeout extends past the time when the device is dead.
     """
     quiet = now - device.last_seen
     pause = HEARTBEAT_SECONDS if quiet < HEARTBEAT_SECONDS else 0.05
@@ -98,21 +97,21 @@ def next_beat(device: Device, now: float) -> tuple[float, float]:
 
 
 def refused(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:
-    """The agent answers, but not to us."""
+    """The record of an agent that answers but refuses this coordinator."""
     return replace(device, health=health, reason=reason)
 
 
 def punished(device: Device, now: float) -> Device:
-    """Its worker died: leave it out of plans for a while."""
+    """The record after its worker died: quarantined for `WORKER_PENALTY_SECONDS`."""
     return replace(device, penalty_until=now + WORKER_PENALTY_SECONDS)
 
 
 def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
-    """Raise DuplicateDevice when a second, living agent claims the id of one that we know."""
+    """Raise DuplicateDevice if another agent claims the id of a known device that is not dead."""
     if known is None or known.welcome.boot_id == welcome.boot_id or known.health == "dead":
         return
     if (known.host, known.port) == (host, port):
-        return  # the same agent, started anew
+        return  # the same agent after a restart
     raise DuplicateDevice(
         device_id=welcome.device_id,
         first=f"{known.name} ({known.host}:{known.port})",
@@ -121,11 +120,11 @@ def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: i
 
 
 def by_name(devices: Iterable[Device]) -> list[Device]:
-    """In the order in which people and plans see them, whoever answered first."""
+    """Devices sorted by name, then id: a stable order for display and plans."""
     return sorted(devices, key=lambda device: (device.name, device.device_id))
 
 
 def usable(devices: list[Device], now: float) -> list[Device]:
-    """The devices that a plan may use, by name: alive and not punished; if all are punished, all that are alive."""
+    """Devices that a plan may use, by name: alive or suspect, not quarantined unless all of them are."""
     alive = [device for device in by_name(devices) if device.health in ("alive", "suspect")]
     return [device for device in alive if device.penalty_until <= now] or alive

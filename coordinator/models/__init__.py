@@ -1,1 +1,1 @@
-"""What a model is: checkpoints and ONNX files."""
+"""Readers of model files: checkpoints and ONNX."""

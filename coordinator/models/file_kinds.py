@@ -1,4 +1,4 @@
-"""Reads the JSON files of Hearth, and recognises their kind: an error can say that a file of another kind was given."""
+"""Read the JSON files of Hearth and recognise their kind, so that errors can say that a file is of another kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.errors import HearthError
 
 FileKind = Literal["plan", "problem", "graph", "graph profile", "transformer profile", "cluster"]
 
-# What people call a kind, and the fields that such a file has at least; the first match counts.
+# The name of a kind in messages, and the fields that such a file must have; the first match counts.
 _KINDS: Mapping[FileKind, tuple[str, set[str]]] = {
     "plan": ("a saved plan", {"planner", "predicted", "devices"}),
     "problem": ("a placement problem", {"K", "devices"}),
@@ -23,23 +23,23 @@ _KINDS: Mapping[FileKind, tuple[str, set[str]]] = {
 
 
 def read_content(path: Path, bad: Callable[[str], HearthError]) -> Any:
-    """The decoded JSON of a file. Raises `bad` of the reason: `cannot be read (...)` or `is no JSON (...)`."""
+    """The decoded JSON of a file. Raises `bad(reason)`, with the reason `cannot be read (...)` or `is not JSON (...)`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise bad(f"cannot be read ({error.strerror or error})") from None
     except ValueError as error:
-        raise bad(f"is no JSON ({error})") from None
+        raise bad(f"is not JSON ({error})") from None
 
 
 def file_kind(content: Any) -> FileKind | None:
-    """The kind of a file with this decoded JSON, None where it is none of ours."""
+    """The kind of a file with this decoded JSON; None if it is not a file of Hearth."""
     if not isinstance(content, dict):
         return None
     return next((kind for kind, (_, fields) in _KINDS.items() if fields <= content.keys()), None)
 
 
 def mistaken(content: Any, wanted: FileKind) -> str:
-    """`is a saved plan, not a cluster file`; empty for a file of the wanted kind, or of none of ours."""
+    """Why this file was given by mistake, as in `is a saved plan, not a cluster file`; empty if no such mistake is found."""
     found = file_kind(content)
     return "" if found in (wanted, None) else f"is {_KINDS[found][0]}, not {_KINDS[wanted][0]}"

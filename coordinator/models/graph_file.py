@@ -1,4 +1,4 @@
-"""The file that a graph comes from: an ONNX model, a graph without weights, or a published placement problem."""
+"""Files that hold a graph: an ONNX model, a graph without weights, or a published placement problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind = Literal["transformer", "onnx", "graph", "instance"]
 
 @dataclass(frozen=True)
 class Graph:
-    """`model` is there where it can be run: of an ONNX file."""
+    """A graph and its file. `model` is set if the graph can be run, that is, for an ONNX file."""
 
     path: Path
     spec: GraphSpec
@@ -32,7 +32,7 @@ class Graph:
         return self.model.fingerprint if self.model is not None else ""
 
     def check_types(self) -> None:
-        """Raises BadModelFile for an input or an output that no request can carry."""
+        """Raise BadModelFile for an input or an output whose type no request can carry."""
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             if tensor.dtype not in get_args(ElementType) or tensor.dtype == "bfloat16":
                 reason = f"its tensor {tensor.name} is of {tensor.dtype}, which numpy lacks and requests cannot carry"
@@ -40,7 +40,7 @@ class Graph:
 
 
 def kind_of(path: Path) -> Kind:
-    """What a MODEL on the command line is. Raises BadModelFile for a .json that cannot be read."""
+    """The kind of a MODEL argument on the command line. Raises BadModelFile for a .json that cannot be read."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix not in (".onnx", ".json"):
         return "transformer"
@@ -55,7 +55,10 @@ def kind_of(path: Path) -> Kind:
 
 
 def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
-    """Read the graph. Raises BadModelFile, BadSetting for dimensions that it does not have, ..."""
+    """Read the graph; for an ONNX file, `dims` fixes its open dimensions.
+
+    Raises BadModelFile, BadSetting (dimensions that it does not have), DynamicShape and UnsupportedOperator.
+    """
     if kind_of(path) == "onnx":
         from coordinator.models.onnx.reader import read_onnx
 
@@ -67,7 +70,7 @@ def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:
-    """`batch=1` and the like. Raises BadSetting."""
+    """Parse dimensions such as `batch=1`. Raises BadSetting."""
     dims: dict[str, int] = {}
     for text in texts:
         name, separator, size = text.rpartition("=")

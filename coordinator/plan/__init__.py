@@ -1,1 +1,1 @@
-"""What would run where: planners, costs and the simulator. Pure."""
+"""Planners, cost models and the simulator: they decide what runs on which device. Pure."""

@@ -1,4 +1,4 @@
-"""What the user lets Hearth take of a device, beside what its agent offers. Pure: profiles in, lower budgets out."""
+"""Memory limits that the user sets per device, below what its agent offers. Pure: profiles in, lower budgets out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hearth.plan.plan import Plan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes, parse_bytes
 
-_LEAST_BYTES = 1 << 20  # below, a unit was forgotten
+_LEAST_BYTES = 1 << 20  # below 1 MiB, the user has probably forgotten the unit
 
 
 class Named(Protocol):
-    """A device, as the fleet or a profile has it."""
+    """A device with an id and a name, from the fleet or from a profile."""
 
     @property
     def device_id(self) -> str: ...
@@ -31,7 +31,7 @@ class Budgeted(Named, Protocol):
 
 
 class MemoryLimit(BaseModel):
-    """A cap on the memory of one device: bytes, or a share of what its agent offers."""
+    """A cap on the memory of one device: bytes, or a percentage of what its agent offers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,7 +42,7 @@ class MemoryLimit(BaseModel):
     @model_validator(mode="after")
     def _one_of_both(self) -> MemoryLimit:
         if (self.num_bytes is None) == (self.percent is None):
-            raise ValueError("either bytes or a share")
+            raise ValueError("give either bytes or a percentage")
         return self
 
     def of(self, offered_bytes: int) -> int:
@@ -55,7 +55,7 @@ class MemoryLimit(BaseModel):
 
 
 def parse_limit(text: str) -> MemoryLimit:
-    """`kitchen=1.5GiB` or `kitchen=50%`. Raises BadSetting."""
+    """Parse `kitchen=1.5GiB` or `kitchen=50%`. Raises BadSetting."""
     device, separator, amount = (part.strip() for part in text.rpartition("="))
     if not separator or not device:
         raise BadSetting(setting="--limit", reason=f"'{text}' is not of the form NAME=1.5GiB or NAME=50%")
@@ -63,7 +63,7 @@ def parse_limit(text: str) -> MemoryLimit:
         if amount.endswith("%"):
             percent = float(amount.removesuffix("%"))
             if not 0 < percent <= 100:
-                raise ValueError(f"'{amount}' is not a share between 0 % and 100 %")
+                raise ValueError(f"'{amount}' is not a percentage between 0 % and 100 %")
             return MemoryLimit(device=device, percent=percent)
         num_bytes = parse_bytes(amount)
         if num_bytes < _LEAST_BYTES:
@@ -76,9 +76,9 @@ def parse_limit(text: str) -> MemoryLimit:
 def budgets(devices: Iterable[Budgeted], limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> dict[str, int]:
     """Bytes of each device, by id, that a new plan may use under the user's limits.
 
-    What the worker of the `deployed` plan holds will be free, up to the budget which that plan was made for: an agent with
-    a limit of its own offers the same whatever is held. A share is of all that is offered when nothing runs, but no more
-    than it was for that plan.
+    The memory that the worker of the `deployed` plan holds will be free for the new plan, up to the budget for which the
+    old plan was made: an agent with its own limit offers the same amount whatever is held. A percentage is of the memory
+    offered when nothing runs, but gives no more than it did for the deployed plan.
     """
     planned = {device.device_id: device for device in deployed.devices} if deployed else {}
     found: dict[str, int] = {}
@@ -97,7 +97,7 @@ def budgets(devices: Iterable[Budgeted], limits: Sequence[MemoryLimit], deployed
 
 
 def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> ClusterProfile:
-    """The cluster with the budgets of `budgets`."""
+    """The cluster with the budgets that `budgets` computes."""
     of = budgets(cluster.devices, limits, deployed)
     devices = (device.model_copy(update={"budget_bytes": of[device.device_id]}) for device in cluster.devices)
     return cluster.model_copy(update={"devices": tuple(devices)})
@@ -106,7 +106,7 @@ def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed
 def breach(
     plan: Plan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
 ) -> str | None:
-    """How a plan made elsewhere goes against the user's wishes, or None. `offered_bytes` is by device id."""
+    """Why a given plan violates the user's limits or exclusions; None if it does not. `offered_bytes` is by device id."""
     for device in plan.devices:
         both = (device.name, device.device_id)
         if set(both) & set(exclude):
@@ -119,13 +119,13 @@ def breach(
 
 
 def unknown_names(names: Iterable[str], devices: Iterable[Named]) -> list[str]:
-    """Those of the names (or ids) that no device has."""
+    """The names (or ids) that no device has."""
     known = {name for device in devices for name in (device.name, device.device_id)}
     return [name for name in dict.fromkeys(names) if name not in known]
 
 
 def require_known(setting: str, names: Iterable[str], devices: Iterable[Named]) -> None:
-    """Raise BadSetting for a name that no device has, with the names that there are."""
+    """Raise BadSetting for names that no device has; the message lists the existing names."""
     devices = list(devices)
     if unknown := unknown_names(names, devices):
         there = ", ".join(sorted({device.name for device in devices})) or "none"

@@ -1,4 +1,4 @@
-"""Linear and integer programs, row by row, solved by HiGHS. Pure."""
+"""Linear and integer programs, built row by row and solved by HiGHS. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INFINITY = highspy.kHighsInf
 
 
 class Rows:
-    """The constraints of a program whose variables are not negative. A row maps variables to coefficients."""
+    """The constraints of a program with non-negative variables. A row maps variable indices to coefficients."""
 
     def __init__(self, num_variables: int) -> None:
         self._num_variables = num_variables
@@ -39,8 +39,11 @@ class Rows:
     def minimise(
         self, cost: Vector, upper: Vector, integer: bool = False, time_limit_seconds: float = _INFINITY
     ) -> Vector:
-        """The values between 0 and `upper` that cost least; on one thread, so that they repeat. Raises ValueError where
-        there are none, or the best are not proven in time."""
+        """The values between 0 and `upper` with the least cost.
+
+        Solved on one thread, so that results repeat. Raises ValueError if the program is infeasible, or if the optimum is
+        not proven within the time limit.
+        """
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = self._num_variables, len(self._lower)
         lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(self._num_variables), upper
@@ -58,5 +61,5 @@ class Rows:
         solver.passModel(lp)
         solver.run()
         if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise ValueError("the program has no solution, or the best one was not proven in time")
+            raise ValueError("the program has no solution, or its optimum was not proven in time")
         return np.array(solver.getSolution().col_value)

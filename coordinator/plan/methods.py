@@ -1,4 +1,4 @@
-"""Planners and strategies by name: what `--strategy` may name for one kind of model. Pure."""
+"""Planners and strategies by name: the values of `--strategy` for one kind of model. Pure."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class Method(NamedTuple):
 
     name: str
     objective: Objective
-    summary: str  # one line for people
-    in_auto: bool = True  # `auto` asks it
-    rebalances: bool = False  # graphs: on live devices, cuts are moved for costs that its search does not see
+    summary: str  # one line for users
+    in_auto: bool = True  # `auto` tries it
+    rebalances: bool = False  # graphs: on live devices, cuts are moved afterwards for costs outside its search
 
 
 class Methods(tuple[Method, ...]):
-    """All of one kind of model, in the order in which `auto` asks them."""
+    """All methods for one kind of model, in the order in which `auto` tries them."""
 
     def names(self, objective: str | None = None) -> tuple[str, ...]:
-        """The names that `--strategy` takes besides auto."""
+        """The values of `--strategy` besides auto; with an objective, only those for it."""
         return tuple(dict.fromkeys(each.name for each in self if objective in (None, each.objective)))
 
     def asked(self, name: str, objective: Objective) -> list[Method]:
-        """One method, or those that `auto` asks. Raises BadSetting."""
+        """The method of this name, or all methods that `auto` tries. Raises BadSetting."""
         self.check(name, objective)
         of_objective = (each for each in self if each.objective == objective)
         return [each for each in of_objective if each.name == name or (name == "auto" and each.in_auto)]
 
     def check(self, name: str, objective: str) -> None:
-        """Raises BadSetting for a name that does not exist, or is not for this objective."""
+        """Raise BadSetting if the name does not exist or is not for this objective."""
         objectives = [each for each in get_args(Objective) if self.names(each)]
         if objective not in objectives:
             raise BadSetting(setting="--objective", reason=f"'{objective}' is none of {', '.join(objectives)}")

@@ -1,4 +1,4 @@
-"""Every planner and strategy by name, of both kinds of model. Pure."""
+"""Every planner and strategy by name, for both kinds of model. Pure."""
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ from hearth.plan.phases import TaskKind
 
 
 class ResourceKind(IntEnum):
+    """The kinds of serial resources of a rank."""
+
     COMPUTE = 0
     SEND = 1
     RECEIVE = 2
@@ -28,7 +30,7 @@ class Resource(NamedTuple):
     rank: int
 
     def __str__(self) -> str:
-        """`compute:0`: the form of `hearth plan --json`."""
+        """`compute:0`, as in the output of `hearth plan --json`."""
         return f"{self.kind.name.lower()}:{self.rank}"
 
 
@@ -56,22 +58,22 @@ def sides_of(source: int, target: int) -> tuple[Resource, ...]:
 
 
 class Task(NamedTuple):
-    """Occupies all of `resources` for `seconds`, once the tasks `after` have ended.
+    """A task occupies all of `resources` for `seconds`, once the tasks `after` have ended.
 
-    Its successors may start `latency` seconds after that: a link's delay, which occupies no resource.
-    In a graph, `layer` is the number of the segment, operator or tensor, and `tile` the number of the request.
+    Its successors may start `latency` seconds later; this is a link's delay, which occupies no resource.
+    For graphs, `layer` is the number of the segment, operator or tensor, and `tile` is the number of the request.
     """
 
     kind: TaskKind
     layer: int | None  # None: outside the layers
-    tile: int | None  # the rows that it works on or moves; None: all of the step, or of its rank
+    tile: int | None  # the tile of rows that it computes or moves; None: all rows of the step, or of its rank
     peer: int | None  # computations: the rank whose heads or rows they are for; transfers: the receiver
     resources: tuple[Resource, ...]
     seconds: float
     after: tuple[int, ...] = ()
     latency: float = 0.0
     num_bytes: int = 0  # of a transfer; for the timeline only
-    tensor: str = ""  # that is transferred, in a graph; for the timeline only
+    tensor: str = ""  # name of a graph's tensor that is transferred; for the timeline only
 
 
 class Timeline(NamedTuple):
@@ -84,9 +86,9 @@ class Timeline(NamedTuple):
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Run all tasks. Of the tasks that could start at one moment, the first in order starts.
+    """Run all tasks. When several tasks compete for a resource, the first in order starts.
 
-    Raises ValueError when a task depends on itself or on one that does not exist.
+    Raises ValueError if tasks depend on each other in a cycle, or on a task that does not exist.
     """
     waiting_for = [len(task.after) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]

@@ -1,4 +1,4 @@
-"""What planners answer, and how one plan is chosen among candidates: the same for both kinds of model. Pure."""
+"""Results of planners, and the choice of one plan among candidates, for both kinds of model. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ P = TypeVar("P", bound=Plan)
 
 @dataclass(frozen=True)
 class Solution(Generic[A]):
-    """An assignment and its `value` under the planner's objective; nothing is better than `bound` (0: unknown)."""
+    """An assignment and its `value` under the planner's objective; `bound` is a lower bound on it (0: unknown)."""
 
     assignment: A
     value: float
     bound: float = 0.0
-    proven: bool = False  # optimal
-    seconds: float = 0.0  # that planning took
+    proven: bool = False  # to be optimal
+    seconds: float = 0.0  # duration of the search
 
     @property
     def gap(self) -> float:
-        """How far the value is above the bound, as a part of it; infinite without a bound."""
+        """How far the value is above the bound, as a fraction of the bound; infinite without a bound."""
         if self.value <= self.bound:
             return 0.0
         return self.value / self.bound - 1 if self.bound > 0 else math.inf
@@ -39,14 +39,14 @@ class Solution(Generic[A]):
 
 
 class Assigned(NamedTuple):
-    """The device of each operator of a graph, by index; and when each starts, where the planner makes a schedule."""
+    """The device index of each operator of a graph, and the start of each if the planner makes a schedule."""
 
     devices: tuple[int, ...]
     starts: tuple[float, ...] = ()
 
 
 class SearchOptions(NamedTuple):
-    """`clock` returns seconds; the search ends when `time_limit_seconds` have passed on it. `seed` makes it repeatable."""
+    """`clock` returns seconds; the search ends when `time_limit_seconds` have passed. `seed` is that of random choices."""
 
     time_limit_seconds: float
     seed: int
@@ -55,14 +55,14 @@ class SearchOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate(Generic[P]):
-    """A plan that was priced, or the reason why there is none."""
+    """A plan with its predicted time, or the reason why there is none."""
 
     label: str  # as in `Plan.alternatives`
     strategy: str
     devices: tuple[str, ...] = ()  # names, by rank
-    seconds: float = math.inf  # what candidates are compared by
-    plan: P | None = None  # none: there is none, or the problem has no graph
-    solution: Solution[Assigned] | None = None  # of a graph
+    seconds: float = math.inf  # predicted; candidates are compared by this
+    plan: P | None = None  # None: the strategy found none, or the problem has no graph
+    solution: Solution[Assigned] | None = None  # for graphs
     missing_bytes: int = 0
     reason: str = ""  # why it was not chosen
 
@@ -72,14 +72,14 @@ class Candidate(Generic[P]):
 
     @classmethod
     def too_large(cls, label: str, strategy: str, missing_bytes: int) -> Candidate[P]:
-        """No plan, for want of so many bytes."""
+        """A candidate without a plan, because `missing_bytes` of memory are missing."""
         reason = f"does not fit: {format_bytes(missing_bytes)} are missing"
         return cls(label, strategy, missing_bytes=missing_bytes, reason=reason)
 
 
 @dataclass(frozen=True)
 class Planned(Generic[P]):
-    """The chosen candidate, and the others in the order of their seconds."""
+    """The chosen candidate, and the others by increasing seconds."""
 
     chosen: Candidate[P]
     others: tuple[Candidate[P], ...] = ()
@@ -97,7 +97,10 @@ class Planned(Generic[P]):
 def choose(
     found: Sequence[Candidate[P]], may_take: Callable[[Candidate[P]], bool], tolerance: float
 ) -> Candidate[P] | None:
-    """The fastest that may be taken; of those within `tolerance` times its seconds, the one on the fewest devices."""
+    """The candidate on the fewest devices among those within `tolerance` times the seconds of the fastest one.
+
+    Only candidates for which `may_take` holds are considered.
+    """
     ordered = sorted(filter(may_take, found), key=lambda each: each.seconds)
     if not ordered:
         return None
@@ -106,7 +109,7 @@ def choose(
 
 
 def explained(chosen: Candidate[P], others: Iterable[Candidate[P]], asked_for: str) -> Planned[P]:
-    """The others with the reason why each was not chosen, which the plan keeps as its alternatives.
+    """Add to each of the others the reason why it was not chosen; the chosen plan keeps them as its alternatives.
 
     `asked_for` is the strategy that the user named, or auto.
     """
@@ -133,5 +136,5 @@ def _why_not(other: Candidate[P], chosen: Candidate[P], asked_for: str) -> str:
     if other.seconds > chosen.seconds:
         return f"slower by {other.seconds / chosen.seconds:.2f}x" if chosen.seconds > 0 else "slower"
     if other.num_devices == chosen.num_devices:
-        return "the same"
+        return "equally fast"
     return "not meaningfully faster, and uses more devices"

@@ -1,4 +1,4 @@
-"""A simulated step or request in the form of a measured one, for `hearth.trace.chrome_trace`. Pure."""
+"""Convert a simulated step or request to the form of a measured trace, for `hearth.trace.chrome_trace`. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Literal
 from coordinator.plan.simulator import ResourceKind, Task, Timeline
 from hearth.wire.messages import DeviceTrace, TraceEvent
 
-_TENSOR_CHARACTERS = 64  # of a tensor's name, from its end: the limit of a trace event
+_TENSOR_CHARACTERS = 64  # the last characters of a tensor's name; the limit of a trace event
 _COORDINATOR = "coordinator"
 
 
 def traces_of(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
-    """`names` of the devices by rank. The end of a transfer that is not simulated is the coordinator's, the last rank."""
+    """One trace per device. `names` are the devices by rank.
+
+    An end of a transfer that is not simulated belongs to the coordinator, which is the last rank.
+    """
     home = len(names)
     events: list[list[TraceEvent]] = [[] for _ in (*names, _COORDINATOR)]
 

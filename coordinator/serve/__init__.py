@@ -1,1 +1,1 @@
-"""Keep a model deployed and answer requests."""
+"""Keep models deployed and answer requests to them."""

@@ -1,4 +1,4 @@
-"""Chooses how activations travel from a budget for the error: measured, not assumed. Knows no devices and no clock."""
+"""Chooses the activation format within an accuracy budget, by measuring error and time of every format. No I/O."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hearth.wire.codec import Array
 
 FORMATS: tuple[Values, ...] = get_args(Values)
 
-SAFETY_FACTOR = 2.0  # real inputs may err more than the few that were measured
-MIN_GAIN = 0.05  # a lossy format must save this share of exact's time: less is within what steps vary by
+SAFETY_FACTOR = 2.0  # on the measured error: real inputs may cause a larger one than the few calibration inputs
+MIN_GAIN = 0.05  # least fraction of the exact format's time that a lossy one must save: step times vary by as much
 _REPEATS = 3  # timed steps of each format, on the longest batch
-_SEED = 20240525
+_SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
-# Runs one step in a format: token ids [T] to hidden states [T,H] and its seconds.
+# Runs one step in a format: takes token ids [T], returns hidden states [T,H] and the seconds of the step.
 RunBatch: TypeAlias = Callable[[Values, Array], Awaitable[tuple[Array, float]]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One format: the worst relative error of any row, and the seconds of a step of full length."""
+    """One format's worst relative error over all rows, and its median seconds for a full-length step."""
 
     values: Values
     error: float
@@ -34,7 +34,7 @@ class Measured:
 
 
 def relative_error(exact_TH: Array, other_TH: Array) -> float:
-    """max over rows of ||other - exact|| / ||exact||. Infinite where that is no number, unless the rows are equal."""
+    """max over rows of ||other - exact|| / ||exact||. NaN counts as infinite; equal rows have error 0."""
     exact, other = exact_TH.astype(np.float64), other_TH.astype(np.float64)
     if exact.size == 0 or np.array_equal(exact, other):
         return 0.0
@@ -45,14 +45,14 @@ def relative_error(exact_TH: Array, other_TH: Array) -> float:
 
 
 def calibration_batches(vocab_size: int, seq_len: int) -> list[Array]:
-    """Token ids of up to three sequences, the longest last: random, and the same every time."""
+    """Token ids of up to three random sequences of different lengths, the longest last. Deterministic."""
     random = np.random.default_rng(_SEED)
     lengths = sorted({max(seq_len // 8, 1), max(seq_len // 2, 1), seq_len})
     return [random.integers(0, vocab_size, length, dtype=np.int32) for length in lengths]
 
 
 async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measured]:
-    """Measure every format. Raises what `run` raises."""
+    """Measure every format. Raises the errors of `run`."""
     errors: dict[Values, list[float]] = {values: [] for values in FORMATS}
     seconds: dict[Values, list[float]] = {values: [] for values in FORMATS}
     *short, longest = calibration_batches(vocab_size, seq_len)
@@ -60,8 +60,8 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measur
         exact, _ = await run("exact", ids)
         for values in FORMATS[1:]:
             errors[values].append(relative_error(exact, (await run(values, ids))[0]))
-    exact, _ = await run("exact", longest)  # the first step of this length warms up: it is not timed
-    for _ in range(_REPEATS):  # the formats in turn, so that a busy moment falls on all of them
+    exact, _ = await run("exact", longest)  # not timed: the first step of this length is a warm-up
+    for _ in range(_REPEATS):  # formats interleaved, so that background load affects all of them
         for values in FORMATS:
             rows, taken = await run(values, longest)
             errors[values].append(relative_error(exact, rows))
@@ -70,9 +70,9 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measur
 
 
 def choose(measured: Sequence[Measured], budget: float) -> Measured:
-    """The fastest format whose error, times the safety factor, is within the budget, and that is worth its error.
+    """The fastest format whose error times `SAFETY_FACTOR` is within the budget.
 
-    Exact, unless another one saves at least `MIN_GAIN` of its time.
+    The exact format, unless another one saves at least `MIN_GAIN` of its time.
     """
     exact = next(each for each in measured if each.values == "exact")
     enough = (1 - MIN_GAIN) * exact.seconds
@@ -81,7 +81,7 @@ def choose(measured: Sequence[Measured], budget: float) -> Measured:
 
 
 def describe(measured: Sequence[Measured], chosen: Measured, budget: float) -> str:
-    """One line for people."""
+    """The measurements and the choice in one log line."""
     parts = [
         f"{each.values} {format_seconds(each.seconds)}" + (f" error {each.error:.1e}" if each.values != "exact" else "")
         for each in measured

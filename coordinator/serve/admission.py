@@ -1,4 +1,4 @@
-"""Admits requests to the present deployment, in the order in which they came, and lets maintenance in between."""
+"""Admission of requests to the current deployment, in FIFO order, with exclusive slots for maintenance."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _D = TypeVar("_D")
 
 
 class Admission(Generic[_D]):
-    """FIFO. At most `capacity` requests run at once, at most `most_waiting` wait; while it is closed, all wait.
+    """FIFO queue. At most `capacity` requests run at once and at most `most_waiting` wait; while closed, all wait.
 
-    Every `enter` that returns is followed by one `leave`.
+    The caller must call `leave` once for every `enter` that returned.
     """
 
     def __init__(self, most_waiting: int) -> None:
         self.running = 0
-        self.admitted = 0  # ever
+        self.admitted = 0  # in total
         self._most_waiting = most_waiting
         self._capacity = 0
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
-        self._exclusive = False  # whether what runs now does
-        self._turns: dict[asyncio.Future[_D], bool] = {}  # the queue, first come first; whether each is exclusive
+        self._exclusive = False  # whether the running slot is exclusive
+        self._turns: dict[asyncio.Future[_D], bool] = {}  # the queue in FIFO order; whether each entry is exclusive
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -36,7 +36,7 @@ class Admission(Generic[_D]):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests, without exclusive ones."""
         return sum(not exclusive for exclusive in self._turns.values())
 
     def open(self, deployment: _D, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Admission(Generic[_D]):
         self._advance()
 
     def close(self, refusal: HearthError | None = None) -> None:
-        """Admit nobody until the next `open`. With `refusal`, raise it to all that wait and to all that come."""
+        """Admit no request until the next `open`. With `refusal`, waiting and future requests raise it."""
         self._deployment, self._refusal = None, refusal
         if refusal is not None:
             for turn in self._turns:
@@ -52,9 +52,9 @@ class Admission(Generic[_D]):
             self._turns.clear()
 
     async def enter(self, timeout_seconds: float) -> _D:
-        """Wait for the turn; returns the deployment to run on.
+        """Wait for a slot; returns the deployment to run on.
 
-        Raises QueueFull at once where too many wait, asyncio.TimeoutError, and the refusal once there is one.
+        Raises QueueFull at once if the queue is full, asyncio.TimeoutError, and the refusal given to `close`.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -69,9 +69,9 @@ class Admission(Generic[_D]):
 
     @asynccontextmanager
     async def exclusively(self, timeout_seconds: float | None = None) -> AsyncIterator[None]:
-        """Nothing else runs inside: it waits for all that run, and lets nobody in meanwhile.
+        """Hold the deployment exclusively: wait for running requests and admit no others meanwhile.
 
-        Raises asyncio.TimeoutError when they run on for longer; then the others are let in again.
+        Raises asyncio.TimeoutError if running requests take longer; admission then continues.
         """
         await self._turn(exclusive=True, timeout_seconds=timeout_seconds)
         try:
@@ -80,7 +80,7 @@ class Admission(Generic[_D]):
             self.leave()
 
     async def drained(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no request runs."""
         await self._idle.wait()
 
     async def _turn(self, exclusive: bool, timeout_seconds: float | None) -> _D:
@@ -97,14 +97,14 @@ class Admission(Generic[_D]):
             return turn.result()
         except asyncio.CancelledError:
             if turn.done() and turn.exception() is None:
-                self.leave()  # admitted and given up in the same moment
+                self.leave()  # admitted and cancelled at the same time
             raise
         finally:
             if self._turns.pop(turn, None):
-                self._advance()  # an exclusive one may have held up those behind it
+                self._advance()  # a cancelled exclusive entry may have blocked those behind it
 
     def _advance(self) -> None:
-        """Admit from the front of the queue as long as there is room."""
+        """Admit from the front of the queue while slots are free."""
         while self._turns and self._deployment is not None:
             turn, exclusive = next(iter(self._turns.items()))
             if self._exclusive or self.running >= (1 if exclusive else self._capacity):

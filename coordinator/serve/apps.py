@@ -1,4 +1,4 @@
-"""The apps that this home has admitted, and those it has shut out: one JSON file, read at every request if it changed."""
+"""Registry of admitted and revoked apps: one JSON file, read again at a request if it has changed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
 
 
 class Apps(BaseModel):
-    """Public keys, each with the name of its app."""
+    """Public keys, mapped to the names of their apps."""
 
     model_config = ConfigDict(frozen=True)
 
-    keys: dict[str, str] = {}  # admitted
+    keys: dict[str, str] = {}  # admitted apps
     revoked: dict[str, str] = {}
 
 
 class AppRegistry:
-    """Changes are on the disk before they are answered."""
+    """Reads and changes the file. Changes are written to disk before the request is answered."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,7 +31,7 @@ class AppRegistry:
         self._apps = Apps()
 
     def add(self, name: str, public_key: str) -> None:
-        """Admit a key. Raises BadRequest for a bad name, or one that is in use."""
+        """Admit a key. Raises BadRequest for an invalid name or one in use."""
         apps = self.current()
         if not _NAME.match(name):
             raise BadRequest(reason=f"the app name '{name}' may hold only a-z, 0-9 and -, at most 32 characters")
@@ -40,7 +40,7 @@ class AppRegistry:
         self._write(Apps(keys={**apps.keys, public_key: name}, revoked=apps.revoked))
 
     def revoke(self, name: str) -> None:
-        """Shut an app out. Raises BadRequest when there is none of this name."""
+        """Revoke an app. Raises BadRequest if no app has this name."""
         apps = self.current()
         gone = {key: app for key, app in apps.keys.items() if app == name}
         if not gone:
@@ -49,7 +49,7 @@ class AppRegistry:
         self._write(Apps(keys=left, revoked={**apps.revoked, **gone}))
 
     def current(self) -> Apps:
-        """Read the file if it has changed. Raises BadSetting."""
+        """The apps; reads the file if it has changed. Raises BadSetting."""
         try:
             status = self._path.stat()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The coordinator's settings: read once, from flags and HEARTH_COORDINATOR_* variables, into a frozen object."""
+"""The coordinator's settings, read once from flags and HEARTH_COORDINATOR_* variables into a frozen object."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ PREFIX = "HEARTH_COORDINATOR_"
 class CoordinatorSettings(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    # Shown to people and to agents that are asked who holds their lease.
+    # Shown to users, also by agents as the holder of their lease.
     name: str = Field(default_factory=platform.node, max_length=128)
-    # The last model and plan, profiles, app keys: what a restart needs. Not a cache.
+    # Holds what a restart needs: the last model and plan, profiles, app keys. Not a cache.
     state_dir: Path
-    # TCP port for clients; fixed, so that a firewall can name it. 0 takes any free one.
+    # TCP port for clients; fixed by default, so that a firewall rule can name it. 0: any free port.
     port: int = Field(default=COORDINATOR_PORT, ge=0, le=65535)
-    # Local address to listen on; 0.0.0.0 is all of them (CURVE guards every one).
+    # Local address to listen on; 0.0.0.0: all interfaces (every connection is authenticated with CURVE).
     bind_host: str = "0.0.0.0"
-    # Local addresses on which mDNS is spoken, separated by commas; empty: the one that the choice of interface gives.
+    # Local addresses to use for mDNS, separated by commas; empty: those of all interfaces.
     mdns_interfaces: str = ""
-    # Whether to advertise over mDNS; off where multicast is blocked and clients are given the address.
+    # Whether to advertise over mDNS; switch off where multicast is blocked, and give clients the address.
     advertise: bool = True
-    # Agents where multicast is blocked: "host:port,host2".
+    # Addresses of agents that mDNS cannot find because multicast is blocked: "host:port,host2".
     devices: str = ""
-    # Requests that may wait; one more is refused at once rather than kept waiting.
+    # Most requests that may wait; one more is refused at once with QueueFull.
     queue_limit: int = Field(default=64, ge=1, le=100_000)
-    # Seconds without a new device before a first plan is made.
+    # Seconds without a new device before the first plan is made.
     settle_seconds: float = Field(default=2.0, ge=0, le=600)
-    # A first plan waits until this many devices are there.
+    # Number of devices that the first plan waits for.
     min_devices: int = Field(default=1, ge=1, le=256)
-    # Seconds that running requests get to finish before a stop or a change of plan; systemd waits 90 for a stop.
+    # Seconds that running requests get to finish before a stop or a change of plan; systemd allows 90 s for a stop.
     drain_seconds: float = Field(default=10.0, ge=0, le=3600)
-    # Off: activations travel in the clear between workers (a random plan token still guards them). For measuring.
+    # Off: workers exchange activations unencrypted, authenticated only by a random plan token. For measurements.
     encrypt_data_plane: bool = True
 
     @property
@@ -50,7 +50,7 @@ class CoordinatorSettings(BaseModel):
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:
-    """systemd's $STATE_DIRECTORY, else the XDG state directory."""
+    """The first of systemd's $STATE_DIRECTORY, else `hearth-coordinator` in the XDG state directory."""
     if "STATE_DIRECTORY" in environ:
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", ".")) / ".local/state")
@@ -58,6 +58,6 @@ def default_state_dir(environ: Mapping[str, str]) -> Path:
 
 
 def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:
-    """Flags win over variables, variables over defaults. Raises BadSetting that names the setting."""
+    """Flags override variables, which override defaults. Raises BadSetting naming the setting."""
     defaults = {"state_dir": default_state_dir(environ)}
     return read_settings(CoordinatorSettings, PREFIX, environ, flags, defaults)

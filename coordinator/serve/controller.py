@@ -1,4 +1,4 @@
-"""Keeps one model served: executes the actions of its life cycle (`lifecycle`), and reports to it what happened."""
+"""Serves one model: executes the actions of its life cycle (`lifecycle`) and feeds the outcomes back as events."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from hearth.wire.messages import PhaseEntered
 
 log = logging.getLogger(__name__)
 
-_WAIT_FOR_DEVICES_SECONDS = 10.0  # for the devices of a saved plan after a restart, and for a first device
+_WAIT_FOR_DEVICES_SECONDS = 10.0  # for all devices of a saved plan after a restart, and for the first device
+# Actions without I/O: executed inside `handle`, before any task is started.
 _AT_ONCE: tuple[cycle.Action, ...] = ("stop_admitting", "refuse_requests", "record_loss")
 
 
 class Controller:
-    """Of the deployment `name`. Raises what opening the model raises, and BadPlan for a plan to keep that is for another.
+    """Runs the deployment `name`. `plan` is tried first, if all its devices are available.
 
-    `plan` is tried first, if its devices come.
+    Raises the errors of opening the model; BadPlan if `goal.keep_plan` is set and `plan` does not fit the model.
     """
 
     def __init__(
@@ -50,31 +51,31 @@ class Controller:
             self.kind.check(plan)
         self.lifecycle = cycle.Lifecycle(last_epoch=tools.state.load().last_epoch)
         tools.state.save(name, SavedDeployment(goal=goal, plan=plan), self.lifecycle.last_epoch)
-        self.plan: Plan | None = None  # of the present deployment, or of the one before
-        self.deployment: Deployment | None = None  # the present one, until its workers are stopped
+        self.plan: Plan | None = None  # of the current deployment, or of the last one
+        self.deployment: Deployment | None = None  # the current one; None once its workers are stopped
         self._first_plan = plan
         self._tools = tools
         self._clock = clock
         self._replanner = Replanner(self.kind, tools, self.requests.admission, clock)
-        self._work: asyncio.Task[None] | None = None  # the present phase's
+        self._work: asyncio.Task[None] | None = None  # executes the actions of the current phase
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
 
-    # ---- what it is doing -----------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> str:
-        """For people."""
+        """One line for `hearth status` and the log."""
         return describe(self.lifecycle)
 
     def history(self) -> tuple[PhaseEntered, ...]:
         return history_of(self.lifecycle, self._clock())
 
-    # ---- from outside ---------------------------------------------------------------------------------------------
+    # ---- public API -----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until told to stop. Raises the error that no retry can mend."""
+        """Serve until `stop` is called. Raises an error that retrying cannot fix."""
         try:
-            if not self.lifecycle.finished:  # it was told to stop before it began
+            if not self.lifecycle.finished:  # False if `stop` was called before `run`
                 self.handle(cycle.GoalSet(self._first_plan))
             if (error := await self._finished) is not None:
                 raise error
@@ -87,11 +88,11 @@ class Controller:
             await self.requests.close()
 
     def stop(self) -> None:
-        """Let running requests finish, then end; the second call ends at once."""
+        """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
 
     def device_changed(self, device: Device) -> None:
-        """The fleet saw a change: a deployment that it breaks is lost."""
+        """Callback of the fleet: report the deployment as lost if this change breaks it."""
         loaded = self.lifecycle.phase in ("serving", "draining")
         if self.deployment is not None and (error := loss_of(device, self.deployment, loaded)) is not None:
             self._lost(self.deployment, error)
@@ -99,7 +100,7 @@ class Controller:
     # ---- the life cycle -------------------------------------------------------------------------------------------
 
     def handle(self, event: cycle.Event) -> None:
-        """Take an event: change the state, and begin what follows."""
+        """Apply an event to the life cycle and start the resulting actions."""
         before = self.state
         self.lifecycle, actions = cycle.step(self.lifecycle, event, self._clock())
         if self.state != before:
@@ -127,9 +128,9 @@ class Controller:
     async def _perform(
         self, actions: list[cycle.Action], state: cycle.Lifecycle, before: asyncio.Task[None] | None
     ) -> None:
-        """Do these in order, once what was done before has ended, and report the last one's outcome.
+        """Cancel the previous task, execute these actions in order and report the last one's outcome as an event.
 
-        Another event may come meanwhile: then its actions follow, and these end.
+        Stops early, without an event, when a newer event has started another task.
         """
         if before is not None:
             before.cancel()
@@ -165,8 +166,8 @@ class Controller:
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 await deployment.push(self.kind.weights(plan), tools.progress)
                 tools.report(
-                    f"pushed {format_bytes(deployment.sent_bytes)} of weights, devices passed on "
-                    f"{format_bytes(deployment.passed_bytes)}; what was there already was not sent again"
+                    f"sent {format_bytes(deployment.sent_bytes)} of weights; devices forwarded "
+                    f"{format_bytes(deployment.passed_bytes)}; chunks already on a device were not sent again"
                 )
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:
@@ -194,24 +195,24 @@ class Controller:
                 if not self._finished.done():
                     self._finished.set_result(state.error if state.phase == "failed" else None)
             case _:
-                raise AssertionError(f"nothing to {action} in {state}")
+                raise AssertionError(f"cannot {action} in {state}")
         return None
 
     def _fault(self, work: asyncio.Task[None]) -> None:
-        """An exception of the machinery itself would leave the deployment in a phase that nothing leads out of."""
+        """End `run` with an unexpected exception of a task; otherwise the deployment would stay in its phase for ever."""
         if not work.cancelled() and (error := work.exception()) is not None and not self._finished.done():
             self._finished.set_exception(error)
 
-    # ---- devices for a plan ---------------------------------------------------------------------------------------
+    # ---- devices of a plan ----------------------------------------------------------------------------------------
 
     async def _await_devices(self, plan: Plan) -> cycle.PlanRestored | cycle.PlanSetAside:
-        """All devices of a saved plan must come, with the links between them measured; and no limit may forbid it."""
+        """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits."""
         try:
             self.kind.check(plan)
         except BadPlan as error:
             return cycle.PlanSetAside(error.reason)
         if not await self._all_there(plan):
-            return cycle.PlanSetAside("not all of its devices came")
+            return cycle.PlanSetAside("not all of its devices are available")
         there = self._tools.fleet.usable()
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in there if device.telemetry}
         if against := breach(plan, self.goal.limits, self.goal.exclude, offered):
@@ -232,23 +233,23 @@ class Controller:
         return False
 
     async def _settle(self, recovering: bool) -> cycle.DevicesSettled:
-        """The user's minimum and the wait for newcomers are for starts."""
+        """Wait for the fleet to settle. `recovering`: skip the quiet period and the minimum number of devices."""
         settings, fleet = self._tools.settings, self._tools.fleet
         quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
         await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
         devices = allowed(self.goal, fleet.usable())
         if not devices:
             raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
-        self.goal = self.goal.model_copy(update={"keep_plan": False})  # there was none to keep, or it could not be kept
+        self.goal = self.goal.model_copy(update={"keep_plan": False})  # no plan was given, or it cannot be used
         names = [*(limit.device for limit in self.goal.limits), *self.goal.exclude]
-        for name in unknown_names(names, fleet.devices.values()):  # mistyped, or a device that comes later
-            self._tools.report(f"warning: no device here is called {name} yet; its limit holds when one comes")
+        for name in unknown_names(names, fleet.devices.values()):  # mistyped, or the device joins later
+            self._tools.report(f"warning: no device here is called {name} yet; its limit applies once it joins")
         return cycle.DevicesSettled(tuple(devices))
 
-    # ---- while it serves ------------------------------------------------------------------------------------------
+    # ---- serving --------------------------------------------------------------------------------------------------
 
     async def _serve(self, deployment: Deployment) -> cycle.Event | None:
-        """Let requests onto the deployment, tune it, and look for a better plan as long as it serves."""
+        """Open admission to the deployment, tune it, and look for a better plan until the phase ends."""
         monitor = DriftMonitor(deployment.plan)
         self.requests.watched = (deployment, monitor)
         self.requests.admission.open(deployment, self.kind.capacity(deployment))
@@ -264,7 +265,7 @@ class Controller:
         return cycle.BetterPlanMade(better, deployment.epoch, self._tools.fleet.last_epoch)
 
     def _request_failed(self, deployment: Deployment, error: HearthError) -> None:
-        """An error that is not the request's own ends the deployment that it ran on (not a newer one)."""
+        """Report the deployment as lost, unless the error concerns only the request itself."""
         if error.scope != "request":
             self._lost(deployment, error)
 

@@ -1,4 +1,4 @@
-"""A deployment's life cycle in words, for `hearth status` and the log."""
+"""Texts for the life cycle of a deployment, shown by `hearth status` and in the log."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from hearth.plan.plan import Plan
 from hearth.wire.messages import PhaseEntered
 
 _CAUSES: dict[type[cycle.Event], str] = {
-    cycle.GoalSet: "a model is to be served",
-    cycle.PlanRestored: "the devices of the last plan are there",
+    cycle.GoalSet: "asked to serve a model",
+    cycle.PlanRestored: "all devices of the last plan are available",
     cycle.DevicesProfiled: "devices profiled",
     cycle.ChunksPushed: "weights are on the devices",
     cycle.WorkersLoaded: "workers are loaded and connected",
-    cycle.WarmedUp: "a first request ran",
-    cycle.RetryDue: "trying again",
-    cycle.Drained: "all requests have ended",
-    cycle.DrainTimedOut: "requests were still running",
-    cycle.StopRequested: "told to stop",
+    cycle.WarmedUp: "warm-up request completed",
+    cycle.RetryDue: "retrying",
+    cycle.Drained: "all running requests have finished",
+    cycle.DrainTimedOut: "drain timeout, with requests still running",
+    cycle.StopRequested: "asked to stop",
 }
 
 
 def describe(state: cycle.Lifecycle) -> str:
-    """What a deployment is doing."""
+    """What a deployment is doing, in one line."""
     plan, cause = state.plan, state.cause
     match state.phase, cause:
         case "idle", None:
@@ -46,16 +46,16 @@ def describe(state: cycle.Lifecycle) -> str:
         case "serving", _ if plan is not None:
             return f"serving {plan.model.name} on {names(plan)} ({title(plan)})"
         case "draining", _ if state.following is not None:
-            return "moving to a better plan: running requests finish, others wait"
+            return "changing to a better plan: running requests finish, new ones wait"
         case "draining", _:
-            return "stopping: running requests finish, no new ones are taken"
+            return "stopping: running requests finish, new ones are refused"
         case "failed", cycle.WorkFailed(error) | cycle.DeploymentLost(_, error):
             return str(error) if state.finished else f"not ready, trying again: {error}"
     return state.phase
 
 
 def describe_cause(event: cycle.Event) -> str:
-    """What happened."""
+    """What an event reports, in one line."""
     match event:
         case cycle.PlanSetAside(reason):
             return f"the last plan is not used: {reason}"
@@ -69,7 +69,7 @@ def describe_cause(event: cycle.Event) -> str:
 
 
 def history_of(state: cycle.Lifecycle, now: float) -> tuple[PhaseEntered, ...]:
-    """The moves so far, for `hearth status`."""
+    """The moves of the life cycle, oldest first, for `hearth status`."""
     return tuple(
         PhaseEntered(
             phase=move.phase, cause=describe_cause(move.cause), seconds_ago=max(now - move.at, 0.0), times=move.times

@@ -1,4 +1,4 @@
-"""Answers that come token by token: requests become sequences on the deployment, and outlive it when it fails."""
+"""Streamed text generation: requests run as sequences on a deployment and continue on the next one when it fails."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 
-_MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # rank 0's agent counts them together with our heartbeats to it
-_MAX_FAILURES = 3  # of the plans that a request runs on; after one more it is told
-_MAX_STOP_CHARACTERS = 1000  # of a stop text: each is looked for at every token
-_LATE_SECONDS = 10.0  # by which an agent's patience exceeds the request's own, which knows better what to say
-_WARM_UP_TOKENS = 8
-_WARM_UP_SECONDS = 120.0
+_MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
+_MAX_FAILURES = 3  # deployments that may fail under one request; the next failure is returned to the client
+_MAX_STOP_CHARACTERS = 1000  # of a stop text; every stop text is searched for at every token
+_LATE_SECONDS = 10.0  # added to the agent's timeout, so that the request's own, clearer timeout error comes first
+_WARM_UP_TOKENS = 8  # of the warm-up prompt
+_WARM_UP_SECONDS = 120.0  # timeout of the warm-up
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """What is read once from a decoder's directory."""
+    """A decoder's spec, tokenizer and generation defaults, read once from its directory."""
 
     spec: ModelSpec
-    tokenizer: TextTokenizer | None  # without one, token ids still work
+    tokenizer: TextTokenizer | None  # None: only token ids are accepted
     defaults: GenerationDefaults
 
     def prompt_ids(self, request: wire.Generate, token_ids: Array | None) -> list[int]:
-        """The request's prompt. Raises BadRequest."""
+        """Token ids of the request's prompt. Raises BadRequest."""
         if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
-            raise BadRequest(reason="it needs a prompt, messages or token ids, and only one of them")
+            raise BadRequest(reason="give a prompt, messages or token ids, and only one of them")
         if self.tokenizer is None and (token_ids is None or request.stop):
-            raise BadRequest(reason="the model has no tokenizer.json; send token ids, and no stop texts")
+            raise BadRequest(reason="the model has no tokenizer.json; send token ids without stop texts")
         if any(not 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in request.stop):
-            raise BadRequest(reason=f"a stop text has 1 to {_MAX_STOP_CHARACTERS} characters")
+            raise BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
         if token_ids is not None:
             if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
                 raise BadRequest(reason="token ids must be a list of 32-bit integers")
@@ -62,15 +62,15 @@ class TextModel:
 
 
 def context_tokens(plan: TransformerPlan) -> int:
-    """How many tokens one request may have, prompt and answer together."""
+    """Maximum tokens of one request, prompt and answer together. Raises BadPlan."""
     if plan.body.generation is None:
-        raise BadPlan(reason="it is not for a model that generates")
+        raise BadPlan(reason="it is not for a model that generates text")
     promised = plan.body.generation.kv_tokens
     return min(plan.model.max_positions, promised, plan.body.generation.context or promised)
 
 
 async def warm_up(deployment: TransformerDeployment) -> None:
-    """Two tokens: proves that all workers reach each other in prefill and decoding, and loads the kernels."""
+    """Generate two tokens: checks that all workers reach each other in prefill and decoding, and loads the kernels."""
     context = context_tokens(deployment.plan)
     prompt = np.zeros(max(min(_WARM_UP_TOKENS, context - 2), 1), np.int32)
     max_tokens = max(min(2, context - len(prompt)), 1)
@@ -80,7 +80,7 @@ async def warm_up(deployment: TransformerDeployment) -> None:
 
 
 class Generations:
-    """All requests that generate, at most `limit` at once. They run side by side: rank 0 batches them."""
+    """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
 
     def __init__(self, requests: Requests[TransformerDeployment], limit: int) -> None:
         self.num_running = 0
@@ -90,10 +90,10 @@ class Generations:
     async def run(
         self, model: TextModel, request: wire.Generate, token_ids: Array | None
     ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
-        """The answer, as it comes. When a plan fails, the next one goes on with the tokens so far.
+        """Stream the answer. When a deployment fails, the next one continues from the tokens generated so far.
 
-        Without `max_tokens` the answer has at most what generation_config.json says, else 512 tokens, and no more than the
-        context has room for. Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
+        Without `max_tokens` the limit is that of generation_config.json, else 512 tokens, and at most the free context.
+        Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
         began = asyncio.get_running_loop().time()
         self.num_running += 1
@@ -119,14 +119,14 @@ class Generations:
             self.num_running -= 1
 
     async def _parts(self, answer: _Answer, deadline: float) -> AsyncGenerator[wire.TextGenerated, None]:
-        """Up to the end of the answer, on one plan after the other if need be."""
+        """Stream up to the end of the answer, on successive deployments if some fail."""
         loop = asyncio.get_running_loop()
         num_failures = 0
-        answer.left(answer.model.spec.max_positions)  # a prompt that can never fit is refused before a wait
+        answer.left(answer.model.spec.max_positions)  # refuse a prompt that can never fit before queueing it
         while answer.reason is None:
             async with self._requests.place(deadline - loop.time()) as deployment:
                 max_tokens = answer.left(context_tokens(deployment.plan))
-                if max_tokens == 0:  # only the message of its end was lost
+                if max_tokens == 0:  # all tokens had arrived; only the end message was lost
                     answer.reason = "stop" if answer.stopped else "length"
                     return
                 async with aclosing(answer.on(deployment, max_tokens, deadline)) as events:
@@ -148,13 +148,13 @@ class Generations:
 
 
 class _Answer:
-    """One request, and what was generated for it. Times are the loop's."""
+    """One request and its generated tokens. Times are those of the event loop's clock, in seconds."""
 
     def __init__(self, model: TextModel, request: wire.Generate, prompt: list[int], began: float) -> None:
         self.model = model
         self.request = request
-        self.reason: wire.FinishReason | None = None  # once it has ended
-        self.end: wire.GenerationEnded | None = None  # as the plan tells it
+        self.reason: wire.FinishReason | None = None  # None while it runs
+        self.end: wire.GenerationEnded | None = None  # as rank 0 reported it
         self._prompt = prompt
         self._tokens: list[int] = []
         self._text: TextStream | None = model.tokenizer.stream(prompt) if model.tokenizer is not None else None
@@ -167,11 +167,11 @@ class _Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether the newest token is one that ends texts."""
+        """Whether the newest token is an end-of-text token."""
         return bool(self._tokens) and self._tokens[-1] in self.model.defaults.stop_ids
 
     def left(self, context: int) -> int:
-        """How many tokens may still come. Raises ContextTooLong."""
+        """Number of tokens that may still be generated. Raises ContextTooLong."""
         wanted, room = self.request.max_tokens, context - len(self._prompt)
         if room < (wanted or 1):
             raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=wanted or 1, context_tokens=context)
@@ -182,7 +182,7 @@ class _Answer:
     def on(
         self, deployment: TransformerDeployment, max_tokens: int, deadline: float
     ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
-        """What is still to come, from this deployment."""
+        """Generate the remaining tokens on this deployment."""
         self._num_plans += 1
         if self._num_plans == 1:
             self._sent = self._clock()
@@ -196,7 +196,7 @@ class _Answer:
         )
 
     def take(self, token_ids: Sequence[int]) -> wire.TextGenerated:
-        """The next tokens, up to one that completes a stop text: with it the answer has ended."""
+        """Append the next tokens, up to one that completes a stop text, which ends the answer."""
         self._last = self._clock()
         if not self._tokens:
             self._first = self._last
@@ -211,13 +211,13 @@ class _Answer:
         return wire.TextGenerated(token_ids=tuple(token_ids), text=text)
 
     def ended(self) -> wire.TextEnded:
-        """The end, with the text that was held back."""
+        """The end message, with the text that was held back."""
         assert self.reason is not None
         text = ""
         if self._text is not None:
             text = self._stops.push(self._text.flush()) + self._stops.flush()
         queued, first, others = self._sent - self._began, self._first - self._sent, self._last - self._first
-        if self.end is not None and self._num_plans == 1:  # where it ran knows better how long it waited there
+        if self.end is not None and self._num_plans == 1:  # rank 0 measured its own queueing more exactly
             queued += self.end.queued_seconds
             first, others = self.end.prefill_seconds, self.end.decode_seconds
         return wire.TextEnded(

@@ -1,4 +1,4 @@
-"""What a goal comes to: its model read once, the devices that it may use, and what a planner is asked."""
+"""From a goal to a planner request: reads the model, selects the allowed devices, builds the request."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.value_formats import Values
 
-DEFAULT_SEQ_LEN = 512  # planned for when the user names no length and the model allows it
-DEFAULT_CONTEXT = 2048  # as much; what more is promised is held in memory on every device
+DEFAULT_SEQ_LEN = 512  # tokens per step, if the user names no length and the model allows it
+DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device
 
 _D = TypeVar("_D", bound=Named)
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is read once from the model's directory. Of a decoder, a longer text than a step comes in chunks."""
+    """A model, read once from its directory. A decoder processes a prompt longer than a step in chunks."""
 
     directory: Path
     spec: ModelSpec
-    seq_len: int  # a step holds at most this many rows, and a text for an encoder at most this many tokens
-    tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; without one, token ids still work
-    generation: GenerationRequest | None = None  # for decoders
+    seq_len: int  # most rows of a step; for an encoder also the most tokens of a text
+    tokenizer: SentenceTokenizer | TextTokenizer | None  # the latter for decoders; None: only token ids work
+    generation: GenerationRequest | None = None  # None for encoders
 
 
 def open_model(goal: TransformerGoal) -> Model:
@@ -68,7 +68,7 @@ def _generation(goal: TransformerGoal, spec: ModelSpec) -> GenerationRequest | N
 
 
 def allowed(goal: Goal, devices: Iterable[_D]) -> list[_D]:
-    """The devices that the user does not exclude."""
+    """The devices that the user did not exclude, by name or id."""
     excluded = set(goal.exclude)
     return [device for device in devices if not {device.name, device.device_id} & excluded]
 
@@ -80,9 +80,10 @@ def plan_request(
     values: Values | None = None,
     deployed: TransformerPlan | None = None,
 ) -> PlanRequest:
-    """What to ask a planner, under the user's limits. `deployed` is taken down before the new plan comes.
+    """The planner's request, with the user's memory limits applied.
 
-    `values` is the format that an accuracy budget chose.
+    `values`: activation format chosen by the accuracy budget, if any. `deployed`: the current plan; its memory counts as
+    free, because it is unloaded before the new plan is loaded.
     """
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
     return PlanRequest(
@@ -97,7 +98,7 @@ def plan_request(
 
 
 def graph_request(goal: GraphGoal, graph: Graph, cluster: GraphCluster) -> GraphRequest:
-    """What to ask a planner."""
+    """The planner's request for an operator graph."""
     return GraphRequest(
         spec=graph.spec,
         cluster=cluster,

@@ -1,4 +1,4 @@
-"""Serving ONNX graphs: as many requests side by side as their pipeline has room for."""
+"""Serving ONNX graphs: as many concurrent requests as their pipeline has slots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hearth.wire.framing import pack_arrays, unpack_arrays
 from hearth.wire.messages import ArrayInfo, GetModelInfo, Infer, Inferred, Message, ModelInfo
 from hearth.wire.rpc import Reply
 
-# While clients wait for a plan, the search for a better one ends here, whatever its limit.
+# Upper limit of the plan search while clients wait for a recovery.
 _RECOVERY_SECONDS = 3.0
 
 
@@ -108,16 +108,16 @@ class GraphKind:
         await deployment.infer(_zeros(self.spec.inputs))
 
     async def tune(self, deployment: GraphDeployment) -> None:
-        """A graph has nothing to choose: its outputs have no common measure of accuracy."""
+        """Nothing to choose: graph outputs have no common accuracy measure, so there is no accuracy budget."""
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
     async def info(self, request: GetModelInfo, payload: Sequence[Any]) -> ModelInfo:
-        """The arrays that the model takes and gives."""
+        """Names, dtypes and shapes of the model's inputs and outputs."""
         return ModelInfo(name=self.spec.name[:256], inputs=_infos(self.spec.inputs), outputs=_infos(self.spec.outputs))
 
     async def infer(self, request: Infer, payload: Sequence[Any]) -> Reply:
-        """One request. Raises BadRequest that names the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
+        """Run one request. Raises BadRequest naming the input, QueueFull, NotServing, DeadlineExceeded, DeviceLost, ..."""
         inputs = arrays_of(request.names, payload)
         check_inputs(self.spec.inputs, inputs)
         admission = self._requests.admission
@@ -125,7 +125,7 @@ class GraphKind:
         async def compute(deployment: GraphDeployment) -> Answer:
             before, alone = admission.admitted, admission.running == 1
             result = await deployment.infer(inputs, request.trace)
-            # In a pipeline a request waits for those before it: only one that ran alone tells of links.
+            # In a pipeline, requests wait for earlier ones; only the total time of one that ran alone shows the links.
             total = result.latency_seconds if alone and admission.admitted == before else None
             self._requests.observe(deployment, 1.0, result.compute_seconds, total)
             names = tuple(result.outputs)
@@ -135,7 +135,7 @@ class GraphKind:
         return await self._requests.run(compute, request.timeout_seconds, self._failed_on)
 
     def _failed_on(self, deployment: GraphDeployment, error: HearthError) -> None:
-        """A request that failed in a segment: its values may be the cause, or the plan. A request known to run tells."""
+        """After StepFailed, run a probe with zeros: if it fails too, the deployment is at fault, not the request's values."""
         if not isinstance(error, StepFailed):
             self._requests.failed_on(deployment, error)
             return
@@ -154,16 +154,16 @@ class GraphKind:
 
 
 def arrays_of(names: Sequence[str], payload: Sequence[Any]) -> dict[str, Array]:
-    """Arrays in two frames each, by name. Raises BadRequest, BadMessage."""
+    """The arrays of a payload by name, two frames each. Raises BadRequest, BadMessage."""
     if len(payload) != 2 * len(names):
-        raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each takes two")
+        raise BadRequest(reason=f"{len(names)} inputs came in {len(payload)} frames; each needs two")
     if len(set(names)) < len(names):
         raise BadRequest(reason="an input is given twice")
     return unpack_arrays(names, payload)
 
 
 def check_inputs(wanted: Sequence[Tensor], given: dict[str, Array]) -> None:
-    """Raises BadRequest that names the first input that is unknown, missing, or of another dtype or shape."""
+    """Raise BadRequest naming the first input that is unknown, missing, or has a wrong dtype or shape."""
     names = [tensor.name for tensor in wanted]
     for name in given:
         if name not in names:

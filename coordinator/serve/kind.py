@@ -1,4 +1,4 @@
-"""Everything that differs between kinds of model, behind one protocol. `controller` knows no more of a kind than this."""
+"""`ModelKind`: the protocol for what differs between kinds of model. `controller` uses nothing else of a kind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hearth.wire.messages import Message
 from hearth.wire.rpc import Response
 
 D = TypeVar("D", bound=Deployment)
-Handler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # of a message and its payload
+Handler: TypeAlias = Callable[[Any, Sequence[Any]], Awaitable[Response]]  # takes a message and its payload
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Shared by all deployments of a coordinator. `report` takes a line for people."""
+    """Services shared by all deployments of a coordinator. `report` logs a line for the user."""
 
     fleet: Fleet
     profiler: Profiler
@@ -35,38 +35,38 @@ class Tools:
 
 
 class ModelKind(Protocol[D]):
-    """A model that was opened, and how its kind is planned, deployed and asked."""
+    """An opened model, with the planning, deployment and request handlers of its kind."""
 
-    usage: str  # how such a model is asked, for clients that ask it for something else
-    workload: Workload[Any]  # measured on devices before they are planned for
-    handlers: Mapping[type[Message], Handler]  # of the requests that such a model answers
+    usage: str  # tells a client that sent a request of another kind which requests the model answers
+    workload: Workload[Any]  # measured on each device before planning
+    handlers: Mapping[type[Message], Handler]  # by type of request
 
     def check(self, plan: Plan) -> None:
-        """Raise BadPlan that says why a plan is not for this model and these settings."""
+        """Raise BadPlan if a plan is not for this model and these settings."""
 
     async def profile(self, devices: Sequence[Device]) -> Any:
-        """The cluster as `plan` takes it. Raises NoDevices, ..."""
+        """Measure the devices; returns the cluster for `plan`. Raises NoDevices, ..."""
 
     async def plan(self, cluster: Any, recovering: bool) -> Plan:
-        """`recovering`: clients wait, so a good plan soon is better than the best one later. Raises ModelDoesNotFit, ..."""
+        """Make a plan. `recovering`: clients are waiting, so limit the search. Raises ModelDoesNotFit, ..."""
 
     async def revise(self, cluster: Any, deployment: D) -> tuple[Plan, float, float]:
-        """The best plan now, while the memory that `deployment` holds counts as free.
+        """Plan again, counting the memory that `deployment` holds as free.
 
-        Also the seconds of that plan and of the deployed one, both priced for this cluster.
+        Returns the new plan and the predicted seconds of the new and of the deployed plan, both for this cluster.
         """
 
     def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
-        """The chunks of a plan."""
+        """The weight chunks that each rank of a plan needs."""
 
     def deployment(self, plan: Plan, name: str) -> D:
-        """The deployment of a plan, with nothing on the devices yet."""
+        """Create the deployment of a plan; contacts no device."""
 
     def capacity(self, deployment: D) -> int:
-        """Requests that may run at once."""
+        """Number of requests that may run at once."""
 
     async def warm_up(self, deployment: D) -> None:
-        """A small request: proves that all workers reach each other, and loads the kernels."""
+        """Run a small request: checks that all workers reach each other, and loads the kernels."""
 
     async def tune(self, deployment: D) -> None:
-        """Choose by measurement what the plan leaves open, between requests."""
+        """Choose settings that the plan leaves open, by measuring between requests."""

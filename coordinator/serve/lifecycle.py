@@ -1,7 +1,7 @@
-"""The life cycle of one deployment as a pure state machine: `step(state, event, now)` gives the next state and actions.
+"""Life cycle of one deployment as a pure state machine: `step(state, event, now)` returns the next state and actions.
 
-Events report what happened, actions say what to do next; `controller` executes them. While nothing goes wrong:
-idle, settling (which devices are there?), profiling, planning, pushing weights, loading, warming up, serving.
+Events report what happened; `controller` executes the actions. The phases of a start without failures: idle, settling
+(waiting for devices), profiling, planning, pushing weights, loading, warming up, serving.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hearth.errors import HearthError
 from hearth.plan.plan import Plan
 from hearth.wire.messages import Phase
 
-RETRY_SECONDS = 2.0  # after a failure: long enough not to flood the log, short beside what planning and loading take
-HISTORY_LENGTH = 50  # moves that are kept: several recoveries, each of about eight moves
+RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is short compared with planning and loading
+HISTORY_LENGTH = 50  # moves kept: enough for several recoveries of about eight moves each
 _BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming")
 
 
@@ -23,35 +23,35 @@ _BRING_UP = ("settling", "profiling", "planning", "pushing", "loading", "warming
 
 @dataclass(frozen=True)
 class GoalSet:
-    """A model is to be served; by `plan` if its devices come, as after a power cut."""
+    """Serve a model. `plan`, for instance saved before a power cut, is tried first."""
 
     plan: Plan | None = None
 
 
 @dataclass(frozen=True)
 class PlanRestored:
-    """All devices of the saved plan are there. `last_epoch` is the newest epoch that any agent has seen."""
+    """All devices of the saved plan are available. `last_epoch` is the newest epoch that any agent has seen."""
 
     last_epoch: int
 
 
 @dataclass(frozen=True)
 class PlanSetAside:
-    """The saved plan cannot be used: a device did not come, or a limit of the user forbids it."""
+    """The saved plan cannot be used: a device is missing, or it violates a limit of the user."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class DevicesSettled:
-    """The devices that a plan may use, as `coordinator.devices.registry.Device`."""
+    """Devices that a plan may use are available; `devices` are `coordinator.devices.registry.Device`."""
 
     devices: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class DevicesProfiled:
-    """Some of the devices may be left out of their `cluster`, which is as the planner of this kind of model takes it."""
+    """The devices are measured. `cluster` is the planner's input for this kind of model; failed devices are left out."""
 
     cluster: Any
 
@@ -79,7 +79,7 @@ class WarmedUp:
 
 @dataclass(frozen=True)
 class BetterPlanMade:
-    """The background found a plan that is worth a change from the deployment `epoch`."""
+    """The background search found a plan that is worth replacing the deployment `epoch`."""
 
     plan: Plan
     epoch: int
@@ -88,7 +88,7 @@ class BetterPlanMade:
 
 @dataclass(frozen=True)
 class DeploymentLost:
-    """The deployment `epoch` cannot go on: a device, a worker or the plan itself failed."""
+    """The deployment `epoch` failed: a device, a worker or the plan itself."""
 
     epoch: int
     error: HearthError
@@ -108,17 +108,17 @@ class RetryDue:
 
 @dataclass(frozen=True)
 class Drained:
-    """No request runs any more."""
+    """All running requests have finished."""
 
 
 @dataclass(frozen=True)
 class DrainTimedOut:
-    """Requests still run, and the time that they had to finish is over."""
+    """The drain timeout passed while requests were still running."""
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The coordinator is told to stop. A second request does not wait for running requests."""
+    """Stop serving. The first one drains running requests; the second ends at once."""
 
 
 Event: TypeAlias = (
@@ -130,23 +130,23 @@ Event: TypeAlias = (
 # ---- actions: what to do next ---------------------------------------------------------------------------------------
 
 Action: TypeAlias = Literal[
-    # At once:
+    # Executed at once:
     "stop_admitting",  # requests wait for the next plan
-    "refuse_requests",  # none will ever run: say so
-    "record_loss",  # remember which device was lost: plans avoid it for a while
-    # In turn, once what was done before has ended:
+    "refuse_requests",  # fail waiting and new requests with NotServing
+    "record_loss",  # remember the lost device, so that plans avoid it for a while
+    # Executed in order, after the previous actions have ended:
     "take_down",  # stop the deployment's workers, if there are any
-    "finish",  # the end: regular, or in the phase `failed` with the error that no retry can mend
-    # In turn, and each reports an event when it is done, one for every phase but `idle`:
-    "await_devices",  # of the saved plan
-    "settle",  # wait until the fleet is quiet; if requests were served before, with what is left and without a wait
-    "profile",  # the devices
-    "make_plan",  # if requests were served before, clients wait: a good plan soon is better than the best one later
-    "push",  # write the goal, the plan and its epoch to disk, before any device sees that epoch; then send the weights
-    "load",
-    "warm_up",
-    "serve",  # let requests onto the deployment, and look for a better plan
-    "drain",  # wait for running requests, but not for ever
+    "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
+    # Likewise, and each reports an event when done. Every phase except `idle` has one:
+    "await_devices",  # wait for those of the saved plan
+    "settle",  # wait until no new device joins; without the wait if requests were served before
+    "profile",  # measure the devices
+    "make_plan",  # with a short search if requests were served before, since clients are waiting
+    "push",  # save goal, plan and epoch to disk before any device sees the epoch; then send the weights
+    "load",  # start and connect the workers
+    "warm_up",  # run a first small request
+    "serve",  # admit requests, and look for a better plan
+    "drain",  # wait for running requests, up to the drain timeout
     "wait_to_retry",
 ]
 Actions: TypeAlias = tuple[Action, ...]
@@ -157,7 +157,7 @@ Actions: TypeAlias = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """At `at` seconds, `cause` moved the deployment to `phase`; a failure that repeats is one move, `times` over."""
+    """At `at` seconds, `cause` moved the deployment to `phase`. A repeated failure is one move with a count, `times`."""
 
     at: float
     phase: Phase
@@ -167,22 +167,22 @@ class Move:
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """Where one deployment stands."""
+    """State of one deployment."""
 
     phase: Phase = "idle"
     devices: tuple[Any, ...] = ()  # that the next plan may use
     cluster: Any = None  # their profile
-    plan: Plan | None = None  # of the deployment that is brought up, serves or drains
+    plan: Plan | None = None  # of the deployment that is starting, serving or draining
     saved: Plan | None = None  # tried first, once
-    following: Plan | None = None  # while draining: what is deployed next; None: nothing
-    last_epoch: int = 0  # of all deployments of this home so far
+    following: Plan | None = None  # while draining: the plan to deploy next; None: stop
+    last_epoch: int = 0  # the newest of all deployments of this home
     has_served: bool = False
-    finished: bool = False  # nothing more happens
+    finished: bool = False  # final state
     history: tuple[Move, ...] = ()
 
     @property
     def epoch(self) -> int | None:
-        """Of the present deployment."""
+        """Epoch of the current deployment."""
         return self.plan.epoch if self.plan is not None else None
 
     @property
@@ -192,21 +192,21 @@ class Lifecycle:
 
     @property
     def error(self) -> HearthError | None:
-        """Of the event that led to this phase, where it is a failure."""
+        """The error of `cause`, if it is a failure."""
         return self.cause.error if isinstance(self.cause, DeploymentLost | WorkFailed) else None
 
 
 class IllegalMove(Exception):
-    """A fault of ours: an event that cannot happen in this phase. Carries how it came to it."""
+    """A bug: the event cannot happen in this phase. The message contains the history."""
 
     def __init__(self, state: Lifecycle, event: Event) -> None:
         self.state = state
         moves = "\n".join(f"  {move.at:.3f} {move.phase} x{move.times}: {move.cause}" for move in state.history)
-        super().__init__(f"{event} cannot happen while {state.phase}; so far:\n{moves}")
+        super().__init__(f"{event} cannot happen while {state.phase}; history:\n{moves}")
 
 
 def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions]:
-    """Raises IllegalMove. An event of an earlier deployment changes nothing."""
+    """The next state and the actions to execute. Events of earlier deployments are ignored. Raises IllegalMove."""
     if getattr(event, "epoch", state.epoch) != state.epoch or (state.finished and isinstance(event, StopRequested)):
         return state, ()
     moved = None if state.finished else _move(state, event)
@@ -218,7 +218,7 @@ def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions
 
 
 def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
-    """The table."""
+    """The transition table; None: the event is illegal in this phase."""
 
     def to(phase: Phase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
         return replace(state, phase=phase, **changes), actions
@@ -286,7 +286,7 @@ def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
 
 
 def _remembered(history: tuple[Move, ...], move: Move) -> tuple[Move, ...]:
-    """With the newest move, bounded. A failure that follows the same failure takes its place: hours of retries are one."""
+    """The history with the newest move, bounded. A failure that repeats the last one only increases its count."""
     if isinstance(move.cause, WorkFailed):
         kept = list(history)
         while kept and kept[-1].phase in _BRING_UP:

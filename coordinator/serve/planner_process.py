@@ -1,7 +1,7 @@
-"""Planning in a process of its own: a search that computes for a minute delays no request, and ends with its caller.
+"""Planning in a child process, so that a long search does not delay requests and ends with its caller.
 
-The child runs this module: one JSON object on standard input, one on standard output. The name of each strategy goes to
-standard error, a line each, when the search begins with it.
+The child runs this module. It reads one JSON object from standard input and writes one to standard output. It writes the
+name of each strategy to standard error, one per line, when it starts that strategy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_fr
 from hearth.plan.plan import GraphPlan, TransformerPlan
 from hearth.platform.child import run_module
 
-# Beside the time limit, which is for the search alone: the interpreter, the model of the problem, heuristics.
+# Timeout of the child: the factor times the time limit of the search, plus the seconds. The limit covers the search
+# alone, not starting the interpreter, building the problem and the heuristics.
 _GRACE_SECONDS = 300.0
 _GRACE_FACTOR = 3.0
-_MARK = "planning: "  # before a strategy's name, on the child's standard error
+_MARK = "planning: "  # prefix of a strategy's name on the child's standard error
 Progress = Callable[[str], None]
 _Kind = Literal["transformer", "graph", "instance"]
-# The types of a request and of its answer. An instance is a placement problem in a file, which the goal names.
+# Types of request and answer. "instance" is a placement problem in the file that the goal names.
 _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
     "transformer": (TypeAdapter(PlanRequest), TypeAdapter(Planned[TransformerPlan])),
     "graph": (TypeAdapter(GraphRequest), TypeAdapter(Planned[GraphPlan])),
@@ -38,19 +39,19 @@ _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
 
 
 async def solve_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
-    """As `plan_transformer`, in a child process that is gone when this ends. Raises also DeadlineExceeded."""
+    """`plan_transformer` in a child process, which is killed if this call is cancelled. Also raises DeadlineExceeded."""
     planned: Planned[TransformerPlan] = await _ask("transformer", request, 0.0)
     return planned
 
 
 async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> Planned[GraphPlan]:
-    """As `plan_graph`, likewise."""
+    """`plan_graph` in a child process. `progress` is called with each strategy. Also raises DeadlineExceeded."""
     planned: Planned[GraphPlan] = await _ask("graph", request, request.time_limit_seconds, progress)
     return planned
 
 
 async def solve_instance(goal: GraphGoal, progress: Progress) -> Planned[GraphPlan]:
-    """As `plan_instance`, for a placement instance in a file, likewise. Raises also BadGraph."""
+    """`plan_instance` in a child process, for the placement problem in a file. Also raises DeadlineExceeded, BadGraph."""
     planned: Planned[GraphPlan] = await _ask("instance", goal, goal.time_limit_seconds, progress)
     return planned
 
@@ -69,8 +70,8 @@ async def _ask(kind: _Kind, request: Any, time_limit_seconds: float, progress: P
         raise DeadlineExceeded(action="planning", seconds=seconds) from None
     try:
         values = json.loads(ended.output)
-    except ValueError:  # it died: out of memory, most likely
-        reason = f"the planner's process {ended.cause}: {' '.join(ended.last_lines)}"
+    except ValueError:  # the child died, most likely out of memory
+        reason = f"the planner process {ended.cause}: {' '.join(ended.last_lines)}"
         raise InternalError(where="the coordinator", reason=reason[:1000]) from None
     if "error" in values:
         raise error_from_wire(values["error"], values["details"])
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def _plan(kind: _Kind, request: Any) -> Any:
-    """The planners are imported late: the coordinator needs none of them, and the child those of one kind."""
+    """Imports the planners late: the coordinator needs none of them, and the child only those of one kind."""
 
     def progress(strategy: str) -> None:
         print(f"{_MARK}{strategy}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Prompts and chats to token ids, tokens back to text as they come, and what a model's files say of generating."""
+"""Tokenises prompts and chats, decodes tokens incrementally, and reads a model's generation defaults."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
 if TYPE_CHECKING:
     import jinja2
 
-_NO_CHARACTER = "\ufffd"  # what decoders write for bytes that are no character, or not yet
-_DEFAULT_MAX_TOKENS = 512
+_NO_CHARACTER = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
+_DEFAULT_MAX_TOKENS = 512  # of an answer, if neither the request nor generation_config.json limits it
 
 
 class TextTokenizer:
-    """The model's own tokenizer.json and chat template. Raises BadCheckpoint where they cannot be read."""
+    """The model's tokenizer.json and chat template. Raises BadCheckpoint if they cannot be read."""
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
         self._tokenizer = open_tokenizer(directory)
@@ -36,13 +36,13 @@ class TextTokenizer:
         self._template = _chat_template(directory, config)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with what the model wants before it (a token that begins texts, mostly)."""
+        """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
         return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a chat that the model is to answer. Raises BadRequest: no template, or one that refuses.
+        """Token ids of a chat for the model to answer. Raises BadRequest if there is no template or it fails.
 
-        As in `transformers`, special tokens are those that the template writes and no others.
+        As in `transformers`, the only special tokens are those in the template's output.
         """
         if self._template is None:
             raise BadRequest(
@@ -57,16 +57,16 @@ class TextTokenizer:
                 documents=None,
                 **self._special,
             )
-        except Exception as error:  # a template is a program of somebody else: it may fail in any way
-            raise BadRequest(reason=f"the model's chat template does not take these messages ({error})") from None
+        except Exception as error:  # a template is third-party code and may raise anything
+            raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens, special ones left out."""
+        """Text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """Text as tokens come. After a prompt, it is what they add to its text: the space between words, for instance."""
+        """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
         return TextStream(self.decode, prompt_ids)
 
     @cached_property
@@ -76,22 +76,23 @@ class TextTokenizer:
 
 
 class TextStream:
-    """Incremental decoding. Only the newest tokens are decoded again; what came before them gives the context.
+    """Incremental decoding: decodes the newest tokens again at every step, with the preceding ones as context.
 
-    `tokenizers` has a DecodeStream, which raises where a decoder rewrites what it wrote, and cannot be asked for the rest.
+    Used instead of the DecodeStream of `tokenizers`, which raises when a decoder changes earlier output and cannot return
+    the text that it still holds back.
     """
 
-    _CONTEXT = 8  # tokens of the prompt: more than any decoder looks back
+    _CONTEXT = 8  # prompt tokens kept as context: more than any decoder looks back
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._ids = list(prompt_ids[-self._CONTEXT :])
-        self._num_given = len(self._ids)  # tokens whose text was given out
-        # A character that the prompt leaves incomplete is given out with its last byte.
+        self._num_given = len(self._ids)  # tokens whose text was returned
+        # A character that the prompt leaves incomplete is returned with its last byte.
         self._given = decode(self._ids).rstrip(_NO_CHARACTER) if self._ids else ""
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now; empty while a character is not complete."""
+        """The new text that cannot change any more; empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(_NO_CHARACTER):
@@ -99,12 +100,12 @@ class TextStream:
         return self._give(text)
 
     def flush(self) -> str:
-        """What was held back: bytes that became no character."""
+        """The text held back: bytes that did not become a character."""
         return self._give(self._decode(self._ids))
 
     def _give(self, text: str) -> str:
         new = text[len(self._given) :]
-        if new:  # what was new is the context of what comes
+        if new:  # the new tokens become the context of the next ones
             self._ids = self._ids[self._num_given :]
             self._given = self._decode(self._ids)
         self._num_given = len(self._ids)
@@ -112,7 +113,7 @@ class TextStream:
 
 
 class StopTexts:
-    """Ends a text at the first of some texts, and holds back what may be the beginning of one."""
+    """Cuts a streamed text at the first stop text, and holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
@@ -121,26 +122,26 @@ class StopTexts:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is certain now. After a stop text was found there is no more of it."""
+        """The text that can be released now; always empty after a stop text was found."""
         if self.found:
             return ""
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.found = True
-            _, end = min(found)  # the one that was complete first, however the text was cut
+            _, end = min(found)  # the stop text completed first, however the stream was split
             return text[:end]
         cut = len(text) - self._num_held(text)
         self._held = text[cut:]
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text held back; call at the end of the stream."""
         held, self._held = self._held, ""
         return "" if self.found else held
 
     def _num_held(self, text: str) -> int:
-        """Characters at the end of a text with which a stop text may begin."""
+        """Number of characters at the end of `text` that may begin a stop text."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size
@@ -151,7 +152,7 @@ class StopTexts:
 
 
 class GenerationDefaults(BaseModel):
-    """What the model's files say of generating, where a request says nothing."""
+    """Generation settings from the model's files, used where a request sets none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -160,12 +161,12 @@ class GenerationDefaults(BaseModel):
     max_tokens: int = Field(default=_DEFAULT_MAX_TOKENS, ge=1)
 
     def merged(self, choice: SamplingChoice, seed: int) -> Sampling:
-        """A request's sampling; `seed` where it names none."""
+        """The request's sampling over these defaults. `seed` is used if the request names none."""
         return self.sampling.model_copy(update={"seed": seed, **choice.model_dump(exclude_none=True)})
 
 
 class _GenerationConfig(SamplingChoice):
-    """The part of generation_config.json that is used here. Without `do_sample` the likeliest token is taken."""
+    """The fields of generation_config.json that are used. Without `do_sample`, decoding is greedy."""
 
     do_sample: bool | None = None
     eos_token_id: int | list[int] | None = None
@@ -173,10 +174,7 @@ class _GenerationConfig(SamplingChoice):
 
 
 def read_generation_defaults(directory: Path) -> GenerationDefaults:
-    """From generation_config.json; the tokens that end a text from config.json where it names none.
-
-    Raises BadCheckpoint.
-    """
+    """Read generation_config.json; end-of-text tokens fall back to those in config.json. Raises BadCheckpoint."""
     path = directory / "generation_config.json"
     try:
         config = _GenerationConfig.model_validate(read_json(path) if path.exists() else {})
@@ -199,7 +197,7 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def _special_token(name: str, value: object) -> str | None:
-    """`bos_token` and its like: a text, or an object with the text inside."""
+    """The text of an entry such as `bos_token`, which is a string or an object with the field `content`."""
     if not name.endswith("_token"):
         return None
     text = value.get("content") if isinstance(value, dict) else value
@@ -207,7 +205,7 @@ def _special_token(name: str, value: object) -> str | None:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """The template's own file first, then the configuration: one template, or several by name."""
+    """From chat_template.jinja, else from tokenizer_config.json: one template, or a list of which `default` is used."""
     path = directory / "chat_template.jinja"
     try:
         if path.exists():
@@ -222,13 +220,13 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """In a sandbox: a template comes with the weights, from whoever made them. Names are those that templates rely on."""
+    """Compile in a sandbox, since templates are untrusted, with the functions and filters that published ones use."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what the assistant says, for training: here it is passed through."""
+        """Accepts `{% generation %}`, which marks assistant text for training, and renders its content unchanged."""
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -240,7 +238,7 @@ def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
         raise jinja2.TemplateError(message)
 
     def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own would escape for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own filter escapes for HTML
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]

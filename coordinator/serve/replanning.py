@@ -1,4 +1,4 @@
-"""Looks for a better plan while requests go on: when devices drifted or came. Only a gain is worth a change."""
+"""Looks for a better plan in the background when devices drift or join. Changes the plan only for a clear gain."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hearth.errors import DeviceLost
 from hearth.plan.plan import Plan
 from hearth.platform.units import format_seconds
 
-_LOOK_SECONDS = 1.0  # between two looks for reasons to plan again
-_LINK_PAUSE_SECONDS = 5.0  # requests wait at most this long for the links of two devices to be measured
+_LOOK_SECONDS = 1.0  # interval at which to check for reasons to plan again
+_LINK_PAUSE_SECONDS = 5.0  # longest that requests wait while the links of two devices are measured
 
 
 class Replanner:
-    """Of one model; it outlives deployments."""
+    """Background planning for one served model; outlives its deployments."""
 
     def __init__(
         self, kind: ModelKind[Any], tools: Tools, admission: Admission[Any], clock: Callable[[], float]
@@ -36,24 +36,24 @@ class Replanner:
         self._watch = Watch()
 
     def lost(self, device_id: str) -> None:
-        """A device was lost while it was in use."""
+        """Record the loss of a device that was in use."""
         self._watch.lost(device_id, self._clock())
 
     def restored(self, plan: Plan) -> None:
-        """A saved plan is used: every other device is a newcomer."""
+        """Record that a saved plan is used: devices outside it count as new."""
         self._watch.planned([device.device_id for device in plan.devices], self._clock())
 
     def considered(self, devices: Sequence[Device], plan: Plan) -> None:
-        """`plan` is the best that could be made of `devices`."""
+        """Record that `plan` is the best plan for `devices`. Slow devices that it leaves out are measured again later."""
         ids = {device.device_id for device in devices}
         left_out = ids - {device.device_id for device in plan.devices}
         slow = [device_id for device_id in left_out if self._tools.profiler.factor(device_id) > COMPUTE_DRIFT]
         self._watch.planned(ids, self._clock(), slow)
 
     async def run(self, goal: Goal, deployment: Deployment, monitor: DriftMonitor) -> Plan:
-        """Returns a plan that gains enough over the deployed one; its weights are on the devices already.
+        """Wait for a plan that is clearly better than the deployed one, send its weights to the devices and return it.
 
-        Nothing that fails here ends the deployment.
+        Errors of measuring or planning are reported and do not end the deployment.
         """
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -68,15 +68,15 @@ class Replanner:
                     await ahead.push(self._kind.weights(plan), self._tools.progress)
                     return plan
             except Exception as error:
-                self._tools.report(f"the plan stays, for no better one could be made: {failure_of(error)}")
+                self._tools.report(f"the plan stays, because looking for a better one failed: {failure_of(error)}")
             finally:
                 if reasons.finding is not None:
                     monitor.rebase()
 
     async def _better_plan(self, goal: Goal, deployment: Deployment, reasons: Reasons) -> Plan | None:
-        """A plan that gains enough, priced like the deployed one under what is known now."""
+        """A new plan, or None if it gains too little; both plans are priced with the current profiles."""
         devices = allowed(goal, self._tools.fleet.usable())
-        self.considered(devices, deployment.plan)  # now, so that a device that cannot be measured is not tried for ever
+        self.considered(devices, deployment.plan)  # before measuring, so that a device that fails is not tried for ever
         await self._refresh_profiles(devices, deployment, reasons)
         cluster = await self._kind.profile(devices)
         profiled = {device.device_id for device in cluster.devices}
@@ -94,7 +94,7 @@ class Replanner:
         return plan
 
     async def _refresh_profiles(self, devices: Sequence[Device], deployment: Deployment, reasons: Reasons) -> None:
-        """Bring in what was found, and measure what is new: links between requests, so that neither disturbs the other."""
+        """Apply the drift found, and measure new devices and links; links exclusively, so requests do not disturb them."""
         profiler = self._tools.profiler
         if reasons.finding is not None:
             for device_id, factor in reasons.finding.factors.items():
@@ -112,4 +112,4 @@ class Replanner:
                 async with self._admission.exclusively(_LINK_PAUSE_SECONDS):
                     await asyncio.wait_for(profiler.measure_links([one, other]), _LINK_PAUSE_SECONDS)
             except asyncio.TimeoutError:
-                pass  # once more with all the others, while requests go on
+                pass  # `profile` measures the pair later, concurrently with requests

@@ -1,4 +1,4 @@
-"""Requests on their way to the present deployment: admitted in turn, counted, watched for drift."""
+"""Runs requests on the current deployment: admission in FIFO order, counters, drift observation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hearth.wire.rpc import Reply
 log = logging.getLogger(__name__)
 
 D = TypeVar("D")
-Answer: TypeAlias = tuple[Vectors | Inferred, Sequence[Any]]  # a message that tells its seconds, and its payload
+Answer: TypeAlias = tuple[Vectors | Inferred, Sequence[Any]]  # a reply message with its latency, and its payload
 
 
 class Requests(Generic[D]):
-    """Of one deployed model.
+    """The requests of one deployed model.
 
-    `state` describes for people what it is doing; `failed_on` is told which error a request got from which deployment.
+    `state` returns the text of NotServing errors. `failed_on(deployment, error)` is called when a request fails.
     """
 
     def __init__(self, queue_limit: int, state: Callable[[], str], failed_on: Callable[[D, HearthError], None]) -> None:
@@ -35,7 +35,7 @@ class Requests(Generic[D]):
         self.failed_on = failed_on
         self._state = state
         self._running: set[asyncio.Task[Reply]] = set()
-        self.watched: tuple[D, DriftMonitor] | None = None  # the present deployment
+        self.watched: tuple[D, DriftMonitor] | None = None  # the current deployment
 
     async def run(
         self,
@@ -43,10 +43,10 @@ class Requests(Generic[D]):
         timeout_seconds: float,
         failed_on: Callable[[D, HearthError], None] | None = None,
     ) -> Reply:
-        """One request on the deployment. `failed_on` takes the place of `Requests.failed_on`.
+        """Run one request on the deployment. `failed_on` overrides `Requests.failed_on`.
 
-        Raises QueueFull, NotServing, DeadlineExceeded, and what `compute` raises. On the devices a request keeps its
-        place until it has ended there, whether or not its client still waits.
+        Raises QueueFull, NotServing, DeadlineExceeded and the errors of `compute`. A started request holds its slot until
+        the workers finish it, even if its client stops waiting.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
@@ -61,7 +61,7 @@ class Requests(Generic[D]):
 
     @asynccontextmanager
     async def place(self, timeout_seconds: float) -> AsyncIterator[D]:
-        """A place on the deployment. Raises QueueFull, NotServing, DeadlineExceeded while it waits for one."""
+        """Hold a slot on the deployment. Raises QueueFull, NotServing, DeadlineExceeded while waiting for one."""
         deployment = await self._enter(timeout_seconds)
         try:
             yield deployment
@@ -69,7 +69,7 @@ class Requests(Generic[D]):
             self.admission.leave()
 
     def count(self, latency_seconds: float) -> None:
-        """A request was served."""
+        """Count a request as served."""
         self.served += 1
         self.last_latency_seconds = latency_seconds
 
@@ -78,7 +78,7 @@ class Requests(Generic[D]):
         self.last_error = str(error)
 
     async def close(self) -> None:
-        """Wait for what still runs; the deployment has ended before."""
+        """Wait for running requests. Call after the deployment has ended."""
         await asyncio.gather(*self._running, return_exceptions=True)
 
     # ---- drift ----------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Requests(Generic[D]):
     def observe(
         self, deployment: D, share: float, compute_seconds: Sequence[float], total_seconds: float | None
     ) -> None:
-        """See `DriftMonitor.observe`; a deployment of before is left out."""
+        """Pass to `DriftMonitor.observe`; measurements from an earlier deployment are ignored."""
         if self.watched is not None and self.watched[0] is deployment:
             self.watched[1].observe(share, compute_seconds, total_seconds)
 
@@ -120,12 +120,12 @@ class Requests(Generic[D]):
         self._running.discard(running)
         self.admission.leave()
         if not running.cancelled():
-            running.exception()  # retrieved, though its client may be gone
+            running.exception()  # mark the exception as retrieved, even if the client is gone
 
 
 def failure_of(error: Exception) -> HearthError:
-    """An exception that is no HearthError is a fault of ours: it is logged whole, and the coordinator lives on."""
+    """`error` as a HearthError. Any other exception is a bug: log it with its traceback and return InternalError."""
     if isinstance(error, HearthError):
         return error
-    log.error("a fault", exc_info=error)
+    log.error("unexpected exception", exc_info=error)
     return InternalError(where="the coordinator", reason=f"{type(error).__name__}: {error}")

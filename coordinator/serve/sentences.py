@@ -1,4 +1,4 @@
-"""Texts to packed token ids, and summed rows to sentence embeddings."""
+"""Tokenises and packs texts for encoders, and turns summed rows into sentence embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
-    """The model's own tokenizer.json, without truncation or padding. Raises BadCheckpoint."""
+    """The model's tokenizer.json, with truncation and padding switched off. Raises BadCheckpoint."""
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
@@ -30,13 +30,13 @@ def open_tokenizer(directory: Path) -> Tokenizer:
 
 
 class SentenceTokenizer:
-    """Texts for an encoder: one that is too long is an error, and is not cut."""
+    """Tokenises texts for an encoder. A text that is too long raises an error and is not truncated."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = open_tokenizer(directory)
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-        """Token ids of each text, special tokens included. Raises TextTooLong with the index of the first such text."""
+        """Token ids of each text, with special tokens. Raises TextTooLong for the first text that is too long, BadRequest."""
         encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         for index, ids in enumerate(encoded):
             if len(ids) > max_tokens:
@@ -47,7 +47,7 @@ class SentenceTokenizer:
 
 
 def batches(lengths: Sequence[int], max_rows: int) -> list[range]:
-    """Cut sequences, in order, into steps of at most `max_rows` rows; a step holds at least one sequence."""
+    """Group sequences, in order, into steps of at most `max_rows` rows and at least one sequence."""
     result: list[range] = []
     start = rows = 0
     for index, length in enumerate(lengths):
@@ -61,7 +61,7 @@ def batches(lengths: Sequence[int], max_rows: int) -> list[range]:
 
 
 def pack(sequences: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """Token ids [T] and cumulative lengths [N+1], both int32."""
+    """Concatenate sequences: token ids [T] and cumulative lengths [N+1], both int32."""
     ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids in sequences])
     lengths = np.zeros(len(sequences) + 1, dtype=np.int32)
     np.cumsum([len(ids) for ids in sequences], out=lengths[1:])

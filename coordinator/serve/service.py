@@ -1,4 +1,4 @@
-"""The coordinator as a service: answers clients, advertises itself, and keeps the fleet and the model."""
+"""The coordinator service: answers clients, advertises itself over mDNS, runs the fleet and the deployments."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from hearth.wire.rpc import Caller, Response, RpcServer
 log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "coordinator"
-# What an app's key may ask; everything else takes an admin's.
+# Messages that an app key may send; all others need an admin key.
 _FOR_APPS = (wire.Hello, wire.GetReadiness, wire.ModelRequest)
 
 
 class Service:
-    """Answers clients. The caller's role is looked up at every request: ZAP runs only at the handshake."""
+    """Answers clients. Checks the caller's role at every request, because ZAP runs only at the handshake."""
 
     def __init__(
         self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], progress: Progress
@@ -58,9 +58,9 @@ class Service:
         self._deployments: dict[str, Controller] = {}
 
     async def run(self, goal: Goal | None, plan: Plan | None = None) -> None:
-        """Serve until SIGTERM or SIGINT; without a goal, what was served last. A second signal ends running requests.
+        """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
-        Raises NotServing where nothing was served before, what `Controller` and its `run` raise, PortInUse.
+        Raises NotServing if nothing was served before, PortInUse, and the errors of `Controller` and `Controller.run`.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()
@@ -105,12 +105,12 @@ class Service:
         for name, saved in tools.state.load().deployments.items():
             try:
                 self._deployments[name] = Controller(name, saved.goal, saved.plan, tools)
-            except BadPlan as error:  # it was to be kept, but the model has changed since
-                self._tools.report(f"the plan of {saved.goal.path} is not used any more: {error.reason}")
+            except BadPlan as error:  # saved with keep_plan, but the model has changed since
+                self._tools.report(f"the saved plan of {saved.goal.path} is no longer used: {error.reason}")
                 goal = saved.goal.model_copy(update={"keep_plan": False})
                 self._deployments[name] = Controller(name, goal, None, tools)
         if not self._deployments:
-            raise NotServing(state="nothing was served here before")
+            raise NotServing(state="no model has been served here before")
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
@@ -122,7 +122,7 @@ class Service:
             deployment.device_changed(device)
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
-        """Answer one request. Raises HearthError, which goes back to the client."""
+        """Answer one request. Raises HearthError, which the RPC server sends to the client."""
         self._authorise(caller.public_key, message)
         if isinstance(message, wire.Hello):
             if message.protocol != PROTOCOL_VERSION:
@@ -158,12 +158,12 @@ class Service:
             return wire.AppList(
                 names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values())))
             )
-        raise BadRequest(reason=f"a coordinator does not take {type(message).__name__}")
+        raise BadRequest(reason=f"the coordinator does not accept {type(message).__name__} messages")
 
     # ---- trust ----------------------------------------------------------------------------------------------------
 
     def _admits(self, public_key: str) -> bool:
-        """The handshake. A revoked app may still connect: at its first request it is told that it was revoked."""
+        """Whether a key passes the handshake. A revoked app does: its first request then fails with AppRevoked."""
         if public_key in self._admins:
             return True
         apps = self._apps.current()
@@ -183,13 +183,13 @@ class Service:
     # ---- answers --------------------------------------------------------------------------------------------------
 
     def _addressed(self, message: wire.ClientRequest) -> Controller:
-        """The deployment that a request names; else one that takes such requests."""
+        """The deployment named in the request; without a name, the first one that handles this type of request."""
         found = list(self._deployments.values())
         if message.deployment is None:
             return next((each for each in found if type(message) in each.kind.handlers), found[0])
         if message.deployment not in self._deployments:
             there = ", ".join(self._deployments)
-            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; there are: {there}")
+            raise BadRequest(reason=f"there is no deployment '{message.deployment}'; deployments here: {there}")
         return self._deployments[message.deployment]
 
     def _status(self, deployment: Controller) -> wire.Status:

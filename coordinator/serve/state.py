@@ -1,4 +1,4 @@
-"""What must survive a power cut: the models that were served, their plans, and the newest epoch. One JSON file."""
+"""State that survives a power cut, in one JSON file: the goals and plans of all deployments, and the newest epoch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class _Goal(BaseModel):
-    """What the user asked to be served, as far as it is the same for every kind of model."""
+    """What the user asked to serve: the fields common to all kinds of model."""
 
     model_config = ConfigDict(frozen=True)
 
     wire: WireFormat = WireFormat()
     exclude: tuple[str, ...] = ()  # devices, by name or id
     limits: tuple[MemoryLimit, ...] = ()
-    # The user gave the plan: no better one takes its place while its devices are there.
+    # The user gave the plan: do not replace it by a better one while its devices are available.
     keep_plan: bool = False
 
 
@@ -36,11 +36,11 @@ class TransformerGoal(_Goal):
     model_dir: str
     strategy: str = "auto"  # a name of `coordinator.plan.registry`
     seq_len: int | None = None
-    # Of models that generate: tokens of one sequence, and how many such sequences have room at once.
+    # Decoders only: tokens per sequence, and the number of such sequences to reserve KV cache for.
     context: int | None = Field(default=None, ge=1, le=1 << 24)
     sequences: int | None = Field(default=None, ge=1, le=4096)
-    weights: WeightFormat = "float32"  # of matrices in the devices' memory
-    # Relative error that lossy activations may cause; None: they travel as `wire` says.
+    weights: WeightFormat = "float32"  # format of matrices in the devices' memory
+    # Largest relative error that lossy activation formats may cause; None: use the format in `wire`.
     accuracy_budget: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @property
@@ -49,15 +49,15 @@ class TransformerGoal(_Goal):
 
 
 class GraphGoal(_Goal):
-    """Of a graph of operators."""
+    """Goal of a model given as a graph of operators."""
 
     kind: Literal["graph"] = "graph"
     model_file: str  # ONNX
-    dims: dict[str, int] = {}  # of dynamic dimensions, by name
+    dims: dict[str, int] = {}  # sizes of dynamic dimensions, by name
     objective: Objective = "latency"
     strategy: str = "auto"
-    congestion: bool = True
-    time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # of the search for a plan
+    congestion: bool = True  # whether transfers of one device share its link
+    time_limit_seconds: float = Field(default=30.0, gt=0, le=86400)  # for the plan search
 
     @property
     def path(self) -> str:
@@ -76,18 +76,18 @@ class SavedDeployment(BaseModel):
     @field_validator("goal", mode="before")
     @classmethod
     def _of_some_kind(cls, goal: Any) -> Any:
-        """In version 1 only goals of graphs named their kind."""
+        """In version 1 only graph goals have the field `kind`."""
         return {"kind": "transformer", **goal} if isinstance(goal, dict) else goal
 
     @field_validator("plan", mode="before")
     @classmethod
     def _migrated(cls, plan: Any) -> Any:
-        """Version 1 has plans of version 1."""
+        """Upgrade plans of version 1."""
         return migrated(plan)
 
 
 class SavedState(BaseModel):
-    """`deployments` by name."""
+    """The content of `serving.json`; `deployments` are by name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -98,7 +98,7 @@ class SavedState(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_version_1(cls, saved: Any) -> Any:
-        """Version 1 had one deployment, without a name."""
+        """Upgrade version 1, which holds one deployment without a name."""
         if not isinstance(saved, dict) or "version" in saved or "deployments" in saved:
             return saved
         deployments = {DEFAULT_DEPLOYMENT: saved} if saved.get("goal") is not None else {}
@@ -106,24 +106,25 @@ class SavedState(BaseModel):
 
 
 class StateFile:
-    """Reads and writes `serving.json`; a write is complete or not there at all."""
+    """Reads and writes `serving.json`. Writes are atomic."""
 
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "serving.json"
 
     def load(self) -> SavedState:
+        """The saved state. An unreadable file is renamed to `serving.unreadable`, and the state is empty."""
         try:
             return SavedState.model_validate_json(self._path.read_text())
         except FileNotFoundError:
             return SavedState()
         except (ValidationError, ValueError, OSError) as error:
             aside = self._path.with_suffix(".unreadable")
-            log.warning("%s cannot be read and was kept as %s: %s", self._path, aside.name, error)
+            log.warning("%s cannot be read and was renamed to %s: %s", self._path, aside.name, error)
             self._path.replace(aside)
             return SavedState()
 
     def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:
-        """Write one deployment; others stay as they are."""
+        """Write one deployment and leave the others unchanged. The saved epoch never decreases."""
         state = self.load()
         deployments = {**state.deployments, name: deployment}
         state = SavedState(deployments=deployments, last_epoch=max(state.last_epoch, last_epoch))

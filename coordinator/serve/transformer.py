@@ -1,4 +1,4 @@
-"""Serving transformers: encoders embed, one step at a time; decoders generate, side by side (`generation`)."""
+"""Serving transformers: encoders embed, one step at a time; decoders generate concurrently (`generation`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.rpc import Reply
 
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS = 8  # of the warm-up step of an encoder
 
 
 class TransformerKind:
@@ -52,12 +52,12 @@ class TransformerKind:
         self._goal = goal
         self._tools = tools
         self._requests = requests
-        self._values: Values | None = None  # of activations, as the accuracy budget chose last
-        self._text_model: TextModel | None = None  # of a decoder
+        self._values: Values | None = None  # activation format that the accuracy budget chose last
+        self._text_model: TextModel | None = None  # None for encoders
         if self.model.spec.causal:
             if goal.accuracy_budget is not None:
                 raise BadSetting(
-                    setting="--accuracy-budget", reason="it is measured on models that embed, not generate"
+                    setting="--accuracy-budget", reason="it applies to models that embed, not to models that generate"
                 )
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
@@ -115,7 +115,7 @@ class TransformerKind:
         if deployment.weight_error:
             lost = f"{100 * deployment.weight_error:.2g} %"
             self._tools.report(
-                f"weights in {self.model.spec.weights} are {lost} off the checkpoint's (root mean square)"
+                f"quantisation error of the weights in {self.model.spec.weights}: {lost} (relative, root mean square)"
             )
         if self.model.spec.causal:
             await warm_up(deployment)
@@ -123,7 +123,7 @@ class TransformerKind:
             await deployment.run_step(*pack([[0] * min(_WARM_UP_TOKENS, self.model.seq_len)]), "mean")
 
     async def tune(self, deployment: TransformerDeployment) -> None:
-        """Choose the format of activations within the accuracy budget; until then they are sent exactly."""
+        """Choose the activation format within the accuracy budget; until then activations are sent exactly."""
         budget = self._goal.accuracy_budget
         self._values = deployment.values
         if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
@@ -185,29 +185,29 @@ class TransformerKind:
         return await self._requests.run(compute, request.timeout_seconds)
 
     def _observe(self, deployment: TransformerDeployment, num_rows: int, result: Result[Array]) -> None:
-        """Watch a request's step for drift."""
+        """Pass a step's times to the drift monitor."""
         share = num_rows / deployment.plan.body.seq_len
         self._requests.observe(deployment, share, result.compute_seconds, result.step_seconds)
 
     def _require_encoder(self) -> None:
         if self.model.spec.causal:
             name = self.model.spec.name
-            raise BadRequest(reason=f"{name} embeds nothing; it generates (`hearth generate`, home.generate())")
+            raise BadRequest(reason=f"{name} does not embed; it generates (`hearth generate`, home.generate())")
 
     # ---- requests to a decoder ------------------------------------------------------------------------------------
 
     async def generate(
         self, request: wire.Generate, payload: Sequence[Any]
     ) -> AsyncGenerator[wire.TextGenerated | wire.TextEnded, None]:
-        """The answer to a prompt, as it comes (see `Generations.run`); closed early, it ends on the workers too."""
+        """Stream the answer to a prompt (see `Generations.run`). Closing the stream early ends it on the workers too."""
         token_ids = _token_ids(payload) if payload else None
         if self._text_model is None:
             name = self.model.spec.name
-            raise BadRequest(reason=f"{name} generates no text; it embeds (`hearth embed`, home.embed())")
+            raise BadRequest(reason=f"{name} does not generate text; it embeds (`hearth embed`, home.embed())")
         return self._generations.run(self._text_model, request, token_ids)
 
 
 def _token_ids(payload: Sequence[Any]) -> Array:
     if len(payload) != 2:
-        raise BadRequest(reason=f"token ids are one array, not {len(payload)} frames")
+        raise BadRequest(reason=f"token ids must be one array (2 frames), not {len(payload)} frames")
     return unpack_array(payload)

@@ -1,4 +1,4 @@
-"""Asking a decoder, on the client's side: what a request is made of, and answers that come token by token."""
+"""Client side of text generation: building a request, and iterating over its tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated,
 if TYPE_CHECKING:
     import numpy as np
 
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -27,7 +27,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Settings of `generate`; `SamplingChoice` has their limits."""
+    """Sampling settings of `generate`. `SamplingChoice` declares their limits."""
 
     temperature: float | None
     top_k: int | None
@@ -38,36 +38,37 @@ class SamplingSettings(TypedDict, total=False):
 
 
 class Token(NamedTuple):
-    """`text` is what this token adds: nothing while a character, or a possible stop text, is not complete.
+    """One generated token and the text that it adds.
 
-    Text that was held back until the end comes last, without a token.
+    `text` is empty while a character, or a possible stop text, is incomplete. If text is still held back when the answer
+    ends, it comes last, with `token_id` None.
     """
 
     text: str
     token_id: int | None
-    seconds: float  # since the request was sent
+    seconds: float  # from sending the request to receiving this token
 
 
 class Usage(NamedTuple):
-    """What an answer took. `num_tokens` are those that were generated."""
+    """Token counts and timings of one answer. `num_tokens` counts the generated tokens."""
 
     num_prompt_tokens: int
     num_tokens: int
     finish_reason: Literal["stop", "length"]
-    first_token_seconds: float  # as seen here, the queue included
+    first_token_seconds: float  # from sending the request, as measured by the client; includes the time in the queue
     queued_seconds: float
     decode_seconds: float  # for all tokens after the first
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first; 0 when there is none."""
+        """Decoding speed over the tokens after the first; 0 if there are none."""
         return (self.num_tokens - 1) / self.decode_seconds if self.num_tokens > 1 and self.decode_seconds > 0 else 0.0
 
 
 class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncIterator[Token]):
-    """An answer as it comes. The request is sent with the first token that is asked for; closing it ends it.
+    """Iterator over the tokens of one answer. The request is sent when the first token is awaited; closing cancels it.
 
-    `token_ids` are those that came so far; `usage` is there at the end.
+    `token_ids` holds the tokens received so far; `usage` is set when the answer has ended.
     """
 
     def __init__(self, parts: AsyncGenerator[Token | Usage, None]) -> None:
@@ -90,13 +91,13 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
         return part
 
     async def text(self) -> str:
-        """The whole text, once it has ended."""
+        """Wait for the end of the answer and return its whole text."""
         async for _ in self:
             pass
         return "".join(self._texts)
 
     async def aclose(self) -> None:
-        """End it, in the home too. Nothing happens when it has ended."""
+        """Cancel the answer, also on the coordinator. Does nothing if it has ended."""
         if self._next is not None and not self._next.done():
             self._next.cancel()
             await asyncio.wait({self._next})
@@ -107,10 +108,10 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
 
 
 class Generation(AbstractContextManager["Generation"], Iterator[Token]):
-    """As `AsyncGeneration`, for programs without an event loop. Closing it, Ctrl-C in it and dropping it end the answer."""
+    """As `AsyncGeneration`, for programs without an event loop. Closing or deleting it, or Ctrl-C, cancels the answer."""
 
     def __init__(self, answer: AsyncGeneration, run: Run, loop: asyncio.AbstractEventLoop) -> None:
-        """`run` awaits something in `loop`, which runs in another thread."""
+        """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
         self._answer = answer
         self._run = run
         self._loop = loop
@@ -141,12 +142,12 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         return token
 
     def text(self) -> str:
-        """The whole text, once it has ended."""
+        """Wait for the end of the answer and return its whole text."""
         text: str = self._run(self._answer.text())
         return text
 
     def close(self) -> None:
-        """End it, in the home too. Nothing happens when it has ended."""
+        """Cancel the answer, also on the coordinator. Does nothing if it has ended."""
         if (closing := self._close()) is not None:
             with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
                 closing.result(_CLOSE_SECONDS)
@@ -164,7 +165,7 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         closing = self._answer.aclose()
         try:
             return asyncio.run_coroutine_threadsafe(closing, self._loop)
-        except RuntimeError:  # the home was closed, and with it the loop
+        except RuntimeError:  # the connection was closed, and its event loop with it
             closing.close()
             return None
 
@@ -179,7 +180,7 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
 
 
 def parts_of(message: Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
-    """What a message of a stream comes to. The text of several tokens stands with the last of them."""
+    """Convert one message of a stream. The text of a message with several tokens is given to the last of them."""
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)
         return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
@@ -191,14 +192,16 @@ def parts_of(message: Message, seconds: float, first_token_seconds: float) -> li
 
 
 def chat_message(message: ChatMessage | Mapping[str, str]) -> ChatMessage:
+    """Convert one message of a chat. Raises BadRequest."""
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping):
-        raise BadRequest(reason="a message of a chat has a role and a content")
+        raise BadRequest(reason="each message of a chat needs a role and a content")
     return valid(ChatMessage, **message)
 
 
 def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[Any]:
+    """Encode token ids as payload frames. Raises BadRequest unless they are a list of 32-bit integers."""
     import numpy as np
 
     from hearth.wire.framing import pack_array
@@ -215,7 +218,7 @@ def token_frames(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> Sequence[An
 
 
 def valid(model: type[_M], **fields: Any) -> _M:
-    """Raises BadRequest that names the field and what it may be."""
+    """Build a message. Raises BadRequest that names the invalid field and its limits."""
     try:
         return model(**fields)
     except ValidationError as error:

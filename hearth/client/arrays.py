@@ -1,4 +1,4 @@
-"""Asking a graph of operators, on the client's side: named arrays in, named arrays out."""
+"""Client side of inference with an ONNX graph: named arrays in, named arrays out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class InferenceResult(NamedTuple):
-    """`latency_seconds` leaves out the time in the queue."""
+    """The outputs by name, and how long the request ran. `latency_seconds` excludes the time in the queue."""
 
     outputs: dict[str, np.ndarray[Any, Any]]
     latency_seconds: float
@@ -26,7 +26,7 @@ class InferenceResult(NamedTuple):
 
 
 def array_frames(inputs: Arrays) -> list[Any]:
-    """Two frames for each. Raises BadRequest for what is no array that travels, FrameTooLarge."""
+    """Encode the inputs as two frames each. Raises BadRequest for an input that cannot be sent, FrameTooLarge."""
     import numpy as np
 
     from hearth.wire.framing import pack_array
@@ -43,7 +43,7 @@ def array_frames(inputs: Arrays) -> list[Any]:
 
 
 def inference_of(message: Message, payload: Sequence[Any]) -> InferenceResult:
-    """The coordinator's answer. Raises BadMessage."""
+    """Decode the coordinator's answer. Raises BadMessage."""
     from hearth.wire.framing import unpack_arrays
 
     told = expected(message, Inferred, "the coordinator")

@@ -1,9 +1,10 @@
-"""The client library for asyncio programs: `hearth.wire.rpc` moves messages, `AsyncHome` speaks in verbs. `hearth.client.sync`
-is the same for programs without an event loop. Answers that come token by token are in `hearth.client.answers`, arrays in and
-out of a graph in `hearth.client.arrays`.
+"""The client library for asyncio programs: `AsyncHome` has one method per operation and sends messages by `hearth.wire.rpc`.
 
-Every call has a timeout and raises a `HearthError`. A connection that was lost is taken up again by itself; a
-coordinator that moved to another address is looked for again over mDNS.
+`hearth.client.sync` is the same API for programs without an event loop, `hearth.client.answers` handles generated text, and
+`hearth.client.arrays` the arrays of an ONNX graph.
+
+Every call has a timeout and raises a `HearthError`. The client reconnects automatically after a lost connection; if it found
+the coordinator by mDNS, it searches again, because the address may have changed.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
-COORDINATOR_PORT = 47830
-CALL_SECONDS = 10.0  # for calls that compute nothing
-_READY_POLL_SECONDS = 0.2
+COORDINATOR_PORT = 47830  # default TCP port of a coordinator
+CALL_SECONDS = 10.0  # default timeout of calls that run no model
+_READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`
 
 _M = TypeVar("_M", bound=wire.Message)
 
 
 class Result(NamedTuple):
-    """`vectors` is float32, [N,H] for texts and [T,H] for tokens; `latency_seconds` leaves out the time in the queue."""
+    """`vectors` is float32: [N,H] for texts, [T,H] for tokens. `latency_seconds` excludes the time in the queue."""
 
     vectors: np.ndarray[Any, Any]
     latency_seconds: float
@@ -46,7 +47,7 @@ class Result(NamedTuple):
 
 
 class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
-    """A connection to this home's coordinator, for asyncio programs. Made by `connect_async`."""
+    """A connection to the home's coordinator, for asyncio programs. Create it with `connect_async`."""
 
     def __init__(self, access: Access, address: str | None, interfaces: Sequence[str] | None) -> None:
         self._access = access
@@ -58,7 +59,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self._closed = False
 
     async def open(self, timeout_seconds: float) -> AsyncHome:
-        """Find the coordinator and check that both speak the same protocol. Raises NoCoordinator, WrongKey, ..."""
+        """Find the coordinator, connect, and compare protocol versions. Raises NoCoordinator, Unreachable, WrongKey,
+        ProtocolMismatch, DeadlineExceeded.
+        """
         endpoint = await self._find(timeout_seconds)
         await self._close_client()
         self._client = RpcClient(self._context, endpoint, self._access, name="client")
@@ -76,20 +79,23 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     # ---- inference ------------------------------------------------------------------------------------------------
 
     async def embed(self, texts: Sequence[str], timeout_seconds: float = 60.0) -> np.ndarray[Any, Any]:
-        """Normalised sentence embeddings [N,H], float32. Raises TextTooLong, NotServing, QueueFull, WorkerDied, ..."""
+        """Return normalised sentence embeddings [N,H], float32.
+
+        Raises TextTooLong, NotServing, QueueFull, WorkerDied, ...
+        """
         return (await self.request_embeddings(texts, timeout_seconds)).vectors
 
     async def request_embeddings(
         self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
     ) -> Result:
-        """As `embed`, with latency and, on request, each device's timeline."""
+        """As `embed`, but also returns the latency and, with `trace`, each device's timeline."""
         request = wire.Embed(texts=tuple(texts), **_once(timeout_seconds), trace=trace)
         return await self._vectors(request, (), timeout_seconds)
 
     async def hidden_states(
         self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
     ) -> np.ndarray[Any, Any]:
-        """Last hidden states [T,H], float32, of one sequence of T token ids."""
+        """Return the last hidden states [T,H], float32, of one sequence of T token ids."""
         request = wire.GetHiddenStates(**_once(timeout_seconds))
         return (await self._vectors(request, answers.token_frames(token_ids), timeout_seconds)).vectors
 
@@ -106,10 +112,13 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     ) -> answers.AsyncGeneration:
         """Continue a prompt, answer a chat, or continue token ids; `async for token in home.generate("Once")`.
 
-        What is left out comes from the model's generation_config.json, else the likeliest token is taken (temperature
-        0), up to 512 of them. `sampling` are temperature, top_k, top_p, min_p, repetition_penalty and seed.
-        `timeout_seconds` bounds the whole answer. Raises BadRequest for a value out of range at once; later
-        ContextTooLong, NotServing, QueueFull, DeadlineExceeded, ConnectionLost, WorkerDied, ...
+        Give exactly one of `prompt`, `messages` and `token_ids`. Settings that are left out come from the model's
+        generation_config.json; settings that it lacks default to greedy decoding (temperature 0) and at most 512 tokens.
+        `sampling` takes temperature, top_k, top_p, min_p, repetition_penalty and seed. `timeout_seconds` bounds the whole
+        answer.
+
+        Raises BadRequest at once for a value out of range; while iterating, ContextTooLong, NotServing, QueueFull,
+        DeadlineExceeded, ConnectionLost, WorkerDied, ...
         """
         if unknown := sampling.keys() - wire.SamplingChoice.model_fields:
             raise TypeError(f"generate() got an unexpected keyword argument '{min(unknown)}'")
@@ -125,34 +134,34 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         return answers.AsyncGeneration(self._answer(request, payload, timeout_seconds))
 
     async def infer(self, inputs: Arrays, timeout_seconds: float = 60.0) -> dict[str, np.ndarray[Any, Any]]:
-        """Run the served graph once: its inputs by name in, its outputs by name out; `model_info` tells both.
+        """Run the served ONNX graph once: inputs by name in, outputs by name out; `model_info` lists both.
 
-        Raises BadRequest that names an input of a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
+        Raises BadRequest that names the input with a wrong name, dtype or shape; NotServing, QueueFull, DeviceLost, ...
         """
         return (await self.request_inference(inputs, timeout_seconds)).outputs
 
     async def request_inference(
         self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
     ) -> InferenceResult:
-        """As `infer`, with latency and, on request, each device's timeline."""
+        """As `infer`, but also returns the latency and, with `trace`, each device's timeline."""
         request = answers.valid(wire.Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
         return inference_of(reply.message, reply.payload)
 
     async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> wire.ModelInfo:
-        """What the served graph takes and gives: names, dtypes, shapes."""
+        """Return the names, dtypes and shapes of the served graph's inputs and outputs."""
         return await self._ask(wire.GetModelInfo, wire.ModelInfo, timeout_seconds)
 
     async def readiness(self, timeout_seconds: float = CALL_SECONDS) -> wire.Readiness:
-        """Whether a model is being served, which, and if not, why."""
+        """Return whether a model is ready, which one, and the state of the deployment."""
         return await self._ask(wire.GetReadiness, wire.Readiness, timeout_seconds)
 
     async def ready(self, timeout_seconds: float = CALL_SECONDS) -> bool:
-        """Whether requests are answered now."""
+        """Return whether the coordinator answers inference requests now."""
         return (await self.readiness(timeout_seconds)).ready
 
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until requests are answered. Raises DeadlineExceeded that says what is still going on."""
+        """Wait until inference requests are answered. Raises DeadlineExceeded, which names the current state."""
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         while not (state := await self.readiness()).ready:
             if asyncio.get_running_loop().time() > deadline:
@@ -162,23 +171,23 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     # ---- with an admin key ----------------------------------------------------------------------------------------
 
     async def devices(self, timeout_seconds: float = CALL_SECONDS) -> wire.DeviceList:
-        """The devices of the home as the coordinator sees them, and the links it has measured (admin key)."""
+        """List the devices that the coordinator knows, and the links that it has measured (admin key)."""
         return await self._ask(wire.ListDevices, wire.DeviceList, timeout_seconds)
 
     async def status(self, timeout_seconds: float = CALL_SECONDS) -> wire.Status:
-        """What the coordinator does: model, plan, queue, counters, last error (admin key)."""
+        """Return the coordinator's state: model, plan, queue, counters, last error (admin key)."""
         return await self._ask(wire.GetStatus, wire.Status, timeout_seconds)
 
     async def add_app(self, name: str, public_key: str, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Admit an app's key for inference (admin key)."""
+        """Authorise an app's public key (Z85) to request inference (admin key)."""
         await self._ask(wire.AddApp, wire.Done, timeout_seconds, name=name, public_key=public_key)
 
     async def revoke_app(self, name: str, timeout_seconds: float = CALL_SECONDS) -> None:
-        """Shut an app out; it is refused from its next request on (admin key)."""
+        """Revoke an app's key; its next request is refused (admin key)."""
         await self._ask(wire.RevokeApp, wire.Done, timeout_seconds, name=name)
 
     async def apps(self, timeout_seconds: float = CALL_SECONDS) -> wire.AppList:
-        """The apps that were admitted and revoked (admin key)."""
+        """List the admitted and the revoked apps (admin key)."""
         return await self._ask(wire.ListApps, wire.AppList, timeout_seconds)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
@@ -201,7 +210,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         try:
             return await client.call(request, payload, timeout_seconds=deadline - loop.time())
         except (Unreachable, ConnectionLost):
-            # Every request can be asked twice without harm.
+            # All requests are idempotent, so sending one again is safe.
             if self._closed or (remaining := deadline - loop.time()) <= 0.1:
                 raise
             client = await self._connected(client, remaining)
@@ -210,7 +219,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
     ) -> AsyncGenerator[answers.Token | answers.Usage, None]:
-        """Asked again when the connection broke before anything came; when it breaks later, that is an error."""
+        """Stream one answer. If the connection breaks before the first message, the request is sent again, once; later, the
+        error is raised.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         failed: RpcClient | None = None
@@ -232,13 +243,13 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                 failed = client
 
     async def _connected(self, failed: RpcClient | None, timeout_seconds: float) -> RpcClient:
-        """The connection; after `failed`, another one where the coordinator may have a new address by now (mDNS)."""
+        """Return the connection. If it is `failed` and the coordinator was found by mDNS, search for it and connect again."""
 
         def found() -> RpcClient | None:
             return None if self._client is failed and self._address is None else self._client
 
         async def find() -> RpcClient:
-            async with self._reopening:  # whoever else waits here takes what the first one found
+            async with self._reopening:  # other callers that wait here use the connection that the first one opened
                 if found() is None:
                     await self.open(timeout_seconds)
                 assert self._client is not None
@@ -247,7 +258,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         if (client := found()) is not None:
             return client
         try:
-            return await within(timeout_seconds + 1.0, find())  # its own error comes first
+            return await within(timeout_seconds + 1.0, find())  # 1 s later than `open`, whose error says more
         except asyncio.TimeoutError:
             raise NoCoordinator(seconds=timeout_seconds) from None
 
@@ -268,9 +279,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
 
 def _once(timeout_seconds: float) -> dict[str, Any]:
-    """The fields of one request: an id of its own, and its deadline.
+    """The common fields of one request: a unique id and its timeout.
 
-    The deadline is a little sooner than our own: the coordinator knows why a request is late, and its answer must get here.
+    The timeout sent is 10 % (at most 1 s) shorter than the caller's, so that the coordinator's error, which says why the
+    request is late, arrives in time.
     """
     return {
         "request_id": secrets.token_hex(8),
@@ -279,7 +291,7 @@ def _once(timeout_seconds: float) -> dict[str, Any]:
 
 
 def endpoint_of(address: str) -> str:
-    """`host`, `host:port` or `[v6]:port` as a ZeroMQ endpoint; the coordinator's port where none is given."""
+    """Convert `host`, `host:port` or `[v6]:port` to a ZeroMQ endpoint. The default port is the coordinator's."""
     from hearth.platform.discovery import parse_static_peers
 
     ((host, port),) = parse_static_peers(address, default_port=COORDINATOR_PORT)

@@ -1,4 +1,4 @@
-"""The client library for programs without an event loop: `AsyncHome` in a thread of its own, and calls that wait for it."""
+"""The client library for programs without an event loop: blocking calls to an `AsyncHome` that runs in its own thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 def _waiting(
     call: Callable[Concatenate[AsyncHome, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[Home, _P], _T]:
-    """The method of `Home` that waits for this one of `AsyncHome`: the same parameters and docstring."""
+    """Make a blocking method of `Home` from a method of `AsyncHome`, with the same parameters and docstring."""
 
     @functools.wraps(call)
     def waits(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -35,7 +35,7 @@ def _waiting(
 def _iterating(
     call: Callable[Concatenate[AsyncHome, _P], AsyncGeneration],
 ) -> Callable[Concatenate[Home, _P], Generation]:
-    """As `_waiting`, for an answer that comes piece by piece."""
+    """As `_waiting`, for a method that returns an `AsyncGeneration`."""
 
     @functools.wraps(call)
     def iterates(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
@@ -46,19 +46,19 @@ def _iterating(
 
 
 class Home(AbstractContextManager["Home"]):
-    """A connection to this home's coordinator; safe to share between threads. Made by `connect`."""
+    """A connection to the home's coordinator, safe to share between threads. Create it with `connect`."""
 
     def __init__(self, home: AsyncHome) -> None:
         self._home = home
         self._loop = asyncio.new_event_loop()
-        self._waiting: set[concurrent.futures.Future[Any]] = set()  # what threads wait for
+        self._waiting: set[concurrent.futures.Future[Any]] = set()  # results that callers' threads wait for
         self._ending = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        with self._ending:  # nobody begins a call that the loop would not live to answer
+        with self._ending:  # no call may start once the loop is about to stop
             already, self._closed = self._closed, True
         if already:
             return
@@ -90,7 +90,7 @@ class Home(AbstractContextManager["Home"]):
     _open = _waiting(AsyncHome.open)
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Run it in the loop's thread. Ctrl-C here cancels it there."""
+        """Run a coroutine in the loop's thread and wait for its result. Ctrl-C in the caller cancels it."""
         with self._ending:
             if self._closed:
                 call.close()
@@ -99,7 +99,7 @@ class Home(AbstractContextManager["Home"]):
             self._waiting.add(future)
         try:
             return future.result()
-        except concurrent.futures.CancelledError:  # another thread has closed this
+        except concurrent.futures.CancelledError:  # another thread has closed the connection
             raise ConnectionLost(endpoint="the coordinator") from None
         except BaseException:
             future.cancel()
@@ -108,7 +108,7 @@ class Home(AbstractContextManager["Home"]):
             self._waiting.discard(future)
 
     async def _finish(self) -> None:
-        """Close; whatever other threads still wait for ends, before the loop does."""
+        """Close the connection and cancel the calls of other threads before the loop stops."""
         await self._home.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -123,11 +123,12 @@ def connect(
     timeout_seconds: float = 10.0,
     interfaces: Sequence[str] | None = None,
 ) -> Home:
-    """Connect to this home's coordinator: found over mDNS, or at `address` ("host" or "host:port").
+    """Connect to the home's coordinator at `address` ("host" or "host:port"), or find it by mDNS.
 
-    `key` is a credential, its one-line text or its file; by default the file that `hearth key import` writes.
-    `interfaces` are the local addresses on which to ask over mDNS. Raises KeyMissing, NoCoordinator, Unreachable,
-    WrongKey, ProtocolMismatch. Use it as a context manager, or call `close()`.
+    `key` is a credential, its one-line text, or the path of its file; the default is the file that `hearth key import`
+    writes. `interfaces` are the local addresses to use for mDNS. Use the result as a context manager, or call `close()`.
+
+    Raises KeyMissing, NoCoordinator, Unreachable, WrongKey, ProtocolMismatch.
     """
     home = Home(AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces))
     try:

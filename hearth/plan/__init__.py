@@ -1,1 +1,1 @@
-"""Plans, profiles and geometry shared by the coordinator and the agents. Pure."""
+"""Plans, profiles and shard geometry, shared by the coordinator and the agents. Pure: no input or output."""

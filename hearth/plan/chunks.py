@@ -1,8 +1,9 @@
-"""What each chunk of a model holds: the coordinator cuts by it, and the worker puts its weights together by it. Pure.
+"""The content of each chunk of a transformer. The coordinator cuts checkpoints, and the worker assembles shards, by this
+table. Pure.
 
-A chunk is one KV group's QKV or output projection, 64 MLP columns, one layer's replicated vectors, 1024 vocabulary rows of
-the word embedding or of the head, or the rest of the embedding. Grains depend on no plan: a new plan moves chunks and
-renames none.
+A chunk holds one KV group's QKV or output projection, 64 MLP columns, one layer's replicated vectors, 1024 vocabulary rows
+of the word embedding or of the head, or the rest of the embedding. Chunk boundaries (grains) do not depend on the plan, so a
+new plan moves chunks between devices and leaves their content and names unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ OF_LAYER: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
 
 
 class Slice(NamedTuple):
-    """Part of one tensor: which of ours, and the rows or columns of it (None: all)."""
+    """Part of one tensor: the tensor's name in Hearth, and the range of its rows or columns (None: all)."""
 
     tensor: str
     rows: Span | None = None
@@ -25,13 +26,13 @@ class Slice(NamedTuple):
 
 
 def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
-    """The rows of Q (and columns of the output projection) of one KV group."""
+    """The rows of Q, which are also the columns of the output projection, of one KV group."""
     width = spec.q_width(spec.group_size)
     return Span(grain * width, (grain + 1) * width)
 
 
 def slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
-    """What a chunk holds, under our tensor names; row-parallel weights are cut along their inputs."""
+    """The slices that one chunk holds. Row-parallel weights (`o`, `down`) are cut along their inputs."""
     if kind == "qkv":
         q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)
         rows = {"q": q, "k": kv, "v": kv}

@@ -1,6 +1,6 @@
-"""Integer slices of a model: who holds which heads, columns, vocabulary and rows.
+"""Integer shares of heads, MLP columns, vocabulary rows and sequence rows for each rank. Pure.
 
-Pure. Every split is a tuple of non-negative shares, one per rank, whose sum is the whole; shares may be uneven or zero.
+Every split is a tuple of non-negative shares, one per rank, that sum to the total; shares may be uneven or zero.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-# Plan-independent grains (DESIGN.md "Shards"): a re-plan moves whole grains and renames nothing.
+# Grains of shards, in MLP columns and vocabulary rows. They do not depend on the plan, so a new plan moves whole chunks.
 COLUMN_GRAIN = 64
 VOCABULARY_GRAIN = 1024
-# Not a grain of shards: rows are cut anew in every step.
+# Grain of sequence rows, which are split in every step and not stored.
 ROW_GRAIN = 4
-_GRAINS_PER_RANK = 8  # fewer, and the coarser cut would cost more balance than it gains speed
+_GRAINS_PER_RANK = 8  # with fewer grains per rank, rounding to grains costs more balance than it gains speed
 
 
 class Span(NamedTuple):
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 def spans(shares: Sequence[int]) -> tuple[Span, ...]:
-    """Lay shares end to end: `(2, 0, 3)` becomes `[0,2) [2,2) [2,5)`."""
+    """Convert shares to consecutive ranges: `(2, 0, 3)` becomes `[0,2) [2,2) [2,5)`."""
     result, start = [], 0
     for share in shares:
         if share < 0:
@@ -41,7 +41,7 @@ def spans(shares: Sequence[int]) -> tuple[Span, ...]:
 
 
 def num_grains(total: int, grain: int) -> int:
-    """How many grains `total` items make; the last grain is the remainder."""
+    """The number of grains in `total` items; the last grain may be shorter."""
     return -(-total // grain)
 
 
@@ -51,12 +51,12 @@ def grain_span(index: int, total: int, grain: int) -> Span:
 
 
 def grains_to_items(grain_shares: Sequence[int], total: int, grain: int) -> tuple[int, ...]:
-    """Shares counted in grains as shares counted in items; the sums agree with `total`."""
+    """Convert shares in grains to shares in items, which sum to `total`."""
     return tuple(min(span.stop * grain, total) - min(span.start * grain, total) for span in spans(grain_shares))
 
 
 def grains_of(span: Span, total: int, grain: int) -> range:
-    """The grain indexes that make up `span`. Raises ValueError when `span` cuts through a grain."""
+    """The indexes of the grains in `span`. Raises ValueError if a border of `span` lies inside a grain."""
     if span.size == 0:
         return range(0)
     if span.start % grain or (span.stop % grain and span.stop != total):
@@ -65,13 +65,14 @@ def grains_of(span: Span, total: int, grain: int) -> range:
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
-    """Share `total` items in proportion to `weights` (largest-remainder method; ties go to the lower rank).
+    """Divide `total` items in proportion to `weights` (largest-remainder method; ties go to the lower rank).
 
-    The sum is exactly `total`; a weight of zero gets nothing. Raises ValueError unless some weight is positive.
+    The shares sum to exactly `total`; a weight of zero gets none. Raises ValueError for a negative or non-finite weight,
+    and if all are zero.
     """
     if any(weight < 0 or not math.isfinite(weight) for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"weights must be finite, non-negative and not all zero: {tuple(weights)}")
-    # In rationals: a quota that float arithmetic rounds up to an integer would break the sum.
+    # Rational arithmetic: a quota that floats round up to an integer would make the sum exceed `total`.
     exact = [Fraction(weight) for weight in weights]
     quotas = [weight * total / sum(exact) for weight in exact]
     shares = [math.floor(quota) for quota in quotas]
@@ -85,10 +86,10 @@ def largest_remainder(weights: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def rows_for(row_weights: Sequence[float], num_rows: int) -> tuple[int, ...]:
-    """The sequence rows of each rank for a step of `num_rows` packed tokens (Galaxy's S, made integer per step).
+    """The number of sequence rows of each rank in a step of `num_rows` packed tokens (Galaxy's S, rounded for each step).
 
-    In a long step shares are multiples of ROW_GRAIN (the last one takes the remainder): GEMM kernels handle rows in
-    such groups, and odd ones left over cost several times their share.
+    In a long step, shares are multiples of ROW_GRAIN, except for the remainder in the last one: GEMM kernels process rows
+    in groups of that size, and leftover rows cost several times as much each.
     """
     if num_rows < _GRAINS_PER_RANK * ROW_GRAIN * len(row_weights):
         return largest_remainder(row_weights, num_rows)

@@ -1,4 +1,4 @@
-"""How a plan divides a graph of operators among devices: into segments. Pure."""
+"""The body of a plan for an ONNX graph: segments of operators, each placed on one device. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Objective = Literal["latency", "throughput"]
 
 
 class GraphModel(BaseModel, frozen=True):
-    """What a plan must know of a graph. `inputs` and `outputs` name its tensors."""
+    """Identity of an ONNX graph, and the names of its input and output tensors."""
 
     name: str
     sha256: str  # of the ONNX file and its external data; empty for a graph without weights
@@ -23,8 +23,8 @@ class GraphModel(BaseModel, frozen=True):
 class Segment(BaseModel, frozen=True):
     """Operators that run as one onnxruntime session on one device. `inputs` and `outputs` name tensors of the graph.
 
-    `seconds` is its predicted compute time. An output goes to every segment that takes it, and to the client if the graph
-    outputs it.
+    `seconds` is the predicted compute time. An output goes to every segment that consumes it, and to the client if it is
+    an output of the graph.
     """
 
     operators: tuple[int, ...] = Field(min_length=1)
@@ -35,7 +35,7 @@ class Segment(BaseModel, frozen=True):
 
 
 class GraphSegments(BaseModel, frozen=True, extra="forbid"):
-    """Segments in an order in which they can run: each takes tensors of segments before it, or the graph's inputs."""
+    """Segments in topological order: each consumes inputs of the graph or outputs of earlier segments."""
 
     kind: Literal["graph"] = "graph"
     objective: Objective
@@ -45,19 +45,19 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
     def targets(self, tensor: str) -> tuple[int, ...]:
-        """The ranks whose segments take a tensor."""
+        """The ranks whose segments consume a tensor."""
         return tuple(sorted({segment.rank for segment in self.segments if tensor in segment.inputs}))
 
     def values_on(self, source: int, target: int, values: Values) -> Values:
-        """The value format on one link, where the plan's is `values`."""
+        """The value format on one link, given the plan's value format `values`: always `values`."""
         return values
 
     def share_of_step(self, num_rows: int) -> float:
-        """Every request takes as long as the predicted one."""
+        """Ratio of a request's duration to the predicted one; always 1, since shapes are fixed."""
         return 1.0
 
     def check(self, model: object, num_ranks: int) -> None:
-        """Raise ValueError where the body does not fit the model or the number of devices."""
+        """Raise ValueError if the body does not fit the model or the number of devices."""
         if not isinstance(model, GraphModel):
             raise ValueError("the body divides a graph, but the model is a Transformer")
         known, placed = set(model.inputs), set[int]()
@@ -65,10 +65,10 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
             if segment.rank >= num_ranks:
                 raise ValueError(f"segment {index} is on rank {segment.rank} of {num_ranks}")
             if unknown := [name for name in segment.inputs if name not in known]:
-                raise ValueError(f"segment {index} takes {unknown[0]}, which no segment before it makes")
+                raise ValueError(f"segment {index} takes {unknown[0]}, which no earlier segment produces")
             if twice := placed.intersection(segment.operators):
                 raise ValueError(f"operator {min(twice)} is in two segments")
             placed.update(segment.operators)
             known.update(segment.outputs)
         if unknown := [name for name in model.outputs if name not in known]:
-            raise ValueError(f"no segment makes the output {unknown[0]}")
+            raise ValueError(f"no segment produces the output {unknown[0]}")

@@ -1,7 +1,7 @@
-"""A neural network as a graph of operators: what graph planners cut and place. Pure.
+"""The operator graph that graph planners partition and place. Pure.
 
-Operators are numbered in topological order. A tensor has one producer and any number of consumers; where several of them
-are on one device, it travels there once.
+Operators are numbered in topological order. A tensor has one producer and any number of consumers; it is sent once to each
+device that has consumers of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """`parameters` are indices into `GraphSpec.parameters`; several operators may use one."""
+    """One node of the graph. `parameters` are indices into `GraphSpec.parameters`; operators may share parameters."""
 
     name: str
     kind: str  # the ONNX operator type, or the Keras class
@@ -29,7 +29,7 @@ class Parameter(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """An activation. `source` is the operator that makes it, None for an input of the graph."""
+    """An activation. `source` is the operator that produces it, or None for an input of the graph."""
 
     name: str
     num_bytes: int
@@ -42,7 +42,10 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """Raises ValueError when an operator comes before one that it depends on, or an index names nothing."""
+    """A graph of operators, tensors and parameters.
+
+    Raises ValueError if the operators are not in topological order, or an index is out of range.
+    """
 
     name: str
     operators: tuple[Operator, ...]
@@ -76,12 +79,12 @@ class GraphSpec:
 
     @cached_property
     def consumed(self) -> tuple[tuple[Tensor, ...], ...]:
-        """By operator, the tensors that it takes; inputs of the graph too."""
+        """For each operator, the tensors that it consumes, including inputs of the graph."""
         return self._by(lambda tensor: tensor.consumers)
 
     @cached_property
     def produced(self) -> tuple[tuple[Tensor, ...], ...]:
-        """By operator, the tensors that it makes."""
+        """For each operator, the tensors that it produces."""
         return self._by(lambda tensor: () if tensor.source is None else (tensor.source,))
 
     @cached_property
@@ -99,7 +102,7 @@ class GraphSpec:
         )
 
     def parameter_bytes(self, operators: Iterable[int]) -> int:
-        """Of the weights that these operators use; shared ones count once."""
+        """Bytes of the parameters that these operators use; shared parameters count once."""
         used = {index for operator in operators for index in self.operators[operator].parameters}
         return sum(self.parameters[index].num_bytes for index in used)
 

@@ -1,4 +1,4 @@
-"""Reads plans of version 1, which had an envelope for each kind of model. Pure."""
+"""Conversion of version 1 plans, which had one envelope per kind of model, to version 2. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ _ENVELOPE = ("epoch", "planner", "devices", "wire", "alternatives")
 
 
 def plan_from_v1(saved: dict[str, Any]) -> dict[str, Any]:
-    """The decoded JSON of a version-1 plan as that of version 2. What is missing or wrong in it stays so: the plan's own
-    validation says what."""
+    """Convert the decoded JSON of a version 1 plan to version 2.
+
+    Missing or invalid fields are kept as they are; the validation of `Plan` reports them.
+    """
     plan = {key: saved[key] for key in _ENVELOPE if key in saved}
     if saved.get("kind") == "graph":
         return plan | {"version": 2, **_graph(saved)}
@@ -39,7 +41,7 @@ def _transformer(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _graph(saved: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 gave the busiest of all devices and links only: a link's time is known where it was that."""
+    """Convert a graph plan. Version 1 stored only the busiest device or link; a link's time is known only if it was busiest."""
     predicted = dict(saved.get("predicted") or {})
     compute = max((device.get("compute_seconds", 0.0) for device in saved.get("devices", ())), default=0.0)
     bottleneck = predicted.get("bottleneck_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""What a Transformer is, as far as sharding, planning and computing must know it."""
+"""The shape of a transformer, as needed for sharding, planning and computing. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hearth.plan.rotary import RotarySpec
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 WeightFormat = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-INT4_DEVICES = ("cpu",)  # the compute devices whose workers have a kernel for int4
-# With int4's scales and zero points: 2 bytes each for every 32 weights.
+INT4_DEVICES = ("cpu",)  # compute devices for which the worker has an int4 kernel
+# Bytes per weight. int4 includes a scale and a zero point of 2 bytes each for every 32 weights.
 _MATRIX_BYTES: dict[WeightFormat, float] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.625}
 
 
 class ModelSpec(BaseModel, frozen=True):
     """The shape of one model, read from its Hugging Face config (see `coordinator.models.checkpoint.families`).
 
-    A KV group is the query heads that share one key and value head. Defaults are an encoder's (BERT).
+    A KV group is the set of query heads that share one key and value head. The defaults describe an encoder (BERT).
     """
 
     name: str = Field(max_length=256)
@@ -32,26 +32,26 @@ class ModelSpec(BaseModel, frozen=True):
     ffn_size: int = Field(ge=1, le=1 << 22)
     vocab_size: int = Field(ge=1, le=1 << 24)
     max_positions: int = Field(ge=1, le=1 << 24)
-    type_vocab_size: int = Field(ge=0, le=1024)  # 0: the family has no token types
+    type_vocab_size: int = Field(ge=0, le=1024)  # 0: no token types
     norm_eps: float = Field(gt=0)
     activation: Activation
-    dtype: Literal["float32", "float16", "bfloat16"]  # of the stored weights
+    dtype: Literal["float32", "float16", "bfloat16"]  # of the weights in the checkpoint
 
-    causal: bool = False  # a decoder: tokens see what came before them, and a head predicts the next one
+    causal: bool = False  # a decoder: causal attention, and a head that predicts the next token
     norm: Literal["layer", "rms"] = "layer"
-    norm_place: Literal["post", "pre"] = "post"  # after the residual (BERT), or before each sublayer
+    norm_place: Literal["post", "pre"] = "post"  # after the residual addition (BERT), or before each sublayer
     gated: bool = False  # the MLP is activation(gate) * up
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
-    qk_norm: bool = False  # RMS norm of every query and key head (Qwen3)
-    position_offset: int = Field(default=0, ge=0, le=64)  # of the learned positions (OPT: 2)
-    rotary: RotarySpec | None = None  # none: positions are learned
-    sliding_window: int | None = Field(default=None, ge=1)  # a token sees this many, itself included
-    full_attention_layers: int = Field(default=0, ge=0)  # the first of them see everything (Qwen2's max_window_layers)
-    tied_head: bool = True  # the head's weights are the word embedding's
+    qk_norm: bool = False  # RMS norm on each query and key head (Qwen3)
+    position_offset: int = Field(default=0, ge=0, le=64)  # added to the index into the learned positions (OPT: 2)
+    rotary: RotarySpec | None = None  # None: learned positions
+    sliding_window: int | None = Field(default=None, ge=1)  # tokens that a token attends to, itself included
+    full_attention_layers: int = Field(default=0, ge=0)  # first layers without a window (Qwen2's max_window_layers)
+    tied_head: bool = True  # the head uses the word embedding's weights
 
-    weights: WeightFormat = "float32"  # of matrices in a device's memory; what the user chose, whatever `dtype` is
+    weights: WeightFormat = "float32"  # of matrices in a device's memory; the user's choice, independent of `dtype`
 
     @property
     def bytes_per_weight(self) -> int:
@@ -59,37 +59,37 @@ class ModelSpec(BaseModel, frozen=True):
 
     @property
     def matrix_bytes(self) -> float:
-        """Of one weight of a matrix in a device's memory."""
+        """Bytes per in-memory matrix weight."""
         return _MATRIX_BYTES[self.weights]
 
     @property
     def word_bytes(self) -> int:
-        """Of one weight of the word embedding there: it is looked up, and never quantised."""
+        """Bytes per in-memory weight of the word embedding, which is only looked up and never quantised."""
         return 4 if self.weights == "float32" else 2
 
     @property
     def head_bytes(self) -> float:
-        """Of one weight of the output head there."""
+        """Bytes per in-memory weight of the output head."""
         return self.word_bytes if self.tied_head else self.matrix_bytes
 
     @property
     def group_size(self) -> int:
-        """Query heads of one KV group."""
+        """Number of query heads in one KV group."""
         return self.num_heads // self.num_kv_heads
 
     def q_width(self, heads: int) -> int:
-        """Values of one row's queries for so many heads (whole KV groups)."""
+        """Width of a query row for this number of heads (whole KV groups)."""
         return heads * self.head_dim
 
     def kv_width(self, heads: int) -> int:
-        """Values of one row's keys, or of its values, that belong to so many query heads."""
+        """Width of a key row, or of a value row, for this number of query heads."""
         return heads // self.group_size * self.head_dim
 
     def qkv_width(self, heads: int) -> int:
         return self.q_width(heads) + 2 * self.kv_width(heads)
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a token of this layer sees, itself included; None: all before it."""
+        """The attention window of a layer in tokens, the token itself included; None: no window."""
         return None if layer < self.full_attention_layers else self.sliding_window
 
     @property

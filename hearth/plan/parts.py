@@ -1,4 +1,4 @@
-"""Parts of a plan that every kind of model has: devices, memory, the wire format, the prediction. Pure."""
+"""Parts of a plan that are common to all kinds of model: devices, memory, wire format, prediction. Pure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pydantic import BaseModel, Field
 
 from hearth.plan.value_formats import Values
 
-# A wait for a peer may take this many times the predicted duration of the whole step or request ...
+# Timeout of a wait for a peer, as a multiple of the predicted duration of the whole step or request ...
 _TIMEOUT_FACTOR = 20.0
-# ... and at least this long: the prediction knows nothing of background load, and heartbeats detect lost devices.
+# ... and its minimum: predictions ignore background load, and lost devices are detected by heartbeats anyway.
 _MIN_TIMEOUT_SECONDS = 5.0
 
 
 def timeout_seconds(predicted_seconds: float) -> float:
-    """Timeout of a wait for a peer during an operation with this predicted duration."""
+    """Timeout in seconds of a wait for a peer during an operation with this predicted duration."""
     return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * predicted_seconds)
 
 
 class WireFormat(BaseModel, frozen=True):
-    """How activations travel: the value format, and whether lz4 (after a byte shuffle) is applied."""
+    """Encoding of activations on the wire: the value format, and whether lz4 is applied after a byte shuffle."""
 
     values: Values = "exact"
     lz4: Literal["off", "on", "auto"] = "auto"
 
 
 class MemoryUse(BaseModel, frozen=True):
-    """Bytes that one device will hold, by kind."""
+    """Predicted memory use of one device, in bytes by purpose."""
 
     weights: int = Field(ge=0)
     embeddings: int = Field(ge=0)
     activations: int = Field(ge=0)
-    workspace: int = Field(ge=0)  # the process itself, torch and its GEMM buffers, one chunk while loading
-    kv_cache: int = Field(default=0, ge=0)  # of all sequences that the plan has room for at once
+    workspace: int = Field(ge=0)  # the process, torch, its GEMM buffers, and one chunk while loading
+    kv_cache: int = Field(default=0, ge=0)  # of all sequences that the plan reserves room for
 
     @property
     def total(self) -> int:
@@ -41,27 +41,30 @@ class MemoryUse(BaseModel, frozen=True):
 
 
 class PlannedDevice(BaseModel, frozen=True):
+    """A device of a plan: its predicted memory use, its memory limit in bytes, and its predicted compute time."""
+
     device_id: str
     name: str
     memory: MemoryUse
     budget_bytes: int = Field(ge=0)
-    compute_seconds: float = Field(ge=0)  # busy time of this device in one step or request, under the simulator
+    compute_seconds: float = Field(ge=0)  # simulated busy time of this device in one step or request
 
 
 class Prediction(BaseModel, frozen=True):
-    """Seconds under the simulator: of one Transformer step of `seq_len` rows, or of one request to a graph."""
+    """Simulated seconds of one transformer step of `seq_len` rows, or of one request to an ONNX graph."""
 
-    latency_seconds: float = Field(ge=0)  # of one step or request alone
-    compute_seconds: float = Field(ge=0)  # the busiest device
-    transfer_seconds: float = Field(ge=0)  # the busiest side of a link
-    bottleneck_seconds: float = Field(ge=0)  # per request of a full pipeline: the busiest device or side of a link
+    latency_seconds: float = Field(ge=0)  # of one step or request with no others in flight
+    compute_seconds: float = Field(ge=0)  # of the busiest device
+    transfer_seconds: float = Field(ge=0)  # of the busiest sending or receiving side of a network interface
+    # Per request of a full pipeline: of the busiest device, or sending or receiving side of a network interface.
+    bottleneck_seconds: float = Field(ge=0)
     decode_seconds: float = Field(default=0.0, ge=0)  # one token of one sequence of a decoder
-    bound_seconds: float | None = Field(default=None, ge=0)  # no plan is better in the planner's objective, where known
+    bound_seconds: float | None = Field(default=None, ge=0)  # lower bound of the planner's objective, if known
     proven_optimal: bool = False
 
 
 class Alternative(BaseModel, frozen=True):
-    """A candidate that the planner priced or ruled out, and why it was not chosen."""
+    """A candidate plan that was not chosen: its predicted time, if it was priced, and the reason."""
 
     strategy: str
     predicted_seconds: float | None

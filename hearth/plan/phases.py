@@ -1,7 +1,7 @@
-"""The vocabulary of a step: its computations (`Work`) and its transfers (`Phase`). Pure.
+"""Names of the computations (`Work`) and transfers (`Phase`) of a step. Pure.
 
-The simulator's tasks, the headers of tiles on the wire and the events of a trace use the same names, so that a predicted
-step, a running one and a measured one can be compared part by part.
+The simulator's tasks, tile headers on the wire and trace events all use these names, so that predicted and measured steps can
+be compared part by part.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 
 class Work(str, Enum):
-    """A computation of a step. The values travel in traces and are shown to people."""
+    """A computation of a step. The values are part of traces and are shown to users."""
 
     EMBEDDING = "embedding"
-    ENTER_ATTENTION = "enter attention"  # the norm before attention, where the model has one there
+    ENTER_ATTENTION = "enter attention"  # pre-norm before attention, if the model has one
     QKV = "qkv"
     ATTENTION = "attention"
     OUT = "out"
@@ -27,24 +27,24 @@ class Work(str, Enum):
     MLP_BLOCK = "mlp block"  # up and down, with no transfer between them
     LAYERS = "layers"  # all layers of a stage (pipeline)
     HEAD = "head"
-    WIRE = "wire"  # encryption, TCP and conversion of the formats of values
-    SEGMENT = "segment"  # graphs: the operators of one device between two transfers
-    OPERATOR = "operator"  # graphs
+    WIRE = "wire"  # encryption, TCP, and conversion of value formats
+    SEGMENT = "segment"  # ONNX graphs: a segment
+    OPERATOR = "operator"  # ONNX graphs
 
 
 class Route(Enum):
-    """How a tile of a phase travels."""
+    """The path that the tiles of a phase take."""
 
-    GATHER = "gather"  # around the ring, each rank forwards it unread
-    REDUCE = "reduce"  # around the ring, each rank adds its partial sum
-    DIRECT = "direct"  # in one hop, from the rank that has it to the one that needs it
+    GATHER = "gather"  # around the ring; each rank forwards the tile unchanged
+    REDUCE = "reduce"  # around the ring; each rank adds its partial sum
+    DIRECT = "direct"  # in one hop, from the rank that has the tile to the rank that needs it
 
 
 class Phase(IntEnum):
-    """A transfer of a step: the collective, and the block that it serves. The numbers are part of the protocol.
+    """A transfer of a step: a collective and the block that it serves. The numbers are part of the protocol.
 
-    `work`: the computation that its tiles come from or go to, behind which it can hide. `verbatim`: not activations; no
-    value format may change them.
+    `work` is the computation that produces or consumes the tiles, with which the transfer can overlap. `verbatim` marks data
+    that are not activations: they are sent exactly, whatever the value format.
     """
 
     route: Route
@@ -70,14 +70,14 @@ class Phase(IntEnum):
     REDUCE_GATHER_MLP = 8, Route.GATHER
     EXCHANGE_QKV = 9, Route.DIRECT, Work.QKV  # all-to-all: Q, K and V of some rows, to the owner of their heads
     EXCHANGE_HEADS = 10, Route.DIRECT, Work.ATTENTION  # all-to-all: head outputs, to the owner of their rows
-    ORDER = 11, Route.DIRECT, None, True  # rank 0 to all: what a step of a generation does (a message, as bytes)
+    ORDER = 11, Route.DIRECT, None, True  # rank 0 to all: the next step of a generation (a `StepOrder` as bytes)
     SUM_ATTENTION = 12, Route.DIRECT  # decoding: partial sums, to every peer in one hop
     SUM_MLP = 13, Route.DIRECT
-    HEAD_ROWS = 14, Route.DIRECT  # rows whose next token is wanted, from their owner to everyone
-    CANDIDATES = 15, Route.DIRECT, None, True  # for the next token, to rank 0
+    HEAD_ROWS = 14, Route.DIRECT  # rows whose next token is sampled, from their owner to all ranks
+    CANDIDATES = 15, Route.DIRECT, None, True  # candidates for the next token, to rank 0
     STAGE_ROWS = 16, Route.DIRECT  # pipeline: hidden rows, to the next stage
-    STEP_DONE = 17, Route.DIRECT, None, True  # pipeline: the last stage to rank 0, after a step whose rows nobody wants
-    TENSOR = 18, Route.DIRECT  # graphs: `layer` numbers the tensors that leave their rank
+    STEP_DONE = 17, Route.DIRECT, None, True  # pipeline: last stage to rank 0, after a step that samples no token
+    TENSOR = 18, Route.DIRECT  # ONNX graphs: `layer` is the number of the tensor (`Routes.travelling`)
 
 
 TaskKind: TypeAlias = Work | Phase

@@ -1,6 +1,6 @@
-"""A plan: which device holds what, and how the devices work together. Printed, saved as JSON, read again. Pure.
+"""A plan: the parts of a model that each device holds, and how the devices compute together. Saved as JSON. Pure.
 
-The envelope is the same for every kind of model; its body says how the model is divided.
+The envelope (`Plan`) is the same for all kinds of model; the body describes how the model is divided.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from hearth.plan.transformer import TransformerBody
 from hearth.validation import first_error
 
 Body = Annotated[TransformerBody | GraphSegments, Field(discriminator="kind")]
-# Type checkers see through them which kind of model a plan is for; at run time a plain `Plan` takes every kind.
+# Type checkers use these to distinguish the kinds of model; at run time a plain `Plan` accepts every kind.
 Model_co = TypeVar("Model_co", default=ModelSpec | GraphModel, covariant=True)
 Body_co = TypeVar("Body_co", default=Body, covariant=True)
 
 
 class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
-    """`epoch` numbers deployments: messages of another epoch are dropped and counted. Ranks index `devices`."""
+    """A plan for one model. Ranks are indices into `devices`.
+
+    `epoch` numbers deployments; messages of another epoch are dropped and counted.
+    """
 
     version: Literal[2] = 2
     epoch: int = Field(default=0, ge=0, lt=1 << 63)
@@ -46,11 +49,11 @@ class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
         return self.model_copy(update={"epoch": epoch})
 
     def wire_on(self: Plan, source: int, target: int) -> WireFormat:
-        """How activations travel from one rank to another."""
+        """The wire format of activations from one rank to another."""
         return self.wire.model_copy(update={"values": self.body.values_on(source, target, self.wire.values)})
 
     def wait_seconds(self: Plan, num_rows: int = 0) -> float:
-        """Timeout of a wait for a peer in one request, or in a Transformer step of `num_rows` rows."""
+        """Timeout in seconds of a wait for a peer in one request, or in a transformer step of `num_rows` rows."""
         return timeout_seconds(self.predicted.latency_seconds * self.body.share_of_step(num_rows))
 
     @model_validator(mode="after")
@@ -69,25 +72,27 @@ _P = TypeVar("_P", bound=Plan)
 
 
 def is_graph_plan(plan: Plan | None) -> TypeIs[GraphPlan]:
+    """Whether the plan is for an ONNX graph."""
     return plan is not None and isinstance(plan.body, GraphSegments)
 
 
 def is_transformer_plan(plan: Plan | None) -> TypeIs[TransformerPlan]:
+    """Whether the plan is for a transformer."""
     return plan is not None and isinstance(plan.body, TransformerBody)
 
 
 def migrated(saved: Any) -> Any:
-    """The decoded JSON of a plan of either version as one of version 2; anything else is returned unchanged."""
+    """Convert the decoded JSON of a version 1 plan to version 2; return anything else unchanged."""
     if not isinstance(saved, dict) or saved.get("version", 1) != 1:
         return saved
     try:
         return plan_from_v1(saved)
-    except (AttributeError, TypeError, ValueError):  # not of the shape of a plan: validation says where
+    except (AttributeError, TypeError, ValueError):  # not a valid plan: validation reports the field
         return saved
 
 
 def plan_from_json(text: str | bytes, kind: type[_P] = Plan) -> _P:  # type: ignore[assignment]  # the bound's own parameters
-    """Read a saved plan of version 1 or 2, of this kind of model. Raises BadPlan that names the wrong field."""
+    """Parse a saved plan of version 1 or 2 for this kind of model. Raises BadPlan that names the invalid field."""
     try:
         return kind.model_validate(migrated(from_json(text)))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""What was measured: latency curves of blocks on each device, and the links between them. Pure."""
+"""Measured profiles: latency curves of blocks on each device, and the links between devices. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class LatencyCurve(BaseModel, frozen=True):
-    """Seconds as a function of a block's size: linear between its points, and beyond the last.
+    """Seconds as a function of a block's size: linear interpolation between points, linear extrapolation beyond the last.
 
-    `error` is the relative error to expect of it: the largest misfit of the measured points.
+    `error` is the expected relative error: the largest misfit of a measured point.
     """
 
     sizes: tuple[int, ...] = Field(min_length=1, max_length=256)
@@ -25,17 +25,17 @@ class LatencyCurve(BaseModel, frozen=True):
     @classmethod
     def _rising(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if any(a >= b for a, b in zip(sizes, sizes[1:], strict=False)) or sizes[0] <= 0:
-            raise ValueError("sizes must be positive and rise")
+            raise ValueError("sizes must be positive and increasing")
         return sizes
 
     def __call__(self, size: float) -> float:
-        """Predicted seconds. Nothing to do (size 0) costs nothing; one measured point is taken as proportional."""
+        """Predicted seconds. Size 0 costs nothing; a curve of one point is taken as proportional to the size."""
         if size <= 0:
             return 0.0
         xs, ys = self.sizes, self.seconds
         if len(xs) == 1:
             return ys[0] * size / xs[0]
-        if size < xs[0]:  # towards what an empty call costs, which is what the line through the first points says
+        if size < xs[0]:  # towards the cost of an empty call: the intercept of the line through the first two points
             intercept = max(ys[0] - (ys[1] - ys[0]) / (xs[1] - xs[0]) * xs[0], 0.0)
             return intercept + (ys[0] - intercept) * size / xs[0]
         i = min(max(bisect_left(xs, size), 1), len(xs) - 1)
@@ -46,15 +46,15 @@ class LatencyCurve(BaseModel, frozen=True):
         return self.model_copy(update={"seconds": tuple(seconds * factor for seconds in self.seconds)})
 
 
-# Kernels are about linear in their size: a line that misses no point by more than this replaces the points.
+# Kernel times are about linear in size. A line with no relative misfit above this replaces the measured points.
 _LINE_FITS = 0.06
 
 
 def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
-    """A curve from few measurements, seconds by size: a line where one fits, else the points themselves.
+    """Fit a curve to a few measurements (seconds by size): a line if one fits, else the points themselves.
 
-    Least squares of relative errors; slope and intercept are never negative. `error` is the largest relative misfit of
-    the line (for the points: how far each inner one lies off the line between its neighbours).
+    The line minimises squared relative errors, with slope and intercept at least 0. `error` is the largest relative misfit
+    of the line; for points, the largest distance of an inner point from the line between its neighbours.
     """
     points = sorted(measured.items())
     sizes, seconds = [size for size, _ in points], [seen for _, seen in points]
@@ -73,9 +73,10 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
 
 
 def suspicious_point(measured: Mapping[int, float]) -> int | None:
-    """The size whose time lies furthest above the line through the others, when that is too far: a busy moment.
+    """The size whose time lies furthest above the line fitted to the other points, if by more than `_SUSPICIOUS`.
 
-    Something else ran on the device then; nothing makes it compute faster than it can, so only points above count.
+    Such a point was probably disturbed by background load. Points below the line are not suspicious: no disturbance makes
+    a device faster.
     """
     if len(measured) < 3:
         return None
@@ -90,11 +91,11 @@ def suspicious_point(measured: Mapping[int, float]) -> int | None:
     return worst if excess(worst) > _SUSPICIOUS else None
 
 
-_SUSPICIOUS = 0.15
+_SUSPICIOUS = 0.15  # relative distance above the line
 
 
 def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope, both at least zero, that minimise the squares of relative errors."""
+    """Intercept and slope, both at least 0, of the line with the least squared relative errors."""
     weights = [1 / max(y, 1e-12) ** 2 for y in seconds]
     total = sum(weights)
     mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
@@ -103,7 +104,7 @@ def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     together = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
     slope = max(together / spread, 0.0) if spread > 0 else 0.0
     intercept = mean_y - slope * mean_x
-    if intercept < 0:  # through the origin then
+    if intercept < 0:  # fit a line through the origin instead
         slope = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / sum(
             w * x * x for w, x in zip(weights, sizes, strict=True)
         )
@@ -112,27 +113,26 @@ def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
 
 
 class WireCost(BaseModel, frozen=True):
-    """Compute time that moving activations takes from a device: what its cores do not do for the model meanwhile.
+    """CPU cost of communication for a device: encryption, TCP, and conversion of value formats.
 
-    Encryption, TCP, and conversions of the value format. Seconds of the whole device (with n threads, a core's second
-    is 1/n), as slow as the device's own limits make them.
+    In seconds of the whole device: with n threads, one core-second counts as 1/n. Measured under the device's CPU limits.
     """
 
-    encrypted_seconds_per_byte: Seconds = 0.0  # at each end
+    encrypted_seconds_per_byte: Seconds = 0.0  # at each end of a link
     plain_seconds_per_byte: Seconds = 0.0
     seconds_per_message: Seconds = 0.0
-    convert_seconds_per_value: dict[str, Seconds] = {}  # by value format: encoding and decoding together
+    convert_seconds_per_value: dict[str, Seconds] = {}  # keyed by value format; encoding and decoding together
 
 
 class BlockProfile(BaseModel, frozen=True):
     """One layer's blocks on one device at `seq_len` rows (Galaxy's profiler: L(MHA,a,d), L(MLP,b,d), L(CON,s,d)).
 
-    `qkv`, `core` (attention itself) and `out` are indexed by heads, `up` (with its activation) and `down` by columns, all
-    over all `seq_len` rows; `connective` and `embedding` by rows, and so is `mlp_rows`, the whole MLP on some rows only:
-    what it costs more than in proportion, small tiles cost too.
+    `qkv`, `core` (attention without projections) and `out` are functions of the number of heads, `up` (with the activation)
+    and `down` of the number of MLP columns, each over all `seq_len` rows. `connective`, `embedding` and `mlp_rows` (the
+    whole MLP) are functions of the number of rows; `mlp_rows` shows how much less efficient small tiles are.
 
-    Decoding is bound by memory: one row costs `decode_seconds_per_byte` for the weights (and keys and values) that it
-    reads, and `decode_layer_seconds` for all else in a layer. Both are 0 where they were not measured: for encoders.
+    Decoding is bound by memory bandwidth: one row costs `decode_seconds_per_byte` for each byte of weights, keys and values
+    that it reads, and `decode_layer_seconds` for the rest of a layer. Both are 0 for encoders, where they are not measured.
     """
 
     seq_len: int = Field(ge=1)
@@ -149,15 +149,15 @@ class BlockProfile(BaseModel, frozen=True):
     decode_layer_seconds: Seconds = 0.0
 
     def attention(self, heads: float) -> float:
-        """L(MHA, a, d)."""
+        """Seconds of the attention block for this number of heads: L(MHA, a, d)."""
         return self.qkv(heads) + self.core(heads) + self.out(heads)
 
     def mlp(self, columns: float) -> float:
-        """L(MLP, b, d)."""
+        """Seconds of the MLP for this number of columns: L(MLP, b, d)."""
         return self.up(columns) + self.down(columns)
 
     def tile_factor(self, rows: float) -> float:
-        """How much more a row costs in a GEMM of `rows` rows than in one of all rows."""
+        """Cost of a row in a GEMM of `rows` rows, relative to its cost in a GEMM of all rows; at least 1."""
         whole = self.mlp_rows(self.seq_len)
         if rows <= 0 or whole <= 0:
             return 1.0
@@ -165,11 +165,11 @@ class BlockProfile(BaseModel, frozen=True):
 
     @property
     def error(self) -> float:
-        """The largest relative error to expect of a curve that matters."""
+        """The largest expected relative error of the GEMM and attention curves."""
         return max(curve.error for curve in (self.qkv, self.core, self.out, self.up, self.down))
 
     def scaled(self, factor: float) -> BlockProfile:
-        """The same device, slower by `factor`."""
+        """The profile of the same device when it is slower by `factor`."""
         curves = ("qkv", "core", "out", "up", "down", "connective", "embedding", "mlp_rows")
         scaled: dict[str, LatencyCurve | float] = {name: getattr(self, name).scaled(factor) for name in curves}
         for name in ("decode_seconds_per_byte", "decode_layer_seconds"):
@@ -178,7 +178,7 @@ class BlockProfile(BaseModel, frozen=True):
 
 
 class DeviceProfile(BaseModel, frozen=True):
-    """A device as the planner sees it. `budget_bytes` is what a worker may hold in all."""
+    """A device as seen by planners. `budget_bytes` is the memory limit of its worker."""
 
     device_id: str
     name: str
@@ -187,7 +187,7 @@ class DeviceProfile(BaseModel, frozen=True):
 
 
 class Link(BaseModel, frozen=True):
-    """One ordered pair of devices, measured over the data plane's kind of socket and security."""
+    """An ordered pair of devices, measured with the data plane's socket type and encryption."""
 
     source: str
     target: str
@@ -196,7 +196,7 @@ class Link(BaseModel, frozen=True):
 
 
 class ClusterProfile(BaseModel, frozen=True):
-    """Everything a planner knows. `links` holds every ordered pair of `devices`."""
+    """The devices and links that a planner may use. `links` holds every ordered pair of `devices`."""
 
     devices: tuple[DeviceProfile, ...] = Field(min_length=1)
     links: tuple[Link, ...] = ()

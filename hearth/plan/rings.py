@@ -1,7 +1,7 @@
-"""Ring schedules as data (Galaxy, section III-D): which tile is computed, sent and received in each step.
+"""Ring schedules as data (Galaxy, section III-D): the tile that a rank computes, sends and receives in each step.
 
-Tile k is the block of rows that rank k owns. Ranks stand in ring order: rank r sends to r+1 and receives from r-1.
-The worker's collectives run these steps; the simulator turns the same steps into tasks.
+Tile k is the block of rows that rank k owns. Rank r sends to rank r+1 and receives from rank r-1, modulo the number of
+ranks. The worker's collectives execute these steps; the simulator turns the same steps into tasks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from hearth.plan.geometry import Span
 
-# A ring's next hop starts when a chunk is there, not the whole tile: while one chunk is received the one before is sent.
-# More and smaller chunks would cost more in handling (some 0.2 ms each) than they gain.
+# A tile travels in chunks, so that a rank forwards one chunk while it receives the next one.
+# More and smaller chunks would cost more in handling (about 0.2 ms each) than they gain.
 CHUNK_BYTES = 128 << 10
 MAX_CHUNKS = 2
 
 
 class RingStep(NamedTuple):
-    """One step of one rank: compute with tile `compute` while `send` leaves and `receive` arrives (None: nothing moves)."""
+    """One step of one rank: compute with tile `compute` while sending `send` and receiving `receive` (None: no transfer)."""
 
     compute: int
     send: int | None
@@ -27,7 +27,7 @@ class RingStep(NamedTuple):
 
 @lru_cache(maxsize=256)
 def ring_all_gather(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
-    """Ring AllGather: in step t compute tile (r-t), send it on, and receive tile (r-t-1); the last step moves nothing."""
+    """Ring AllGather: in step t compute and forward tile r-t, and receive tile r-t-1; the last step has no transfers."""
     return tuple(
         RingStep(
             compute=(rank - t) % num_ranks,
@@ -40,10 +40,10 @@ def ring_all_gather(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
 
 @lru_cache(maxsize=256)
 def ring_reduce_scatter(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
-    """Ring ReduceScatter: in step t compute tile (r+D-1-t), add the partial sum received for it, send it on.
+    """Ring ReduceScatter over D ranks: in step t compute tile r+D-1-t, add the partial sum received for it, and send the sum.
 
-    `receive` is the partial sum that must be there before this step's tile can be sent on (or, in the last step,
-    finished): it belongs to the tile of this very step. The rank's own tile comes last.
+    `receive` is the partial sum of the tile of the same step; it must have arrived before that tile can be sent or, in the
+    last step, finished. The rank's own tile comes last.
     """
     last = num_ranks - 1
     return tuple(
@@ -57,14 +57,14 @@ def ring_reduce_scatter(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
 
 
 def forwards_to(num_ranks: int, rank: int, tile: int) -> int | None:
-    """The rank to which an AllGather tile goes on from here, or None where its way ends (its owner is next)."""
+    """The rank to which this rank forwards an AllGather tile, or None if the next rank is the tile's owner."""
     following = (rank + 1) % num_ranks
     return None if following == tile or num_ranks == 1 else following
 
 
 @lru_cache(maxsize=256)
 def chunks(num_rows: int, row_bytes: int) -> tuple[Span, ...]:
-    """The rows of a tile as they travel: a few chunks of about CHUNK_BYTES; none for an empty tile."""
+    """Split the rows of a tile into at most MAX_CHUNKS chunks of about CHUNK_BYTES or more; an empty tile has none."""
     if num_rows == 0:
         return ()
     count = max(1, min(num_rows * row_bytes // CHUNK_BYTES, MAX_CHUNKS, num_rows))

@@ -15,13 +15,17 @@ Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class RotarySpec(BaseModel, frozen=True, allow_inf_nan=False, populate_by_name=True):
-    """`rope_parameters` (or `rope_theta` and `rope_scaling`) of a Hugging Face config, read under its names or ours."""
+    """RoPE settings of a Hugging Face config (`rope_parameters`, or `rope_theta` and `rope_scaling`).
+
+    Validated under Hugging Face's field names or these.
+    """
 
     kind: Kind = "default"
     theta: float = Field(default=10_000.0, gt=0, validation_alias="rope_theta")
-    rotated: float = Field(default=1.0, gt=0, le=1, validation_alias="partial_rotary_factor")  # of a head's dimensions
-    factor: float = Field(default=1.0, gt=0)  # by how much the context was stretched
-    # That the model was first trained for; 0: max_positions.
+    # The fraction of a head's dimensions that is rotated.
+    rotated: float = Field(default=1.0, gt=0, le=1, validation_alias="partial_rotary_factor")
+    factor: float = Field(default=1.0, gt=0)  # by which the context was extended
+    # Context length of the original training; 0: max_positions.
     original_positions: int = Field(default=0, ge=0, validation_alias="original_max_position_embeddings")
     low_frequency_factor: float = Field(default=1.0, gt=0, validation_alias="low_freq_factor")  # llama3
     high_frequency_factor: float = Field(default=4.0, gt=0, validation_alias="high_freq_factor")
@@ -36,7 +40,10 @@ class RotarySpec(BaseModel, frozen=True, allow_inf_nan=False, populate_by_name=T
 
 
 class Frequencies(NamedTuple):
-    """`inverse` in radians per position, one for each pair of dimensions; cosines and sines are scaled by `scale`."""
+    """Rotary frequencies. `inverse` is in radians per position, one for each pair of dimensions.
+
+    Cosines and sines are multiplied by `scale`.
+    """
 
     inverse: tuple[float, ...]
     scale: float
@@ -44,6 +51,7 @@ class Frequencies(NamedTuple):
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
+# Config fields that each kind requires.
 _NEEDED: Mapping[Kind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -55,9 +63,9 @@ _NEEDED: Mapping[Kind, tuple[str, ...]] = {
 
 
 def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) -> RotarySpec:
-    """What a config says of rotary positions, in transformers' 4 or 5 spelling.
+    """Read the RoPE settings of a config, in the format of transformers 4 or 5.
 
-    Raises ValueError, and UnsupportedArchitecture for a type that is not ours.
+    Raises ValueError for invalid settings, UnsupportedArchitecture for an unknown `rope_type`.
     """
     settings = _settings(config)
     kind = settings.get("rope_type", settings.get("type", "default"))
@@ -75,7 +83,7 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
     if "factor" not in settings and spec.original_positions:
         spec = spec.model_copy(update={"factor": max_positions / spec.original_positions})
     if rotary_dim(spec, head_dim) % 2:
-        raise ValueError(f"{rotary_dim(spec, head_dim)} dimensions of a head cannot turn in pairs")
+        raise ValueError(f"{rotary_dim(spec, head_dim)} dimensions of a head are rotated, which must be an even number")
     if kind == "longrope" and not len(spec.short_factors) == len(spec.long_factors) == rotary_dim(spec, head_dim) // 2:
         raise ValueError(f"short_factor and long_factor need {rotary_dim(spec, head_dim) // 2} entries each")
     try:
@@ -87,10 +95,10 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters`, or `rope_scaling` with what older configs keep beside it; null counts as absent."""
+    """`rope_parameters`, or `rope_scaling` merged with the top-level fields of older configs; null counts as absent."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, dict):
-        raise ValueError(f"rope_parameters: {found} is no JSON object")
+        raise ValueError(f"rope_parameters: {found} is not a JSON object")
     nested = [name for name, value in found.items() if isinstance(value, dict)]
     if nested:
         raise UnsupportedArchitecture(
@@ -106,14 +114,15 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_dim(spec: RotarySpec, head_dim: int) -> int:
+    """Number of dimensions of a head that are rotated."""
     return int(head_dim * spec.rotated)
 
 
 def frequencies(spec: RotarySpec, head_dim: int, max_positions: int, length: int) -> Frequencies:
-    """Of a sequence of `length` tokens; only `dynamic` and `longrope` depend on it.
+    """Rotary frequencies for a sequence of `length` tokens; only `dynamic` and `longrope` depend on the length.
 
-    Formulas: linear arXiv 2306.15595; dynamic NTK and YaRN arXiv 2309.00071; longrope arXiv 2402.13753; llama3 the
-    Llama 3.1 release.
+    Sources of the formulas: linear arXiv 2306.15595; dynamic NTK and YaRN arXiv 2309.00071; longrope arXiv 2402.13753;
+    llama3 the Llama 3.1 release.
     """
     dim = rotary_dim(spec, head_dim)
     plain = _plain(spec.theta, dim)
@@ -142,7 +151,7 @@ def _plain(theta: float, dim: int) -> tuple[float, ...]:
 
 
 def _llama3(spec: RotarySpec, frequency: float, original: int) -> float:
-    """High frequencies stay, low ones are divided, those between are mixed."""
+    """Llama 3's scaling: high frequencies are kept, low ones divided by `factor`, those between interpolated."""
     wavelength = 2 * math.pi / frequency
     if wavelength > original / spec.low_frequency_factor:
         return frequency / spec.factor
@@ -154,7 +163,7 @@ def _llama3(spec: RotarySpec, frequency: float, original: int) -> float:
 
 
 def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int) -> Frequencies:
-    """Dimensions that turn often are kept, those that turn seldom are interpolated, with a ramp between."""
+    """YaRN's scaling: high-frequency dimensions are kept, low-frequency ones interpolated, with a linear ramp between."""
 
     def turning_dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -167,7 +176,7 @@ def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int) -
         high += 0.001
     mixed = []
     for i, frequency in enumerate(plain):
-        kept = 1 - min(max((i - low) / (high - low), 0.0), 1.0)  # 1: extrapolated as it is, 0: interpolated
+        kept = 1 - min(max((i - low) / (high - low), 0.0), 1.0)  # 1: the original frequency, 0: fully interpolated
         mixed.append(frequency / spec.factor * (1 - kept) + frequency * kept)
     return Frequencies(tuple(mixed), _yarn_scale(spec))
 

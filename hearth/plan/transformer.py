@@ -1,4 +1,4 @@
-"""How a plan divides a Transformer among devices: by shares of every layer, or by whole layers. Pure."""
+"""The body of a plan for a transformer: tensor parallelism (shares of every layer) or a pipeline of whole layers. Pure."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ Placement = Literal["sharded", "replicated"]
 
 
 class GenerationLimits(BaseModel, frozen=True):
-    """Capacity that a decoder's plan reserves, and the request that planners compare plans by."""
+    """Capacity that a decoder's plan reserves, and the reference request for which planners compare plans."""
 
-    kv_tokens: int = Field(ge=1)  # of all sequences together: the KV cache of every rank has room for them
-    max_sequences: int = Field(ge=1, le=4096)  # decoded in one step
-    prefill_rows: int = Field(ge=1)  # of one prefill step at most; a longer prompt is prefilled in chunks
-    # Tokens of one sequence at most, prompt and answer; None: kv_tokens.
+    kv_tokens: int = Field(ge=1)  # of all sequences together; every rank reserves KV cache for them
+    max_sequences: int = Field(ge=1, le=4096)  # that run at once
+    prefill_rows: int = Field(ge=1)  # at most, of one prefill step; a longer prompt is prefilled in chunks
+    # Maximum tokens of one sequence, prompt and answer; None: kv_tokens.
     context: int | None = Field(default=None, ge=1)
-    prompt_tokens: int = Field(default=0, ge=0)  # of the compared request; 0: prefill_rows
-    new_tokens: int = Field(default=0, ge=0)  # of its answer
+    prompt_tokens: int = Field(default=0, ge=0)  # of the reference request; 0: prefill_rows
+    new_tokens: int = Field(default=0, ge=0)  # of the reference request's answer
 
 
 class LayerMode(BaseModel, frozen=True):
-    """The weight groups of a layer that every rank with rows holds whole (ALGORITHMS.md section 5): memory for traffic.
+    """Which weight groups of a layer are sharded, and which are replicated on every rank that has rows.
 
-    Rows are split throughout. With `attention` by heads, an all-to-all follows a replicated QKV projection and precedes a
-    replicated output projection; by rows (both replicated), K and V of all rows are gathered instead.
+    Replication costs memory and saves communication; rows are always split. With `attention` by heads, an all-to-all
+    follows a replicated QKV projection and precedes a replicated output projection. With attention by rows, both
+    projections are replicated, and K and V of all rows are gathered instead.
     """
 
     qkv: Placement = "sharded"
@@ -54,7 +55,7 @@ SEQUENCE = LayerMode(qkv="replicated", out="replicated", mlp="replicated", atten
 
 
 class Holding(NamedTuple):
-    """One rank's part of one layer: heads of QKV, heads of the output projection, MLP columns, the norms."""
+    """One rank's part of one layer: heads of QKV, heads of the output projection, MLP columns, and whether it has the norms."""
 
     qkv: Span
     out: Span
@@ -65,10 +66,10 @@ class Holding(NamedTuple):
 class Traits(NamedTuple):
     """Properties that all plans of one strategy share."""
 
-    mode: LayerMode = SHARDED  # of every layer that has no mode of its own
-    own_modes: bool = False  # layers may have modes of their own
-    repeats_rows: bool = False  # every rank has all rows, and AllReduce joins partial sums
-    micro_batches: bool = False  # a decoder's prefill step may be cut
+    mode: LayerMode = SHARDED  # of layers without their own mode
+    own_modes: bool = False  # whether each layer may have its own mode
+    repeats_rows: bool = False  # every rank has all rows; AllReduce sums partial results
+    micro_batches: bool = False  # whether a decoder's prefill step may be split into micro-batches
     one_device: bool = False
 
 
@@ -81,37 +82,37 @@ _TRAITS: dict[str, Traits] = {
 
 
 class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
-    """Shares of each rank; ranks are the plan's devices in ring order. `TensorParallel` says what every body tells.
+    """The shares of each rank. Ranks are the plan's devices in ring order; `TensorParallel` documents the interface.
 
-    `heads` (KV groups times query heads per group: plain heads for BERT), `columns` and `vocabulary` count items on the
-    sharding grains. `row_weights` gives the rows of a step by `geometry.rows_for`. `exact_links` are pairs (sender,
-    receiver) of ranks between which a lossy wire format would save no time: they carry exact values.
+    `heads` (query heads, in whole KV groups), `columns` and `vocabulary` are shares in items, on grain borders.
+    `row_weights` determine the rows of a step (`geometry.rows_for`). `exact_links` are pairs (sender, receiver) of ranks
+    whose link carries exact values, because a lossy wire format would save no time there.
     """
 
-    seq_len: int = Field(ge=1)  # the step length that times and activations are planned for
+    seq_len: int = Field(ge=1)  # the step length in rows that predicted times and activation memory are for
     heads: tuple[int, ...]
     columns: tuple[int, ...]
     row_weights: tuple[float, ...]
     vocabulary: tuple[int, ...]
     exact_links: tuple[tuple[int, int], ...] = Field(default=(), max_length=1 << 16)
-    generation: GenerationLimits | None = None  # of a decoder
+    generation: GenerationLimits | None = None  # None: an encoder
 
     @property
     @abstractmethod
     def num_stages(self) -> int:
-        """Groups of layers that different ranks compute one after the other."""
+        """Number of groups of layers that different ranks compute one after the other."""
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Steps of a generation that may be under way: one in each stage, and one between every two stages."""
+        """Maximum steps of a generation in flight: one in each stage, and one between each two successive stages."""
         return 2 * self.num_stages - 1
 
     @abstractmethod
     def _check_shares(self, model: ModelSpec, num_ranks: int) -> None:
-        """Raise ValueError unless the shares add up to the model."""
+        """Raise ValueError unless the shares sum to the model's sizes."""
 
     def check(self, model: object, num_ranks: int) -> None:
-        """Raise ValueError where the body does not fit the model or the number of devices."""
+        """Raise ValueError if the body does not fit the model or the number of devices."""
         if not isinstance(model, ModelSpec):
             raise ValueError("the body divides a Transformer, but the model is a graph")
         self._check_shares(model, num_ranks)
@@ -122,26 +123,26 @@ class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
             raise ValueError(f"exact_links {self.exact_links} must name ranks below {num_ranks}")
 
     def share_of_step(self, num_rows: int) -> float:
-        """Steps of the planned length that `num_rows` rows take; at least one."""
+        """Ratio of the duration of a step of `num_rows` rows to the planned step's, taken as linear; at least 1."""
         return max(num_rows / self.seq_len, 1.0)
 
     def values_on(self, source: int, target: int, values: Values) -> Values:
-        """The value format on one link, where the plan's is `values`."""
+        """The value format on one link, given the plan's value format `values`."""
         return "exact" if (source, target) in self.exact_links else values
 
 
 class TensorParallel(_TransformerBody):
-    """Every rank has a share of every layer.
+    """Tensor parallelism: every rank has a share of every layer.
 
-    `modes` holds one mode per layer; empty: every layer has the strategy's. A decoder's prefill step is cut into
-    `micro_batches` of rows in flight at once: one's communication hides under another's compute.
+    `modes` holds one mode per layer; if empty, all layers have the strategy's mode. A decoder's prefill step is split into
+    `micro_batches` groups of rows that run concurrently, so that one's communication overlaps another's compute.
     """
 
     kind: Literal["tensor-parallel"] = "tensor-parallel"
     strategy: ShareStrategy
-    overlap: bool = True  # tile overlap of the rings (hmp only); off is for comparison
+    overlap: bool = True  # overlap of communication and compute by tiles (hmp only); off is for comparison
     modes: tuple[LayerMode, ...] = Field(default=(), max_length=1024)
-    micro_batches: int = Field(default=1, ge=1, le=4)  # of a decoder's prefill step
+    micro_batches: int = Field(default=1, ge=1, le=4)  # number per prefill step of a decoder
 
     @property
     def traits(self) -> Traits:
@@ -149,7 +150,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def title(self) -> str:
-        """One line for people, as `hmp with qkv, out replicated`."""
+        """One line for users, such as `hmp with qkv, out replicated`."""
         groups = [
             group if count == len(self.modes) else f"{group} ({count} of {len(self.modes)} layers)"
             for group in ("qkv", "out", "mlp")
@@ -165,7 +166,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def max_step_rows(self) -> int:
-        """Rows of a prefill step at most."""
+        """Maximum rows of a prefill step."""
         return self.seq_len
 
     @property
@@ -175,19 +176,19 @@ class TensorParallel(_TransformerBody):
 
     @property
     def may_cut_prefill(self) -> bool:
-        """Whether a prefill step may be cut into micro-batches."""
+        """Whether a prefill step may be split into micro-batches."""
         return self.traits.micro_batches and not any(mode.attention == "rows" for mode in self.modes)
 
     def mode(self, layer: int) -> LayerMode:
-        """How the weight groups of a layer are held."""
+        """The mode of a layer: which weight groups are replicated."""
         return self.modes[layer] if self.modes else self.traits.mode
 
     def layers_of(self, rank: int, num_layers: int) -> Span:
-        """The layers of which a rank holds a part."""
+        """The layers of which a rank holds weights."""
         return Span(0, num_layers)
 
     def holding(self, rank: int, layer: int) -> Holding:
-        """A rank's part of a layer. The ranks that have rows hold a replicated group whole; the others hold none of it."""
+        """A rank's part of a layer. Ranks with rows hold a replicated group whole; ranks without rows hold none of it."""
         mode, rows = self.mode(layer), self.has_rows(rank)
         heads, columns = spans(self.heads), spans(self.columns)
 
@@ -199,27 +200,27 @@ class TensorParallel(_TransformerBody):
         return Holding(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
 
     def own_share(self, rank: int) -> tuple[Span, Span]:
-        """Heads and columns of its layers that a rank decodes with."""
+        """The heads and columns of its layers that a rank uses for decoding."""
         return spans(self.heads)[rank], spans(self.columns)[rank]
 
     def step_rows(self, rank: int) -> int:
-        """Rows of a step of `seq_len` rows that the rank computes norms and residuals of."""
+        """Number of rows, in a step of `seq_len` rows, for which the rank computes norms and residuals."""
         return self.seq_len if self.traits.repeats_rows else rows_for(self.row_weights, self.seq_len)[rank]
 
     def has_rows(self, rank: int) -> bool:
-        """Whether the rank normalises rows of a step."""
+        """Whether the rank computes norms and residuals for rows of a step."""
         return self.traits.repeats_rows or self.row_weights[rank] > 0
 
     def embeds(self, rank: int) -> bool:
-        """Whether the rank needs the positions, token types and norm of the embedding for rows of a step."""
+        """Whether the rank needs the embedding's positions, token types and norm."""
         return self.has_rows(rank)
 
     def allocates_embedding(self, rank: int) -> bool:
-        """Whether the rank has memory for them, needed or not."""
+        """Whether the rank allocates memory for the embedding's positions, token types and norm."""
         return True
 
     def repeats_norms(self, rank: int) -> bool:
-        """Whether the rank repeats all norms of a token that is decoded: a single row cannot be split."""
+        """Whether the rank computes all norms of a decoded token: a single row cannot be split between ranks."""
         return max(self.heads[rank], self.columns[rank], self.vocabulary[rank]) > 0
 
     def check(self, model: object, num_ranks: int) -> None:
@@ -248,7 +249,7 @@ class TensorParallel(_TransformerBody):
             raise ValueError(f"the strategy {self.strategy} takes exactly one device")
 
     def _check_decoding(self) -> None:
-        """Ranks decode with their own heads and columns: replicated or not, they must hold them."""
+        """Raise ValueError unless every rank holds the heads and columns that it decodes with."""
         for rank, (heads, columns) in enumerate(zip(spans(self.heads), spans(self.columns), strict=True)):
             for layer in range(len(self.modes) or 1):
                 held = self.holding(rank, layer)
@@ -257,11 +258,11 @@ class TensorParallel(_TransformerBody):
 
 
 class Pipeline(_TransformerBody):
-    """Rank r is the stage of `layers[r]` whole layers, with all their heads and columns.
+    """Pipeline parallelism: rank r is a stage of `layers[r]` whole layers, with all their heads and columns.
 
-    The first stage holds the vocabulary: it looks words up, and the last one hands a decoder's rows back to it, so that
-    tied weights are held once and a token travels as its hidden row. The stage that has the rows in the end has all of
-    `row_weights`: a decoder's first stage, an encoder's last. A decoder's prompt passes in chunks of `chunk_rows`.
+    The first stage holds the vocabulary. It embeds the tokens, and a decoder's last stage sends the final rows back to it,
+    so that tied weights are held once. The stage that ends with the rows has all of `row_weights`: the first stage of a
+    decoder, the last of an encoder. A decoder's prompt is prefilled in chunks of `chunk_rows`.
     """
 
     kind: Literal["pipeline"] = "pipeline"
@@ -270,7 +271,7 @@ class Pipeline(_TransformerBody):
     modes: ClassVar[tuple[LayerMode, ...]] = ()
     micro_batches: ClassVar[int] = 1
     layers: tuple[int, ...] = Field(max_length=256)
-    chunk_rows: int = Field(default=0, ge=0)  # of a prefill step at most; 0: no limit
+    chunk_rows: int = Field(default=0, ge=0)  # maximum rows of a prefill step; 0: no limit
 
     @classmethod
     def of(
@@ -281,7 +282,7 @@ class Pipeline(_TransformerBody):
         chunk_rows: int = 0,
         generation: GenerationLimits | None = None,
     ) -> Pipeline:
-        """The stages of a model that have these numbers of layers. A decoder's prefill steps are no longer than chunks."""
+        """A pipeline whose stages have these numbers of layers. A decoder's prefill steps have at most `chunk_rows` rows."""
         num_ranks = len(layers)
         if generation is not None and chunk_rows:
             rows = min(generation.prefill_rows, chunk_rows)
@@ -321,7 +322,7 @@ class Pipeline(_TransformerBody):
         return spans(self.layers)[rank]
 
     def holding(self, rank: int, layer: int) -> Holding:
-        """A stage holds its layers whole."""
+        """A stage holds all heads and columns of its own layers, and none of the others."""
         stage = spans(self.layers)[rank]
         inside = stage.start <= layer < stage.stop
         heads = Span(0, self.heads[rank] if inside else 0)

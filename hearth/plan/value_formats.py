@@ -1,6 +1,6 @@
-"""The formats in which activation values travel between devices. Pure.
+"""Value formats of activations on the wire. Pure.
 
-A new format is one row here and its conversion in `hearth.wire.codec`.
+A new format needs one `ValueFormat` here and its conversion in `hearth.wire.codec`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ Values = Literal["exact", "bf16", "fp16", "int8"]
 
 
 class ValueFormat(NamedTuple):
-    """How float32 values stand on the wire. `code` is part of the protocol."""
+    """Encoding of float32 values on the wire. `code` is part of the protocol."""
 
     name: Values
     code: int
     bytes_per_value: int
-    bytes_per_row: int = 0  # beside the values: the scale of a quantised row
+    bytes_per_row: int = 0  # in addition to the values: the scale of a quantised row
 
     def num_bytes(self, num_values: int, num_rows: int) -> int:
         """Bytes of a float32 tensor of `num_rows` rows (all axes but the last) on the wire, before lz4."""
@@ -36,5 +36,5 @@ _BY_CODE = {each.code: each for each in VALUE_FORMATS.values()}
 
 
 def format_of(code: int) -> ValueFormat:
-    """The format with this code on the wire. Raises KeyError."""
+    """The format with this wire code. Raises KeyError."""
     return _BY_CODE[code]

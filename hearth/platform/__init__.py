@@ -1,1 +1,1 @@
-"""The host's surroundings: keys, mDNS, interfaces, systemd, units, asyncio helpers."""
+"""The host's environment: keys, mDNS, network interfaces, systemd, child processes, settings, units, asyncio helpers."""

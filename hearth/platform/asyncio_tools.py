@@ -1,4 +1,4 @@
-"""Waiting for several things, or only so long, with nothing left running unseen."""
+"""asyncio helpers for timeouts and groups of tasks; no task keeps running after its caller has returned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel them and wait until they have ended; their errors are dropped."""
+    """Cancel the futures and wait until they have ended; their exceptions are dropped."""
     ending = list(futures)
     for future in ending:
         future.cancel()
@@ -18,7 +18,10 @@ async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
-    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes together with the result."""
+    """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with the result.
+
+    Raises asyncio.TimeoutError.
+    """
     waited = asyncio.ensure_future(call)
     try:
         await asyncio.wait({waited}, timeout=timeout_seconds)
@@ -30,7 +33,7 @@ async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
 
 
 async def all_or_first_error(calls: Any) -> list[Any]:
-    """As gather, but when one fails the others are cancelled and awaited, so that nothing runs on unseen."""
+    """As `asyncio.gather`, but if one call fails, the others are cancelled and awaited before its error is raised."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""A short-lived child process: a Python module that gets its input at once, and answers on its standard output."""
+"""Short-lived child processes: a Python module that reads all its input from stdin and answers on stdout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 from hearth.platform.asyncio_tools import within
 
-_LAST_LINES = 3  # of its standard error: the end of a traceback
+_LAST_LINES = 3  # lines of stderr that are kept: the end of a traceback
 
 
 class Ended(NamedTuple):
-    output: bytes
-    code: int  # negative: the signal that killed it
-    last_lines: tuple[str, ...]  # of its standard error, where that was listened to
+    """The result of a child process that has ended."""
+
+    output: bytes  # its stdout
+    code: int  # exit status; negative: the signal that killed it
+    last_lines: tuple[str, ...]  # of its stderr, if `run_module` was given `listen`
 
     @property
     def cause(self) -> str:
@@ -28,10 +30,10 @@ class Ended(NamedTuple):
 async def run_module(
     module: str, given: bytes, timeout_seconds: float, listen: Callable[[str], None] | None = None
 ) -> Ended:
-    """Run `python -m MODULE` with `given` as its standard input, to its end.
+    """Run `python -m MODULE` with `given` as its stdin, and wait for its end.
 
-    `listen` gets the lines of its standard error as they come; without it they go where ours go. Cancelled or late, it is
-    killed first. Raises asyncio.TimeoutError.
+    `listen` is called with each line of its stderr; without it, the child inherits our stderr. On cancellation or timeout
+    the child is killed. Raises asyncio.TimeoutError.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -48,7 +50,7 @@ async def run_module(
             listen(text)
 
     async def ask(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> bytes:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it ended without reading
+        with suppress(BrokenPipeError, ConnectionResetError):  # the child ended without reading its input
             stdin.write(given)
             await stdin.drain()
         stdin.close()
@@ -69,6 +71,7 @@ async def run_module(
 
 
 def cause_of_death(code: int) -> str:
+    """Describe an exit status as `subprocess` reports it."""
     if code == -signal.SIGKILL:
         return "killed (SIGKILL), often by the kernel because memory ran out"
     if code < 0:

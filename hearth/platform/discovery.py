@@ -1,7 +1,7 @@
-"""mDNS: advertise a service of this home, and find those of others. zeroconf is imported late.
+"""mDNS discovery: advertise a service of this home, and find the services of others. zeroconf is imported on first use.
 
-A record shows a random id, the protocol version and a fingerprint of the home's public key for that role; nothing
-else, not even the host's name.
+A record contains a random id, the protocol version and a fingerprint of the home's public key for that role. It does not
+contain the host name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 AGENT_SERVICE = "_hearth._tcp.local."
 COORDINATOR_SERVICE = "_hearth-coord._tcp.local."
-AGENT_PORT = 47800
+AGENT_PORT = 47800  # default TCP port of an agent
 
-_RESOLVE_MS = 3000  # a record that has no address by then is asked for again at its next announcement
-_MAX_FIELD = 64
+_RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
+_MAX_FIELD = 64  # bytes kept of one field of a record, which comes from an untrusted sender
 
 
 class Found(NamedTuple):
@@ -45,9 +45,9 @@ class Found(NamedTuple):
 async def advertised(
     service: str, port: int, fingerprint: str, random_id: str, interfaces: Sequence[str] | None
 ) -> AsyncIterator[None]:
-    """Advertise one service until the end of the block, then say goodbye.
+    """Advertise one service for the duration of the block, then withdraw it.
 
-    `interfaces` are the local addresses on which to speak, and which are advertised (None: all).
+    `interfaces` are the local addresses that are used and advertised (None: all).
     """
     from zeroconf.asyncio import AsyncServiceInfo
 
@@ -71,7 +71,7 @@ async def advertised(
 
 
 class Browser:
-    """Looks for services and calls `on_found` for each one, and again when its address changes."""
+    """Browses for services, and calls `on_found` for each new service and each change of a record."""
 
     def __init__(
         self, service: str, on_found: Callable[[Found], None], interfaces: Sequence[str] | None = None
@@ -122,7 +122,7 @@ class Browser:
 async def find_coordinator(
     fingerprint: str, timeout_seconds: float, interfaces: Sequence[str] | None = None
 ) -> Found | None:
-    """The first coordinator of this home that answers, or None when the time is up."""
+    """Return the first coordinator of this home that answers, or None after the timeout."""
     answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
 
     def on_found(found: Found) -> None:
@@ -140,9 +140,9 @@ async def find_coordinator(
 
 
 def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple[str, int], ...]:
-    """Addresses for networks without multicast: "host", "host:port", "[v6]:port", separated by commas.
+    """Parse a comma-separated list of "host", "host:port" and "[v6]:port", for networks without multicast.
 
-    Raises BadSetting that names the part that cannot be read.
+    Raises BadSetting that names the invalid part.
     """
     peers = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -170,7 +170,7 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
 
 
 def _read(info: AsyncServiceInfo) -> Found | None:
-    """A record as we understand it; None for one that is none of ours. Anybody can send anything here."""
+    """Parse a record; None if it is not a Hearth record. The content is untrusted: any host on the network can send it."""
     fields = {
         key.decode(errors="replace"): (value or b"")[:_MAX_FIELD].decode(errors="replace")
         for key, value in (info.properties or {}).items()

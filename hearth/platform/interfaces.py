@@ -1,4 +1,4 @@
-"""Which network interface to use: never a container bridge, never a Jetson's USB network. psutil is imported late."""
+"""Choice of the network interface: never a container bridge or a Jetson's USB network. psutil is imported on first use."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from hearth.errors import BadSetting
 
 log = logging.getLogger(__name__)
 
-# Networks that exist inside this machine only: their addresses mean nothing to other devices.
+# Networks inside this machine: other devices cannot reach their addresses.
 _CONTAINER = re.compile(r"^(docker|br-|veth|virbr|vnet|cni|flannel|cali|podman|lxc|lxd|kube|vmnet|vboxnet|nerdctl)")
-# A Jetson offers a network over its USB port, with the same address on every board.
+# A Jetson provides a network over its USB port, with the same address on every board.
 _JETSON_USB = re.compile(r"^(l4tbr|usb|rndis)")
-# Tunnels: reachable, but slow and not the home's own network; only when named.
+# Tunnels: reachable, but slow and not the home network; used only if the user names them.
 _TUNNEL = re.compile(r"^(tun|tap|wg|tailscale|zt|ppp)")
 
 
 class Interface(NamedTuple):
-    """One interface with an address. `skipped` says why it is not to be used, or is empty."""
+    """One address of an interface. `skipped` is the reason not to use it, or empty."""
 
     name: str
     address: str
     is_wireless: bool
-    speed_mbit: int
+    speed_mbit: int  # Mbit/s; 0: unknown
     skipped: str
     has_default_route: bool = False
 
 
 def why_skipped(name: str, address: str, is_up: bool) -> str:
-    """The reason not to use an interface by itself, or an empty text."""
+    """The reason not to choose an interface automatically, or an empty text."""
     ip = ipaddress.ip_address(address.split("%")[0])
     if not is_up:
         return "it is down"
@@ -52,17 +52,17 @@ def why_skipped(name: str, address: str, is_up: bool) -> str:
 
 
 def default_route_holders(proc_root: Path = Path("/proc")) -> frozenset[str]:
-    """The names of the interfaces that an IPv4 default route goes through."""
+    """Names of the interfaces that have an IPv4 default route."""
     try:
         rows = [line.split() for line in (proc_root / "net/route").read_text().splitlines()[1:]]
     except OSError:
         return frozenset()
-    # Columns: interface, destination, gateway, flags, ..., mask (proc(5)); a default route has neither of the two set.
+    # Columns: interface, destination, gateway, flags, ..., mask (proc(5)); a default route has destination and mask 0.
     return frozenset(row[0] for row in rows if len(row) > 7 and row[1] == row[7] == "00000000")
 
 
 def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -> list[Interface]:
-    """All interfaces of this machine with an address, best first."""
+    """All addresses of this machine's interfaces, best first."""
     import psutil
 
     stats = psutil.net_if_stats()
@@ -87,7 +87,7 @@ def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -
 
 
 def ranked(found: Sequence[Interface]) -> list[Interface]:
-    """Usable before skipped, IPv4 before IPv6, wired before wireless, fast before slow, then the default route's."""
+    """Sort: usable before skipped, IPv4 before IPv6, wired before wireless, fast before slow, default route first."""
     return sorted(
         found,
         key=lambda i: (
@@ -97,9 +97,9 @@ def ranked(found: Sequence[Interface]) -> list[Interface]:
 
 
 def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
-    """The interface to advertise on: the one named (by name or address), else the best; loopback when nothing else is.
+    """The interface to advertise on: the preferred one (name or address), else the best usable one, else loopback.
 
-    Raises BadSetting that lists what there is when the named one is not.
+    Raises BadSetting if the preferred interface does not exist (listing those that do), or if there is none at all.
     """
     if preferred:
         named = [i for i in found if preferred in (i.name, i.address)]
@@ -115,22 +115,24 @@ def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
 
 
 def choose_address(preferred: str | None) -> str:
-    """The local address to advertise, verified: we can bind it and connect to it."""
+    """The local address to advertise, after a test that it can be bound and connected to. Raises BadSetting."""
     interface = choose(interfaces(), preferred)
     if interface.skipped and not preferred:
-        log.warning("only %s (%s) can be used, and %s", interface.name, interface.address, interface.skipped)
+        log.warning(
+            "the only usable interface is %s (%s), and %s", interface.name, interface.address, interface.skipped
+        )
     verify_reachable(interface)
     return interface.address
 
 
 def verify_reachable(interface: Interface) -> None:
-    """Raise BadSetting unless a connection to this address arrives here: a firewall or a stale address shows so."""
+    """Raise BadSetting unless a connection to this address arrives here. This detects firewalls and stale addresses."""
     family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
     try:
         with socket.socket(family) as listener, socket.socket(family) as caller:
             listener.bind((interface.address.split("%")[0], 0))
             listener.listen(1)
-            listener.settimeout(2)
+            listener.settimeout(2)  # seconds; a local connection takes far less
             caller.settimeout(2)
             caller.connect(listener.getsockname())
             listener.accept()[0].close()
@@ -141,6 +143,6 @@ def verify_reachable(interface: Interface) -> None:
 
 
 def all_addresses() -> list[str]:
-    """Every address that other devices may reach us by; loopback when there is none."""
+    """All addresses at which other devices may reach this one; loopback if there are none."""
     found = interfaces()
     return [i.address.split("%")[0] for i in found if not i.skipped] or ["127.0.0.1"]

@@ -1,4 +1,4 @@
-"""Tell systemd how the service is (sd_notify): ready, a status line, the watchdog. Without systemd, nothing happens."""
+"""Notifications to systemd (sd_notify): readiness, status line, watchdog. Does nothing without systemd."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping
 
-_STATUS_CHARACTERS = 200
+_STATUS_CHARACTERS = 200  # length at which the status line is cut
 
 
 class Notifier:
-    """`environ` is the process environment; systemd names its socket and the watchdog interval there."""
+    """Sends notifications. `environ` is the process environment, in which systemd sets its socket and watchdog interval."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._address = environ.get("NOTIFY_SOCKET", "")
@@ -25,7 +25,7 @@ class Notifier:
             channel.sendto("\n".join(assignments).encode(), address)
 
     async def keep_alive(self, status: Callable[[], str]) -> None:
-        """Feed the watchdog and show the status, until cancelled."""
+        """Send watchdog and status notifications until cancelled: three per watchdog interval, or one every 10 s."""
         while True:
             self.send("WATCHDOG=1", f"STATUS={status()}"[:_STATUS_CHARACTERS])
             await asyncio.sleep(self.watchdog_seconds / 3 or 10.0)

@@ -1,7 +1,8 @@
-"""Keys and who may do what: the home key, what is derived from it, credentials in files, CURVE sockets, ZAP.
+"""Keys and authentication: the home key, derived key pairs, credential files, CURVE sockets and ZAP.
 
-The home key is 32 random bytes. From it come one CURVE pair each for agents, coordinators and admins, so that whoever
-has it can prove to belong to the home. Apps have pairs of their own (`coordinator.serve.apps` keeps the public halves).
+The home key is 32 random bytes. One CURVE key pair each for agents, coordinators and admins is derived from it, so a holder
+of the home key can authenticate in every role. Apps have separate key pairs; `coordinator.serve.apps` stores their public
+keys.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
 Role = Literal["agent", "coordinator", "admin"]
 
-_CHECKSUM_BYTES = 4
-_HEARTBEAT_MS = 2000  # notices a peer that vanished without a word
-_HEARTBEAT_TIMEOUT_MS = 6000
+_CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text, to detect typing errors
+_HEARTBEAT_MS = 2000  # interval of ZeroMQ heartbeats, which detect a peer that vanished without closing its connection
+_HEARTBEAT_TIMEOUT_MS = 6000  # three intervals
 
 
 class KeyPair(NamedTuple):
-    """A CURVE pair, both halves in Z85."""
+    """A CURVE key pair in Z85."""
 
     public: str
     secret: str
@@ -43,18 +44,19 @@ class KeyPair(NamedTuple):
 
 
 def new_keypair() -> KeyPair:
+    """Generate a random CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
 def derive_keypair(home_key: bytes, role: Role) -> KeyPair:
-    """The home's CURVE pair for a role: BLAKE2b of the role's name under the home key."""
+    """Derive the home's CURVE key pair for a role: keyed BLAKE2b of the role's name, with the home key as the key."""
     secret = z85.encode(hashlib.blake2b(f"hearth {role} 1".encode(), digest_size=32, key=home_key).digest())
     return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
 
 
 def fingerprint(public_key: str) -> str:
-    """A short name for a public key, safe to show and to advertise."""
+    """A short identifier of a public key (64 bits of its SHA-256), safe to show and to advertise."""
     return hashlib.sha256(public_key.encode()).hexdigest()[:16]
 
 
@@ -71,7 +73,7 @@ _Z85 = Annotated[str, Field(min_length=40, max_length=40), AfterValidator(_check
 
 
 class HomeKey(BaseModel, frozen=True, hide_input_in_errors=True):
-    """Everything: agents and coordinators need it. Whoever has it owns the home until `hearth key rotate`."""
+    """The home key, which agents and coordinators need. It grants full access to the home until `hearth key rotate`."""
 
     kind: Literal["home"] = "home"
     key: str = Field(repr=False, pattern="^[0-9a-fA-F]{64}$")  # 32 bytes
@@ -81,7 +83,7 @@ class HomeKey(BaseModel, frozen=True, hide_input_in_errors=True):
 
 
 class AdminKey(BaseModel, frozen=True, hide_input_in_errors=True):
-    """A person's key: looks at devices and status, asks for inference, manages apps."""
+    """An administrator's key: may see devices and status, request inference, and manage apps."""
 
     kind: Literal["admin"] = "admin"
     secret: _Z85 = Field(repr=False)
@@ -90,7 +92,7 @@ class AdminKey(BaseModel, frozen=True, hide_input_in_errors=True):
 
 
 class AppKey(BaseModel, frozen=True, hide_input_in_errors=True):
-    """An app's key: inference and readiness only, revocable."""
+    """An app's key: may request inference and readiness only, and can be revoked."""
 
     kind: Literal["app"] = "app"
     name: str
@@ -103,10 +105,12 @@ _BY_PREFIX: dict[str, type[Credential]] = {"hearth-home-1": HomeKey, "hearth-adm
 
 
 def new_home_key() -> HomeKey:
+    """Generate a random home key."""
     return HomeKey(key=secrets.token_hex(32))
 
 
 def admin_key(home: HomeKey) -> AdminKey:
+    """Derive the admin key of a home."""
     key = home.key_bytes()
     return AdminKey(
         secret=derive_keypair(key, "admin").secret,
@@ -116,14 +120,14 @@ def admin_key(home: HomeKey) -> AdminKey:
 
 
 def format_credential(credential: Credential) -> str:
-    """One line: `hearth-<kind>-1:<base64 of the fields and a checksum>`."""
+    """Format a credential as one line: `hearth-<kind>-1:<base64 of the JSON fields and a checksum>`."""
     body = credential.model_dump_json(exclude={"kind"}).encode()
     checksum = hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
     return f"hearth-{credential.kind}-1:{base64.urlsafe_b64encode(body + checksum).decode()}"
 
 
 def parse_credential(text: str, source: str) -> Credential:
-    """Read one line. Raises BadKey that says what is wrong; never repeats the key."""
+    """Parse a credential from one line. Raises BadKey with the reason; its text never contains the key."""
     prefix, _, encoded = text.strip().partition(":")
     kind = _BY_PREFIX.get(prefix)
     if kind is None:
@@ -139,7 +143,7 @@ def parse_credential(text: str, source: str) -> Credential:
 
 
 def default_key_path(environ: Mapping[str, str]) -> Path:
-    """$HEARTH_KEY, else systemd's credential, else ~/.config/hearth/key."""
+    """The default credential file: $HEARTH_KEY, else systemd's credential `home.key`, else ~/.config/hearth/key."""
     if path := environ.get("HEARTH_KEY"):
         return Path(path)
     if directory := environ.get("CREDENTIALS_DIRECTORY"):
@@ -151,7 +155,7 @@ def default_key_path(environ: Mapping[str, str]) -> Path:
 
 
 def load_credential(path: Path) -> Credential:
-    """Raises KeyMissing or BadKey."""
+    """Read a credential file. Raises KeyMissing or BadKey."""
     try:
         return parse_credential(path.read_text(), str(path))
     except FileNotFoundError:
@@ -161,7 +165,7 @@ def load_credential(path: Path) -> Credential:
 
 
 def save_credential(path: Path, credential: Credential, force: bool = False) -> None:
-    """Write for the owner's eyes only, all or nothing. Raises KeyExists unless `force`."""
+    """Write a credential file atomically, readable by its owner only. Raises KeyExists unless `force`."""
     if path.exists() and not force:
         raise KeyExists(path=str(path))
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -169,7 +173,7 @@ def save_credential(path: Path, credential: Credential, force: bool = False) -> 
 
 
 def resolve_credential(key: str | Path | Credential | None) -> Credential:
-    """A credential, its one-line text, its file, or (None) the default file."""
+    """Resolve a credential given as an object, its one-line text or its file; None: the default file."""
     if isinstance(key, HomeKey | AdminKey | AppKey):
         return key
     if isinstance(key, str) and key.startswith("hearth-"):
@@ -177,11 +181,11 @@ def resolve_credential(key: str | Path | Credential | None) -> Credential:
     return load_credential(Path(key) if key is not None else default_key_path(os.environ))
 
 
-# ---- what a credential opens ----------------------------------------------------------------------------------------
+# ---- access by credential -------------------------------------------------------------------------------------------
 
 
 class Access(NamedTuple):
-    """Our own pair, and the public key that the server must prove to have."""
+    """Our own key pair, and the public key that the server must authenticate with."""
 
     own: KeyPair
     server_public: str
@@ -194,14 +198,17 @@ def _own(credential: Credential) -> KeyPair:
 
 
 def coordinator_access(credential: Credential) -> Access:
-    """What a client needs to talk to this home's coordinator."""
+    """The keys for connecting to this home's coordinator."""
     if isinstance(credential, HomeKey):
         return Access(_own(credential), derive_keypair(credential.key_bytes(), "coordinator").public)
     return Access(_own(credential), credential.coordinator_public)
 
 
 def agent_access(credential: Credential) -> Access:
-    """What talking to agents needs: as coordinator with the home key, as admin with an admin's. Else NotAuthorised."""
+    """The keys for connecting to agents: as coordinator with the home key, as admin with an admin key.
+
+    Raises NotAuthorised for an app key.
+    """
     if isinstance(credential, HomeKey):
         return Access(_own(credential), derive_keypair(credential.key_bytes(), "agent").public)
     if isinstance(credential, AdminKey):
@@ -213,7 +220,7 @@ def agent_access(credential: Credential) -> Access:
 
 
 def harden(socket: zmq.Socket[Any]) -> None:
-    """Size caps and heartbeats, of every socket: also of a data-plane socket whose encryption the user turned off."""
+    """Set message size limit and heartbeats. Applies to every socket, including unencrypted data-plane sockets."""
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_FRAME_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
@@ -222,9 +229,9 @@ def harden(socket: zmq.Socket[Any]) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> None:
-    """Make a socket a CURVE server that admits only what the gatekeeper of `domain` admits.
+    """Make a socket a CURVE server that admits only the keys that the gatekeeper admits to `domain`.
 
-    ZAP_ENFORCE_DOMAIN: without it, a server with no gatekeeper running lets any key in.
+    ZAP_ENFORCE_DOMAIN is required: without it, a server admits any key while no gatekeeper runs.
     """
     harden(socket)
     socket.curve_server = True
@@ -235,7 +242,7 @@ def secure_server(socket: zmq.Socket[Any], keypair: KeyPair, domain: str) -> Non
 
 
 def secure_client(socket: zmq.Socket[Any], own: KeyPair, server_public: str) -> None:
-    """Make a socket a CURVE client that talks only to the holder of `server_public`'s secret."""
+    """Make a socket a CURVE client that connects only to the server with the public key `server_public`."""
     harden(socket)
     socket.curve_serverkey = server_public.encode()
     socket.curve_secretkey = own.secret.encode()
@@ -251,7 +258,7 @@ Admit = Callable[[str], "bool | Awaitable[bool]"]
 
 
 class _Callback:
-    """pyzmq's credentials provider."""
+    """A credentials provider as pyzmq expects it."""
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
@@ -261,15 +268,15 @@ class _Callback:
 
 
 class Gatekeeper:
-    """The one ZAP handler of a context. Each domain has its own rule; a domain without one admits nobody."""
+    """The ZAP handler of a context. Each domain has its own rule; a domain without a rule admits no key."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
-        # pyzmq falls back to stored certificates when no rule is set at all; a rule for no domain closes that.
+        # Without any rule, pyzmq falls back to stored certificates; this rule for an unused domain prevents that.
         self._authenticator.configure_curve_callback("-", _Callback(lambda key: False))
 
     def admit(self, domain: str, rule: Admit) -> None:
-        """`rule(public_key)` decides at every handshake; it may be a coroutine function."""
+        """Set the rule of a domain. `rule(public_key)` is called at every handshake; it may be a coroutine function."""
         self._authenticator.configure_curve_callback(domain, _Callback(rule))
 
     def start(self) -> None:
@@ -280,10 +287,10 @@ class Gatekeeper:
 
 
 def asyncio_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
-    """For the daemon and the coordinator; start it inside the running loop."""
+    """A gatekeeper for the daemon and the coordinator. Start it inside the running event loop."""
     return Gatekeeper(AsyncioAuthenticator(context))
 
 
 def thread_gatekeeper(context: zmq.Context[Any]) -> Gatekeeper:
-    """For the worker: the handler runs in a thread of its own."""
+    """A gatekeeper for the worker, which has no event loop: the handler runs in its own thread."""
     return Gatekeeper(ThreadAuthenticator(context))

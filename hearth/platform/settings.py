@@ -1,4 +1,4 @@
-"""Settings of a program: read once, from flags and variables, into a frozen object."""
+"""A program's settings, read once from command-line flags and environment variables into a frozen object."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _S = TypeVar("_S", bound=BaseModel)
 def read_settings(
     settings: type[_S], prefix: str, environ: Mapping[str, str], flags: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> _S:
-    """Flags that are not None win over variables named PREFIX_FIELD, those over `defaults` and the fields' own.
+    """Read settings. Precedence: flags that are not None, variables named PREFIX_FIELD, `defaults`, the fields' defaults.
 
-    An empty variable counts as none. Raises BadSetting that names the flag.
+    An empty variable counts as unset. Raises BadSetting that names the flag.
     """
     variables = {name: environ.get(prefix + name.upper()) for name in settings.model_fields}
     given = {name: value for name, value in flags.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Sizes and times as people read and write them."""
+"""Human-readable sizes, times and rates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?\s*$", re.IGNORECA
 
 
 def parse_bytes(text: str) -> int:
-    """`"800M"`, `"2 GiB"`, `"1500000"`; M is a million, Mi is 2^20. Raises ValueError."""
+    """Parse `"800M"`, `"2 GiB"` or `"1500000"`; M is 10^6, Mi is 2^20. Raises ValueError."""
     match = _SIZE.match(text)
     if match is None or match[2].lower() not in _SUFFIXES:
         raise ValueError(f"'{text}' is not a size such as 800M or 2GiB")
-    return int(Fraction(match[1]) * _SUFFIXES[match[2].lower()])  # exact, where a float would round or overflow
+    return int(Fraction(match[1]) * _SUFFIXES[match[2].lower()])  # a Fraction, since a float could round or overflow
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three significant figures, binary units: `1.50 GiB`."""
+    """Format with three significant figures and binary units: `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.{_decimals(num_bytes)}f} {unit}"
@@ -28,7 +28,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`1.24 s`, `35.2 ms`, `180 µs`."""
+    """Format as `1.24 s`, `35.2 ms` or `180 µs`."""
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 1:
             return f"{seconds * scale:.{_decimals(seconds * scale)}f} {unit}"
@@ -36,7 +36,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Time that has passed, roughly: `12 s`, `3 min`, `5 h`, `2 days`."""
+    """Format an elapsed time roughly: `12 s`, `3 min`, `5 h`, `2 days`."""
     for scale, unit in ((1, "s"), (60, "min"), (3600, "h")):
         if seconds < (120 if unit == "s" else 7200 if unit == "min" else 172_800):
             return f"{seconds / scale:.0f} {unit}"
@@ -44,7 +44,7 @@ def format_age(seconds: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Links are sold in bits: `125 Mbit/s`."""
+    """Format a link's rate in bits: `125 Mbit/s`."""
     mbit = bytes_per_second * 8 / 1e6
     return f"{mbit / 1000:.{_decimals(mbit / 1000)}f} Gbit/s" if mbit >= 1000 else f"{mbit:.{_decimals(mbit)}f} Mbit/s"
 

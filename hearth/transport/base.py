@@ -1,4 +1,4 @@
-"""The contract of the data plane: frames between ranks of one plan."""
+"""The interface of the data plane's transport: messages between the ranks of one plan."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Received(NamedTuple):
-    """`source` is authenticated by the transport; `frames` are read-only and stay valid as long as they are held."""
+    """A received message. The transport has authenticated `source`; `frames` are read-only and stay valid while referenced."""
 
     source: int
     frames: list[memoryview]
 
 
 class Peer(Protocol):
-    """Another rank of the plan, and where its transport listens. `public_key` is Z85, of this plan only."""
+    """Another rank of the plan, and the address of its transport. `public_key` is in Z85 and used for this plan only."""
 
     @property
     def rank(self) -> int: ...
@@ -29,16 +29,16 @@ class Peer(Protocol):
 
 
 class Transport(Protocol):
-    """Messages of several frames between the ranks of one plan: ordered per pair, reliable while both ends live."""
+    """Sends multi-frame messages between the ranks of one plan: ordered per pair, reliable while both ends are alive."""
 
     rank: int
     num_ranks: int
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
-        """Queue a message and return at once; callable from any thread. The buffers must not change until sent."""
+        """Queue a message and return at once. Thread-safe. The buffers must not change until they are sent."""
 
     def receive(self, timeout_seconds: float) -> Received | None:
-        """The next message from any peer, or None when the time is up or the transport was closed. One thread only."""
+        """Return the next message from any peer, or None after the timeout or when closed. For one thread at a time."""
 
     def close(self) -> None:
-        """Drop what is queued and wake the receiver. May be called twice."""
+        """Drop queued messages and wake the receiver. May be called more than once."""

@@ -1,8 +1,8 @@
-"""The data plane over ZeroMQ: each worker binds one PULL, every peer PUSHes to it.
+"""The data plane over ZeroMQ: each worker binds one PULL socket, and every peer connects a PUSH socket to it.
 
-Encrypted (CURVE): keys are ephemeral, ZAP admits only the plan's peers, and the authenticated User-Id names the source.
-Plain, where the user asked for it by name: the source travels as a leading frame, and only the plan's token in every
-tile header guards the socket.
+Encrypted (CURVE): keys are ephemeral, ZAP admits only the plan's peers, and the authenticated User-Id identifies the source.
+Unencrypted, only if the user asks for it: the source is sent as a leading frame, and the plan's token in each tile header is
+the only protection.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hearth.platform.security import KeyPair, harden, secure_client, secure_serv
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer, Peer, Received
 
-MAX_FRAMES = 8  # of one tile message
-# A peer that was connected before us may knock before we know its key: it is made to wait at the door this long.
+MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
+# A peer may start its handshake before `connect` has given us its key; ZAP waits this long for it.
 _PEERS_KNOWN_SECONDS = 30.0
 _DOMAIN = "data"
 
 
 class SocketTransport:
-    """The ZeroMQ `Transport`. Bind first, then `connect` to all peers; `dropped` counts messages that were refused."""
+    """The ZeroMQ `Transport`: binds when created, then `connect` to all peers. `dropped` counts refused messages."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class SocketTransport:
         keypair: KeyPair | None,
         copied_bytes: int | None = None,
     ) -> None:
-        """Bind in `ports` (first, last); (0, 0) takes any. Without a key pair, nothing is encrypted.
+        """Bind a port in `ports` (first, last); (0, 0): any. Without a key pair, nothing is encrypted. Raises PortInUse.
 
-        Frames of more than `copied_bytes` are sent from where they lie (None: all are copied): that takes a message to
-        Python for each, which a copy of what a chunk holds does not cost, but whole tensors do.
+        Frames larger than `copied_bytes` are sent without a copy (None: all are copied). Sending without a copy makes
+        ZeroMQ notify Python for each frame, which pays off for whole tensors but not for chunks of tiles.
         """
         self._copied_bytes = copied_bytes if copied_bytes is not None else MAX_PAYLOAD_FRAME_BYTES
         self.rank = rank
@@ -59,10 +59,10 @@ class SocketTransport:
             secure_server(self._pull, keypair, _DOMAIN)
         else:
             harden(self._pull)
-        self._pull.rcvhwm = 0  # a plan bounds what can be in flight; a full queue would stall the ring
+        self._pull.rcvhwm = 0  # unlimited: a plan bounds the data in flight, and a full queue would stall the ring
         self.port = self._bind(bind_host, ports)
         self._push: dict[int, tuple[zmq.Socket[Any], threading.Lock]] = {}
-        # Only we can reach an inproc address: an empty message by it wakes the receiver.
+        # An empty message over this inproc address, which is private to the process, wakes the receiver.
         self._pull.bind("inproc://wake")
         self._wake = self._context.socket(zmq.PUSH)
         self._wake.connect("inproc://wake")
@@ -77,7 +77,7 @@ class SocketTransport:
                 secure_client(push, self._keypair, peer.public_key)
             else:
                 harden(push)
-            push.sndhwm = 0  # sending never blocks the compute thread; a plan bounds what can be in flight
+            push.sndhwm = 0  # unlimited: sending never blocks the compute thread, and a plan bounds the data in flight
             host = f"[{peer.host}]" if ":" in peer.host else peer.host
             push.connect(f"tcp://{host}:{peer.port}")
             self._push[peer.rank] = (push, threading.Lock())
@@ -105,7 +105,7 @@ class SocketTransport:
         return None if self._closed.is_set() else self._read(frames)
 
     def close(self) -> None:
-        """Wake the receiver and free the sockets; the receiving thread must have ended, or ends by this."""
+        """Wake the receiver, whose `receive` then returns None, and close the sending sockets."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -118,7 +118,7 @@ class SocketTransport:
             self._gatekeeper.stop()
 
     def release(self) -> None:
-        """After `close`, when no thread is in `receive` any more: close what that thread polled."""
+        """Close the receiving sockets. Call it after `close`, when no thread is in `receive` any more."""
         self._pull.close()
         self._wake.close(linger=0)
         self._context.term()

@@ -1,1 +1,1 @@
-"""Bytes on sockets: messages, tensor frames, activation codec, request/reply."""
+"""Wire protocol: messages, tensor frames, activation codec, request/reply."""

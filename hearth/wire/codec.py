@@ -1,7 +1,7 @@
-"""Activation codec: value format, byte shuffle, lz4. numpy only.
+"""Activation codec: value format, byte shuffle, lz4. Needs numpy only.
 
-Measured (ALGORITHMS.md section 1): lz4 on raw float activations gains nothing, after a byte shuffle 6 % (fp32) to 15 %
-(bf16). So `auto` samples ratio and speed per link and tensor kind, and compresses exactly where that shortens the
+Measured on activations of a real model: lz4 gains nothing on raw floats; after a byte shuffle it saves 6 % (fp32) to 15 %
+(bf16). So `auto` samples ratio and speed for each link and kind of tensor, and compresses only where that shortens the
 transfer.
 """
 
@@ -22,24 +22,26 @@ from hearth.wire.messages import WireStats
 Array = np.ndarray[Any, Any]
 Layout = list[tuple[np.dtype[Any], tuple[int, ...]]]  # dtype and shape of each buffer of a tile
 
-SAMPLE_BYTES = 64 << 10  # of a tile, when `auto` measures
-SAMPLE_EVERY = 64  # tiles of one kind, after the first
-_COMPUTE_COUNTS = 3.0  # measured: at 1, lz4 made four devices at 270 Mbit/s a quarter slower in fp16
-_LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output: one more step of a match length
+SAMPLE_BYTES = 64 << 10  # bytes of a tile that `auto` compresses to measure ratio and speed
+SAMPLE_EVERY = 64  # `auto` measures the first tile of each kind, then one in this many
+# Weight of a second of compute against a second on the link. Measured: with 1, lz4 made four devices at 270 Mbit/s a quarter
+# slower in fp16.
+_COMPUTE_COUNTS = 3.0
+_LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output, as one more byte of a match length
 
 
-_FP16_MAX = 65504.0
+_FP16_MAX = 65504.0  # the largest finite fp16 value
 
 
 class Casts:
-    """Conversions between float32 and the 16-bit formats, in numpy. The worker has torch's, several times as fast."""
+    """Conversions between float32 and the 16-bit formats in numpy. Transformer workers use torch's, several times faster."""
 
     def fits_fp16(self, array: Array) -> bool:
         """Whether every value is finite and within fp16's range."""
-        return bool(np.abs(array).max(initial=0.0) <= _FP16_MAX)  # False for a NaN, too
+        return bool(np.abs(array).max(initial=0.0) <= _FP16_MAX)  # also False for a NaN
 
     def to_fp16(self, array: Array) -> Array:
-        """Rounded to nearest; what is too large becomes infinite."""
+        """Round to nearest; values out of range become infinite."""
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype("<f2")
 
@@ -47,13 +49,13 @@ class Casts:
         return array.astype(np.float32)
 
     def to_bf16(self, array: Array) -> Array:
-        """The upper halves as uint16, rounded to nearest even; NaN stays NaN."""
+        """Round to nearest even; return the upper halves as uint16. NaN stays NaN."""
         bits = array.view(np.uint32)
         with np.errstate(over="ignore"):
             rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
         nan = np.isnan(array)
         if nan.any():
-            rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x40  # rounding could carry a NaN into infinity
+            rounded[nan] = (bits[nan] >> 16).astype("<u2") | 0x40  # rounding could turn a NaN into infinity
         return rounded
 
     def from_bf16(self, array: Array) -> Array:
@@ -64,7 +66,7 @@ NUMPY_CASTS = Casts()
 
 
 class Encoded(NamedTuple):
-    """`buffers` in the order of `wire_sizes`; with `compressed`, each is shuffled and in lz4."""
+    """An encoded tile. `buffers` are in the order of `wire_layout`; with `compressed`, each is byte-shuffled and in lz4."""
 
     values: ValueFormat
     compressed: bool
@@ -78,30 +80,30 @@ def lz4_pays(
     decompress_seconds: float,
     link_bytes_per_second: float,
 ) -> bool:
-    """Whether compressing, sending less and decompressing is worth it.
+    """Whether lz4 saves more time on the link than it costs in compute.
 
-    A transfer hides behind compute, where it does not, the link is what is short; compressing always takes compute. So a
-    second of it must save several on the link.
+    Transfers may overlap compute, but compression always takes compute time. So each second of compression must save
+    `_COMPUTE_COUNTS` seconds on the link.
     """
     saved_seconds = (raw_bytes - compressed_bytes) / link_bytes_per_second
     return saved_seconds > _COMPUTE_COUNTS * (compress_seconds + decompress_seconds)
 
 
 class Codec:
-    """The sending side of one link. `encode` belongs to one thread at a time; `clock` returns seconds."""
+    """Encoder for one link. Only one thread at a time may call `encode`; `clock` returns seconds."""
 
     def __init__(
         self, wire: WireFormat, link_bytes_per_second: float, clock: Callable[[], float], casts: Casts = NUMPY_CASTS
     ) -> None:
         if wire.lz4 != "off":
-            import lz4.block  # noqa: F401  # now: the first sample must not time the import
+            import lz4.block  # noqa: F401  # imported here, so that the first sample does not time the import
         self._wire = wire
         self._values = VALUE_FORMATS[wire.values]
         self._lz4 = wire.lz4
         self._link_bytes_per_second = link_bytes_per_second
         self._clock = clock
         self._casts = casts
-        # Format and kind: tiles seen, whether lz4 pays.
+        # By format and kind of tensor: tiles seen, and whether lz4 pays.
         self._decisions: dict[tuple[ValueFormat, str], tuple[int, bool]] = {}
         self._num_tiles = self._raw_bytes = self._sent_bytes = self._lz4_tiles = 0
 
@@ -116,15 +118,15 @@ class Codec:
         return self._values is not EXACT
 
     def use(self, values: Values | None) -> None:
-        """Send the tiles that follow in this format; None: in the plan's."""
+        """Set the value format of the following tiles; None: the plan's."""
         self._values = VALUE_FORMATS[values or self._wire.values]
 
     def encode(self, kind: str, array: Array, verbatim: bool = False) -> Encoded:
-        """Encode an array. `kind` names tensors that compress alike; zero-copy where nothing is converted.
+        """Encode an array, without a copy if nothing is converted. `kind` identifies tensors that compress alike.
 
-        `verbatim`: neither converted nor compressed.
+        With `verbatim`, the array is neither converted nor compressed.
         """
-        array = np.asarray(array, order="C")  # ascontiguousarray would give a scalar an axis
+        array = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
         values, planes = _to_wire(array, EXACT if verbatim else self._values, self._casts)
         compress = not verbatim and array.nbytes > 0 and self._wants_lz4((values, kind), planes)
         buffers: list[Buffer] = [memoryview(plane.data).cast("B") if plane.size else b"" for plane in planes]
@@ -167,10 +169,10 @@ def decode(
     buffers: Sequence[Buffer],
     casts: Casts = NUMPY_CASTS,
 ) -> Array:
-    """The array again, in its first dtype and shape; read-only where nothing was converted. Raises BadMessage.
+    """Decode an array to its original dtype and shape; read-only if nothing was converted. Raises BadMessage.
 
-    The caller has checked that `shape` names no more memory than a frame may. lz4 can make no more than that, nor more
-    than the bytes at hand can hold: a short buffer under a large shape allocates nothing.
+    The caller must have checked that `shape` is no larger than a frame may be. lz4 output is bounded by that size and by
+    the buffer's length times the maximum ratio, so a short buffer with a large shape allocates nothing.
     """
     layout = wire_layout(values, dtype, shape)
     if len(buffers) != len(layout):
@@ -189,6 +191,7 @@ def decode(
 
 
 def wire_layout(values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
+    """Dtype and shape of each buffer of a tile in this value format."""
     return _CONVERSIONS[values].layout(dtype, shape)
 
 
@@ -196,7 +199,7 @@ def wire_layout(values: ValueFormat, dtype: np.dtype[Any], shape: tuple[int, ...
 
 
 def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueFormat, list[Array]]:
-    """Convert, or fall back to exact where the format cannot hold the values. Only float32 is ever converted."""
+    """Convert to a value format, or to exact if the format cannot represent the values. Only float32 is converted."""
     if array.dtype == np.float32 and array.ndim > 0:
         planes = _CONVERSIONS[values].to_wire(array, casts)
         if planes is not None:
@@ -205,18 +208,18 @@ def _to_wire(array: Array, values: ValueFormat, casts: Casts) -> tuple[ValueForm
 
 
 class _Exact:
-    """How a value format is laid out, made from float32 and read again; this one: as it is."""
+    """Layout, encoding and decoding of a value format. This class is the exact format; the others override it."""
 
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         """Dtype and shape of each buffer of a tile."""
         return [(dtype, shape)]
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
-        """The buffers; None where the format cannot hold the values."""
+        """Encode to buffers; None if the format cannot represent the values."""
         return [array]
 
     def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
-        """The values again."""
+        """Decode the values from buffers."""
         return planes[0]
 
 
@@ -237,7 +240,7 @@ class _Fp16(_Exact):
 
     def to_wire(self, array: Array, casts: Casts) -> list[Array] | None:
         half = casts.to_fp16(array)
-        # Rounding overflows to infinity: then a finite value exceeded the format, unless it was infinite before.
+        # The values fit unless rounding has made a finite value infinite.
         if casts.fits_fp16(array) or np.array_equal(np.isinf(half), np.isinf(array)):
             return [half]
         return None
@@ -247,7 +250,7 @@ class _Fp16(_Exact):
 
 
 class _Int8(_Exact):
-    """Each row (last axis) is scaled by its largest absolute value."""
+    """int8 with one scale per row (last axis): the row's largest absolute value / 127."""
 
     def layout(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Layout:
         return [(np.dtype("i1"), shape), (np.dtype("<f4"), shape[:-1])]
@@ -256,13 +259,13 @@ class _Int8(_Exact):
         largest = np.abs(array).max(axis=-1, initial=0.0)
         if not np.isfinite(largest).all():
             return None
-        # A subnormal row would overflow in the division; its values are zero to every reader anyway.
+        # A subnormal scale would overflow in the division; rows this small are encoded as zeros.
         scale = np.maximum(largest / np.float32(127), np.finfo(np.float32).tiny).astype("<f4")
         quantised = np.rint(array / scale[..., None])
         return [np.clip(quantised, -127, 127).astype(np.int8), scale]
 
     def from_wire(self, planes: list[Array], dtype: np.dtype[Any], casts: Casts) -> Array:
-        with np.errstate(over="ignore", invalid="ignore"):  # a hostile scale may be anything; it harms only its values
+        with np.errstate(over="ignore", invalid="ignore"):  # a peer may send any scale
             return (planes[0] * planes[1][..., None]).astype(dtype, copy=False)
 
 
@@ -273,7 +276,7 @@ _CONVERSIONS: Mapping[ValueFormat, _Exact] = {EXACT: _Exact(), BF16: _Bf16(), FP
 
 
 def _compress(plane: Array) -> bytes:
-    import lz4.block  # late: a client reads plain arrays only, and need not install it
+    import lz4.block  # imported here: clients only read uncompressed arrays, and need not install lz4
 
     shuffled = np.ascontiguousarray(plane.reshape(-1).view(np.uint8).reshape(-1, plane.itemsize).T)
     compressed: bytes = lz4.block.compress(shuffled, store_size=False)

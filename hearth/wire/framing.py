@@ -1,8 +1,8 @@
-"""Tensors as frames: a small fixed header, then raw little-endian buffers that are never copied here.
+"""Tensors as frames: a fixed-size header, then raw little-endian buffers, which are not copied here.
 
-A tile message of the data plane is `[plan token + header, buffer...]`; a small tile of one buffer is one frame, since every
-frame is encrypted and handed over on its own. Everything that a header names is checked
-against a cap before memory is allocated for it.
+A tile message of the data plane is `[plan token + header, buffer...]`. A small tile with one buffer is sent as a single frame,
+since ZeroMQ encrypts and delivers each frame separately. All sizes in a header are checked against limits before memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from hearth.transport.base import Buffer
 from hearth.wire import codec
 from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
 
-TOKEN_BYTES = 16
-MAX_DIMS = 8  # operators of vision models split axes into windows and heads
-_VERSION = 3
-_COMPRESSED = 0x80
-# version, dtype, encoding, dims, phase; epoch, step, layer, tile, source, chunk; shape
+TOKEN_BYTES = 16  # length of the plan token
+MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
+_VERSION = 3  # of the headers
+_COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4
+# Version, dtype, encoding, number of axes, phase; epoch, step, layer, tile, source, chunk; shape.
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
 _HEAD_BYTES = TOKEN_BYTES + _HEADER.size
-_ONE_FRAME_BYTES = 32 << 10  # above, copying the buffer costs more than a frame
+_ONE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
 _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(
     np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1", "i1", "?", "<f8", "<i2", "<u2", "<u4", "<u8")
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])  # floats, or the bytes of a message; `TENSOR` may be any
+# float32, float16, or the bytes of a message; a `Phase.TENSOR` tile may have any dtype.
+_TILE_DTYPES = (_DTYPES[0], _DTYPES[1], _DTYPES[4])
 
 
 class TileKey(NamedTuple):
-    """What a tile is. `source` is the rank whose rows a gather carries, else the rank that sent it.
+    """Identity of a tile. `source` is the owner of the rows in a gather, else the rank that sent the tile.
 
-    A large tile travels in chunks of its rows, so that a ring's next hop starts before the whole tile is there.
+    A large tile is sent in chunks of its rows, so that a rank of a ring can forward one before the whole tile has arrived.
     """
 
     epoch: int
@@ -56,9 +57,9 @@ class TileKey(NamedTuple):
 
 
 def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
-    """The frames of one tile, encoded for one link. The array must not change until they are sent.
+    """Encode one tile for one link. The array must not change until the frames are sent.
 
-    Raises FrameTooLarge rather than send what the peer must refuse, ValueError for a type that no tile has.
+    Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """
     array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
     encoded = link.encode(key.phase.name, array, verbatim=key.phase.verbatim)
@@ -82,7 +83,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
 
 
 def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
-    """The frames of a tile, header and buffers: a small one's lie in one frame."""
+    """Split the frames of a tile into header and buffers; a small tile has both in one frame."""
     if len(frames) != 1 or len(frames[0]) <= _HEAD_BYTES:
         return frames
     whole = memoryview(frames[0])
@@ -90,25 +91,25 @@ def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
 
 
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
-    """Read a tile; read-only and zero-copy where its values need no conversion. Raises BadMessage, FrameTooLarge."""
+    """Decode a tile; read-only and without a copy if its values need no conversion. Raises BadMessage, FrameTooLarge."""
     header = read_header(token, frames)
     return header.key, decode_body(header, frames)
 
 
 def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
-    """The values of a tile whose header was read from these frames. Raises BadMessage."""
+    """Decode the values of a tile, given its header from `read_header`. Raises BadMessage."""
     return codec.decode(header.values, header.compressed, header.dtype, header.shape, apart(frames)[1:], casts)
 
 
 def pack_array(array: Array) -> list[Buffer]:
-    """An array as two payload frames of a message. Raises FrameTooLarge, ValueError for a type that has no code."""
+    """Encode an array as two payload frames of a message. Raises FrameTooLarge, ValueError for an unsupported dtype."""
     array, dtype_code = _for_wire(array, _DTYPES)
     header = _ARRAY.pack(_VERSION, dtype_code, array.ndim, *_padded(array.shape))
     return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
 
 
 def unpack_array(frames: Sequence[Buffer]) -> Array:
-    """Read `pack_array`'s frames; read-only, zero-copy. Raises BadMessage, FrameTooLarge."""
+    """Decode the frames of `pack_array`; read-only, without a copy. Raises BadMessage, FrameTooLarge."""
     if len(frames) != 2 or len(frames[0]) != _ARRAY.size:
         raise BadMessage(reason="an array is a header and a buffer")
     version, dtype_code, num_dims, *dims = _ARRAY.unpack(frames[0])
@@ -120,19 +121,19 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
 
 
 def pack_arrays(arrays: Mapping[str, Array], names: Iterable[str] | None = None) -> list[Buffer]:
-    """Arrays as payload, two frames each, in the order of `names`. Raises as `pack_array`."""
+    """Encode arrays as payload frames, two each, in the order of `names`. Raises as `pack_array`."""
     return [frame for name in (arrays if names is None else names) for frame in pack_array(arrays[name])]
 
 
 def unpack_arrays(names: Sequence[str], frames: Sequence[Buffer]) -> dict[str, Array]:
-    """Read `pack_arrays`' frames. Raises BadMessage, FrameTooLarge."""
+    """Decode the frames of `pack_arrays`. Raises BadMessage, FrameTooLarge."""
     if len(frames) != 2 * len(names):
         raise BadMessage(reason=f"{len(names)} arrays came in {len(frames)} frames; each takes two")
     return {name: unpack_array(frames[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
 class TileHeader(NamedTuple):
-    """A header whose every field was checked."""
+    """A tile's header, validated by `read_header`."""
 
     key: TileKey
     dtype: np.dtype[Any]
@@ -142,7 +143,8 @@ class TileHeader(NamedTuple):
 
 
 def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
-    """All checks that need no values, so that a tile that is forwarded unread is well formed too.
+    """Decode and validate a tile's header. All checks that need no values are made here, because a rank may forward a tile
+    without decoding its values.
 
     Raises BadMessage, FrameTooLarge.
     """
@@ -189,14 +191,14 @@ def _checked_shape(num_dims: int, dims: Sequence[int], dtype: np.dtype[Any]) -> 
 
 
 def _check_size(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    # A zero counts as one: it must not hide other dimensions whose product no array can have.
+    # An axis of size 0 counts as 1, so that it does not hide other axes that are too large.
     num_bytes = math.prod(shape if all(shape) else [max(dim, 1) for dim in shape]) * dtype.itemsize
     if num_bytes > MAX_PAYLOAD_FRAME_BYTES:
         raise FrameTooLarge(num_bytes=num_bytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)
 
 
 def _for_wire(array: Array, allowed: Sequence[np.dtype[Any]]) -> tuple[Array, int]:
-    """The array in little-endian order, and the code of its type."""
+    """Convert an array to little-endian; also return the code of its dtype. Raises ValueError, FrameTooLarge."""
     dtype = array.dtype
     if dtype not in allowed:
         dtype = dtype.newbyteorder("<")

@@ -1,8 +1,8 @@
-"""Requests and answers over ROUTER and DEALER, encrypted: control and client planes.
+"""Encrypted request/reply over ROUTER and DEALER sockets, for the control plane and clients.
 
-On the wire a request or an answer is `[request id, message, payload frames...]`. An answer may be an error, which is
-raised at the caller as the same `HearthError`. A stream is any number of answers under one id; its caller ends it early
-with `Cancel`.
+On the wire, a request or an answer is `[request id, message, payload frames...]`. An error travels as a `Failed` answer and is
+raised in the caller as the same `HearthError`. A stream is a series of answers with one id; the caller may end it early by
+sending `Cancel`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode,
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS_PER_CALLER = 256  # at once; one more is answered with QueueFull
-_ID_BYTES = 8
-_RECONNECT_MS = 100
+MAX_REQUESTS_PER_CALLER = 256  # concurrent requests; a further one is answered with QueueFull
+_ID_BYTES = 8  # length of a request id
+_RECONNECT_MS = 100  # first reconnection interval; it grows to _RECONNECT_MAX_MS
 _RECONNECT_MAX_MS = 1000
-_CHILD_RECONNECT_MS = 20  # until a child process that was just started listens
-# A caller that leaves a whole socket buffer unread for so long takes no more part in its stream.
+_CHILD_RECONNECT_MS = 20  # short, because a child process that was just started soon listens
+# Close a stream whose caller has not drained its socket buffer for this long.
 _STALLED_SECONDS = 30.0
-_STALLED_POLL_SECONDS = 0.05
-# The other end closed the handshake: our key is unknown there, or theirs is not the one we expect.
+_STALLED_POLL_SECONDS = 0.05  # interval of the attempts to send to such a caller
+# The handshake failed: the server does not know our key, or its key is not the one we expect.
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _LOSSES = functools.reduce(operator.or_, _REFUSALS, zmq.EVENT_DISCONNECTED)
 
@@ -55,26 +55,28 @@ _M = TypeVar("_M", bound=Message)
 
 
 class Caller(NamedTuple):
-    """Who asks: the authenticated public key."""
+    """The sender of a request, identified by its authenticated public key."""
 
     public_key: str
 
 
 class Reply(NamedTuple):
+    """A message and its payload frames."""
+
     message: Message
     payload: Sequence[Any] = ()
 
 
-Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  # the last: a stream
+Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  # a generator: a stream of answers
 Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
 
 
 class RpcServer:
-    """A ROUTER that runs each request as a task of its own. Unreadable messages are counted in `dropped`.
+    """A ROUTER socket that handles each request in its own task. `dropped` counts invalid messages.
 
-    A handler that returns an async generator answers with a stream. The generator is closed when its caller cancels,
-    is gone (noticed at the next answer: the socket's heartbeats end a connection that fell silent after some 8 s), or
-    has stopped to read. What it does in `finally` runs in each case.
+    If the handler returns an async generator, the answer is a stream. The generator is closed, and its `finally` blocks run,
+    when the caller cancels, stops reading, or is gone. The latter is noticed at the next answer; heartbeats close a silent
+    connection after about 8 s.
     """
 
     def __init__(
@@ -87,15 +89,15 @@ class RpcServer:
         handler: Handler,
         port_setting: str = "--port",
     ) -> None:
-        """Bind and listen. Port 0 takes any free one. Raises PortInUse, naming `port_setting` as the way out."""
+        """Bind and listen. Port 0: any free port. Raises PortInUse, whose advice names `port_setting`."""
         self.dropped = 0
         self._handler = handler
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # by connection and request id
+        self._requests: dict[tuple[bytes, bytes], asyncio.Task[None]] = {}  # keyed by connection and request id
         self._running: Counter[str] = Counter()
         self._socket = context.socket(zmq.ROUTER)
         secure_server(self._socket, keypair, domain)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or an answer to nobody would pass for sent
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -109,7 +111,7 @@ class RpcServer:
 
     @property
     def num_running(self) -> int:
-        """Requests whose handlers run, or whose answers are still being sent."""
+        """Number of requests whose handler runs or whose answer is being sent."""
         return max(sum(self._running.values()), len(self._requests))
 
     async def close(self) -> None:
@@ -150,7 +152,7 @@ class RpcServer:
 
     def _ended(self, caller: Caller, key: tuple[bytes, bytes], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if self._requests.get(key) is task:  # not a later request that took the same id
+        if self._requests.get(key) is task:  # not a later request with the same id
             del self._requests[key]
         self._running[caller.public_key] -= 1
         if not self._running[caller.public_key]:
@@ -179,7 +181,7 @@ class RpcServer:
     async def _send(
         self, identity: bytes, request_id: bytes, answer: Message | Reply, patience_seconds: float = 0.0
     ) -> bool:
-        """Whether it was sent: not to a caller that is gone, nor to one whose buffer stays full for so long.
+        """Send an answer. Returns False if the caller is gone, or its buffer stays full for `patience_seconds`.
 
         Raises FrameTooLarge.
         """
@@ -189,7 +191,7 @@ class RpcServer:
         deadline = loop.time() + patience_seconds
         while True:
             try:
-                # Never waits inside the socket: one full buffer would hold up the answers to all others.
+                # Non-blocking: one full buffer must not delay the answers to other callers.
                 await self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
                 return True
             except zmq.Again:
@@ -203,13 +205,13 @@ class RpcServer:
 
 
 class RpcClient:
-    """A DEALER to one server. Any number of calls may be in flight; ZeroMQ reconnects by itself.
+    """A DEALER socket connected to one server. Any number of calls may be in flight; ZeroMQ reconnects automatically.
 
-    A call made while there is no connection is not kept for later: it waits for the connection at most its own
-    timeout, and is then forgotten (`ZMQ_IMMEDIATE`).
+    Calls are not queued while there is no connection (`ZMQ_IMMEDIATE`): a call waits for the connection within its timeout,
+    then fails with Unreachable.
 
-    Without `access`, the server is a child process of ours behind a private ipc endpoint. Calls are kept until it
-    listens there, and `fail` ends them when the process has ended: the connection itself is not watched.
+    Without `access`, the server is our child process at a private ipc endpoint. Calls are then queued until it listens. The
+    connection is not monitored: the owner calls `fail` when the process has ended.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str, access: Access | None, name: str) -> None:
@@ -217,10 +219,9 @@ class RpcClient:
         self._name = name
         self._where = endpoint if access else name
         self._socket = context.socket(zmq.DEALER)
-        self._settled = asyncio.Event()  # there is a connection, or our key was refused
+        self._settled = asyncio.Event()  # set while connected, or once our key was refused
         self._refused = False
-        # What came for each request and was not yet taken. A stream that nobody reads grows here; what a server streams
-        # is small and ends (the tokens of one answer), so that nothing more bounds it.
+        # Received answers by request. Queues are unbounded: a stream is finite and small (the tokens of one answer).
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
         self._last_id = 0
         self._failure: HearthError | None = None
@@ -241,7 +242,7 @@ class RpcClient:
 
     @property
     def pending(self) -> tuple[bytes, ...]:
-        """The ids of requests that wait for an answer."""
+        """The ids of requests without a final answer."""
         return tuple(self._pending)
 
     async def close(self) -> None:
@@ -253,15 +254,15 @@ class RpcClient:
         self._fail_pending(ConnectionLost(endpoint=self.endpoint))
 
     def fail(self, error: HearthError) -> None:
-        """Raise `error` from all calls that wait, and from all later ones."""
+        """Make all current and future calls raise `error`."""
         self._failure = error
         self._fail_pending(error)
 
     async def hello(self, welcome: type[_M], timeout_seconds: float) -> _M:
-        """Introduce ourselves. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
+        """Send `Hello` and return the server's welcome. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
         try:
             reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
-        except ProtocolMismatch as error:  # of our own decoder, or of the other end, which is the other way round
+        except ProtocolMismatch as error:  # by our decoder, or by the other end with ours and theirs swapped
             other = error.theirs if error.ours == PROTOCOL_VERSION else error.ours
             raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=other) from None
         theirs = getattr(reply.message, "protocol", None)
@@ -270,8 +271,10 @@ class RpcClient:
         return expected(reply.message, welcome, self.endpoint)
 
     async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
-        """Ask and wait. Raises what the server raised; Unreachable (nothing was sent), WrongKey,
-        ConnectionLost, DeadlineExceeded."""
+        """Send a request and wait for its answer.
+
+        Raises the server's error; Unreachable (the request was not sent), WrongKey, ConnectionLost, DeadlineExceeded.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         request_id, replies = await self._send(message, payload, timeout_seconds)
@@ -293,11 +296,11 @@ class RpcClient:
         last: type[Any],
         next_seconds: float | None = None,
     ) -> AsyncGenerator[Reply, None]:
-        """Ask, and give every answer as it comes, up to the first that is a `last`.
+        """Send a request and yield its answers, up to the first of the type `last`.
 
-        `timeout_seconds` bounds the wait for the connection and for each answer; `next_seconds`, where given, the waits
-        for answers after the first. Closed before its end, it tells
-        the server to cancel; wrap it in `contextlib.aclosing` to have that done at once. Raises as `call` does.
+        `timeout_seconds` bounds the wait for the connection and for each answer; `next_seconds`, if given, the waits for
+        answers after the first. Closing the generator early cancels the request on the server; use `contextlib.aclosing`
+        to do so at once. Raises as `call` does.
         """
         request_id, replies = await self._send(message, payload, timeout_seconds)
         ended = False
@@ -315,13 +318,13 @@ class RpcClient:
             if not ended:
                 self._last_id += 1
                 frames = [self._last_id.to_bytes(_ID_BYTES, "little"), encode(Cancel(request=request_id))]
-                with suppress(zmq.ZMQError):  # no connection: the server has noticed, or will
+                with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
                     await self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     async def _send(
         self, message: Message, payload: Sequence[Any], timeout_seconds: float
     ) -> tuple[bytes, asyncio.Queue[Reply | HearthError]]:
-        """Send once there is a connection; the id is pending from now on."""
+        """Wait for the connection, send, and register the request id. Returns the id and the queue of its answers."""
         body = encode(message)
         await self._wait_connected(timeout_seconds)
         if self._failure is not None:
@@ -371,7 +374,7 @@ class RpcClient:
             frames = await self._socket.recv_multipart(copy=False)
             replies = self._pending.get(frames[0].bytes) if len(frames) >= 2 else None
             if replies is None:
-                continue  # its caller has given up
+                continue  # the caller no longer waits
             try:
                 replies.put_nowait(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
             except HearthError as error:
@@ -379,7 +382,7 @@ class RpcClient:
 
 
 def _raised(reply: Reply | HearthError) -> Reply:
-    """The reply, unless it is an error, which is raised."""
+    """Return the reply, or raise the error that it holds."""
     if isinstance(reply, HearthError):
         raise reply
     if isinstance(reply.message, Failed):

@@ -296,7 +296,7 @@ def twins(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_what_two_devices_need_leaves_the_coordinator_once(twins: TestHome) -> None:
-    said = re.search(r"pushed ([\d.]+ \w+) of weights, devices passed on ([\d.]+ \w+)", twins.log("coordinator"))
+    said = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", twins.log("coordinator"))
     assert said is not None
     pushed, passed = map(parse_bytes, said.groups())
     assert 0.1 * pushed < passed < pushed  # all but the vocabulary, which is split
@@ -360,7 +360,7 @@ def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, known: Pat
         house.start_agent("a", "--store-bytes", "1MiB")
         house.start_coordinator()
         with house.connect() as home:
-            wait_for("the complaint", lambda: "cannot take" in home.readiness().state)
+            wait_for("the complaint", lambda: "has no room" in home.readiness().state)
             assert [device.state for device in home.devices().devices] == ["alive"]
 
 

@@ -63,7 +63,7 @@ def test_status_shows_the_phase_and_how_it_came_to_it(house: TestHome) -> None:
     command += ["--address", f"{LOOPBACK}:{house.port('coordinator')}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "History" in shown
-    assert "a first request ran" in shown
+    assert "warm-up request completed" in shown
     told = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=60, check=True).stdout)
     assert told["phase"] == "serving"
 
@@ -104,4 +104,4 @@ def test_a_planned_stop_lets_a_running_request_finish(house: TestHome) -> None:
         assert house.wait("coordinator", 60.0) == 0
     assert all(np.array_equal(answer, expected) for answer in answers)
     assert "stopping" in str(refused[0])
-    assert "stopping: running requests finish, no new ones are taken" in house.log("coordinator")
+    assert "stopping: running requests finish, new ones are refused" in house.log("coordinator")

@@ -294,7 +294,7 @@ TINY = {
     ("arguments", "named"),
     [
         (["galaxy", "--env", "z"], "'z' is none of a, b"),
-        (["galaxy", "--scenario", "nowhere"], "neither a file nor one of ours"),
+        (["galaxy", "--scenario", "nowhere"], "neither a file nor a built-in scenario"),
         (["galaxy", "--model", "gpt-5"], "'gpt-5' is none of"),
         (["galaxy", "--config", "/nowhere.json"], "cannot be read (No such file"),
         (["galaxy", "--rounds", "2"], "at least 5"),
@@ -482,7 +482,7 @@ def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY))
     done = generate(files, "--scenario", str(files / "test-bench.toml"))
     assert done.returncode != 0
-    assert "no decoder" in done.stderr
+    assert "not a decoder" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -21,7 +21,7 @@ def served(label: str, seconds: tuple[float, ...], predicted: float, devices: in
 
 def test_an_interval_is_the_mean_from_the_first_answer_to_the_last() -> None:
     assert interval_seconds([10.0, 10.1, 10.9, 11.5]) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="fewer than two"):
+    with pytest.raises(ValueError, match="at least two answers"):
         interval_seconds([1.0])
 
 

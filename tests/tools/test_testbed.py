@@ -310,7 +310,7 @@ def names(slot: int) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["up", "galaxy-z"], "neither a file nor one of ours"),
+        (["up", "galaxy-z"], "neither a file nor a built-in scenario"),
         (["up", "galaxy-a", "--model", "/nowhere"], "/nowhere"),
         (["down", "--scenario"], "No such option"),
         (["link", "m0"], "--mbit"),

@@ -71,7 +71,7 @@ def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> No
         assert set(required) <= {"self", *parameters}
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(("nothing",), "'nothing' is none of"), ((), "is no checkout")])
+@pytest.mark.parametrize(("arguments", "said"), [(("nothing",), "'nothing' is none of"), ((), "is not a checkout")])
 def test_mistakes_are_named(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     from tools.bench.__main__ import app
 

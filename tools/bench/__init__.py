@@ -1,1 +1,1 @@
-"""Benchmarks on the emulated testbed: `python -m tools.bench galaxy ...` reruns the Galaxy paper's tables."""
+"""Benchmarks on the emulated testbed: `python -m tools.bench galaxy ...` reproduces tables of the Galaxy paper."""

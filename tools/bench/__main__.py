@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: Hearth's strategies on the emulated testbed, and the Galaxy paper's tables again."""
+"""`python -m tools.bench`: measures Hearth's strategies on the emulated testbed and reproduces the Galaxy paper's tables."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from tools.bench.shapes import SHAPES, Shape, shape_named, shape_of_file
 from tools.testbed import Scenario, load_scenario
 from tools.testbed.cluster import check_possible
 
-_FILE_WIDTH = 160
+_FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
 
 _DEFAULT_SCENARIO = "galaxy-a"
-_LAYERS = 4
+_LAYERS = 4  # of the model, by default
 
 Json = Annotated[
     Optional[Path],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-    typer.Option("--json", help="Save all rows here.", metavar="FILE"),
+    typer.Option("--json", help="Save all rows to this file.", metavar="FILE"),
 ]
-Markdown = Annotated[Optional[Path], typer.Option(help="Save the tables here.", metavar="FILE")]  # noqa: UP045
-Plot = Annotated[Optional[Path], typer.Option(help="Save a picture here.", metavar="FILE.png")]  # noqa: UP045
-Rounds = Annotated[int, typer.Option(help=f"How often each strategy runs; at least {MIN_ROUNDS}.")]
-Layers = Annotated[int, typer.Option(help="How many of the model's layers are run.", min=1)]
+Markdown = Annotated[Optional[Path], typer.Option(help="Save the tables to this file.", metavar="FILE")]  # noqa: UP045
+Plot = Annotated[Optional[Path], typer.Option(help="Save a plot to this file.", metavar="FILE.png")]  # noqa: UP045
+Rounds = Annotated[int, typer.Option(help=f"Rounds; each strategy runs once per round. At least {MIN_ROUNDS}.")]
+Layers = Annotated[int, typer.Option(help="Number of the model's layers to run.", min=1)]
 SeqLen = Annotated[int, typer.Option(help="Tokens.", min=1)]
 Model = Annotated[list[str], typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.", metavar="NAME")]
-Wires = Annotated[str, typer.Option(help="Activations on the wire: exact, fp16, bf16, int8.", metavar="LIST")]
+Wires = Annotated[str, typer.Option(help="Activation formats on the wire: exact, fp16, bf16, int8.", metavar="LIST")]
 
 app = typer.Typer(
     name="python -m tools.bench",
@@ -70,7 +70,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class Files:
-    """Where the results go; written after every setting, so that an interrupt costs the unfinished one only."""
+    """Output files; written after every setting, so that an interrupt loses only the unfinished one."""
 
     json: Path | None
     markdown: Path | None
@@ -80,7 +80,7 @@ class Files:
     summary: Callable[[Sequence[Row]], list[str]]
 
     def check(self) -> None:
-        """Raises BadSetting."""
+        """Raise BadSetting if a file cannot be written."""
         check_files(self.json, self.markdown)
         check_writable("--plot", self.plot)
         if self.plot is not None:
@@ -98,29 +98,29 @@ class Files:
 @app.command()
 @handles_errors
 def galaxy(
-    env: Annotated[list[str], typer.Option(help="a to f: the paper's environments; may be repeated.")] = [],  # noqa: B006
+    env: Annotated[list[str], typer.Option(help="Environment of the paper, a to f; may be repeated.")] = [],  # noqa: B006
     scenario: Annotated[list[str], typer.Option(help="A scenario's name or TOML file; may be repeated.")] = [],  # noqa: B006
-    devices: Annotated[Optional[int], typer.Option(help="Only the first N.", min=1, metavar="N")] = None,  # noqa: UP045
+    devices: Annotated[Optional[int], typer.Option(help="Use only the first N devices.", min=1, metavar="N")] = None,  # noqa: UP045
     model: Model = [],  # noqa: B006
-    config: Annotated[
-        list[Path], typer.Option(help="A config.json of a model that Hearth runs; may be repeated.")
-    ] = [],  # noqa: B006
+    config: Annotated[list[Path], typer.Option(help="The config.json of a supported model; may be repeated.")] = [],  # noqa: B006
     layers: Layers = _LAYERS,
     seq_len: Annotated[list[int], typer.Option(help="Tokens; may be repeated.", min=1)] = [284],  # noqa: B006
-    mbit: Annotated[list[float], typer.Option(help="Every link at this real rate; may be repeated.")] = [],  # noqa: B006
+    mbit: Annotated[list[float], typer.Option(help="Real rate of every link; may be repeated.")] = [],  # noqa: B006
     strategies: Annotated[str, typer.Option(help=f"Of {', '.join(NAMES)}.", metavar="LIST")] = ",".join(NAMES),
     wires: Wires = "exact",
     rounds: Rounds = 15,
-    plain: Annotated[bool, typer.Option("--plain", help="Run hmp unencrypted as well.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Also run hmp without encryption.")] = False,
     baseline: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="What speed-ups are over. Default: gloo-tp where it is run.", show_default=False),
+        typer.Option(
+            help="Strategy that speed-ups are relative to. Default: gloo-tp if it is run.", show_default=False
+        ),
     ] = None,
     json: Json = None,
     markdown: Markdown = None,
     plot: Plot = None,
 ) -> None:
-    """Measure strategies side by side, in interleaved rounds, on one model or several."""
+    """Compare strategies in interleaved rounds, on one or more models."""
     names = parse_names(strategies)
     if baseline is not None and baseline not in names:
         raise BadSetting(setting="--baseline", reason=f"'{baseline}' is none of the strategies that are run")
@@ -237,7 +237,7 @@ def sweep(
     markdown: Markdown = None,
     plot: Plot = None,
 ) -> None:
-    """How well the planner predicts, and whether `auto` takes the best: one to four devices, many links and models."""
+    """Measure the planner's prediction error and the choices of `auto`, on one to four devices and many links and models."""
     chosen = load_scenario(scenario)
     wanted = paper.sweep(_shapes(model), min(len(chosen.devices), 4), seq_len, _rates(mbit))
     files = Files(json, markdown, plot, plots.predicted_against_measured, "Predicted against measured",
@@ -259,7 +259,7 @@ def codec(
     markdown: Markdown = None,
     plot: Plot = None,
 ) -> None:
-    """Whether lz4 pays: off, auto and on, on a slow and on a fast link. (Activations of random weights.)"""
+    """Compare lz4 off, auto and on, on a slow and on a fast link. (Activations of random weights.)"""
     values: tuple[Values, ...] = parse_wires(wires)
     wanted = paper.codec(shape_named(model), seq_len, values, _rates(mbit))
     files = Files(json, markdown, plot, plots.speedup_bars, "lz4 on activations: speed-up over sending them as they are",
@@ -283,7 +283,7 @@ def generate(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """How fast a decoder of random weights generates: one device, two, and transformers (bfloat16) on one."""
+    """Measure generation by a decoder of random weights: on one device, on two, and with transformers (bfloat16) on one."""
     if weights not in get_args(WeightFormat):
         raise BadSetting(setting="--weights", reason=f"'{weights}' is none of {', '.join(get_args(WeightFormat))}")
     check_files(json, markdown)
@@ -329,15 +329,15 @@ for proof in (proofs.push, proofs.capacity, proofs.soak, proofs.exactness):
 def _measure(
     work: Sequence[tuple[Scenario, Sequence[Wanted]]], layers: int, rounds: int, files: Files, together: bool = False
 ) -> None:
-    """Prints each setting's table as soon as it is measured. Exits with 1 when an output was wrong.
+    """Measure settings and print each table when it is finished. Exits with 1 if an output was wrong.
 
-    `together`: all settings of a model are interleaved, since they are compared with each other.
+    `together`: interleave all settings of a model, because they are compared with each other.
     """
     if rounds < MIN_ROUNDS:
-        raise BadSetting(setting="--rounds", reason=f"{rounds} say nothing; at least {MIN_ROUNDS} are needed")
+        raise BadSetting(setting="--rounds", reason=f"{rounds} is too few; at least {MIN_ROUNDS} are needed")
     for _, wanted in work:
         for each in wanted:
-            each.shape.shortened(layers, each.seq_len)  # a length that no model takes is told before anything starts
+            each.shape.shortened(layers, each.seq_len)  # report a length that a model does not support before starting
     files.check()
     rows: list[Row] = []
     with temporary_folder() as folder, Status("", console=err) as status:
@@ -373,7 +373,7 @@ def _measure(
     for line in files.summary(rows):
         out.print(line, soft_wrap=True)
     if any(row.wrong for row in rows):
-        err.print("[red]error:[/] an output differs from the one device's; the rows are marked", soft_wrap=True)
+        err.print("[red]error:[/] an output differs from that of a single device; its row is marked", soft_wrap=True)
         raise typer.Exit(1)
 
 

@@ -1,14 +1,13 @@
-"""How fast a traced step could have been: its own compute and its own bytes, with perfect overlap. Pure.
+"""Lower bound of a traced step: its measured compute and its bytes, with perfect overlap. Pure.
 
     bound = sum over parts of  max over devices d of  max(compute_d, sent_d / rate_d, received_d / rate_d)
 
 A part is a segment of a layer's work and the collectives that can hide behind it: QKV tiles with the AllGather before
 them (or the exchange of Q, K and V), attention and out-projection tiles with the ReduceScatter, and the MLP's two GEMMs
-with both of its collectives, as these follow each other tile by tile. Work without a collective (connective, embedding)
-is a part of compute alone, and a collective without work (SP's K and V, the second half of an AllReduce) one of transfer
-alone. Parts follow each other, as in Galaxy's objective (5). Compute is the traced bars' time under the device's limits;
-rates are the link's own, without headers: less than this it cannot take, and nothing of latency, waits for quota or
-encryption is in it.
+with both collectives, which overlap tile by tile. Work without a collective (connective, embedding) is a part with compute
+only; a collective without work (SP's K and V, the second half of an AllReduce) is a part with transfers only. Parts run
+one after the other, as in Galaxy's objective (5). Compute is the traced time under the device's limits; rates are the
+link's nominal ones, without headers. The bound leaves out latency, waiting for CPU quota, and encryption.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Segment(Enum):
     KEYS_AND_VALUES = auto()
 
 
-_Part: TypeAlias = tuple[int | None, Segment | TaskKind]  # layer, and what of it
+_Part: TypeAlias = tuple[int | None, Segment | TaskKind]  # layer, and segment or kind of work in it
 
-# A transfer belongs to the segment of its work. Every other kind of a layer is a part of its own.
+# A transfer belongs to the segment of its work. Every other kind of task is a separate part.
 SEGMENTS: Mapping[TaskKind | None, Segment] = {
     Work.QKV: Segment.ENTER_ATTENTION,
     Work.ATTENTION: Segment.LEAVE_ATTENTION,
@@ -48,9 +47,9 @@ SEGMENTS: Mapping[TaskKind | None, Segment] = {
 
 
 def bound_seconds(steps: Sequence[Sequence[Events]], bytes_per_second: Sequence[float]) -> float:
-    """From every device's trace events of one step or several, and the rate of its link in each direction.
+    """The bound in seconds, from each device's trace events of one or more steps and its link rate in each direction.
 
-    Of several steps of the same plan the least time counts, part by part: time lost to other programs is no bound.
+    With several steps of the same plan, each part counts with its shortest time, which excludes background load.
     """
     least: dict[tuple[_Part, int], float] = {}
     for traces in steps:
@@ -64,7 +63,7 @@ def bound_seconds(steps: Sequence[Sequence[Events]], bytes_per_second: Sequence[
 
 
 def _parts(events: Events, bytes_per_second: float) -> dict[_Part, float]:
-    """The time that one device needs for each part: computing, sending or receiving, the longest of them."""
+    """One device's seconds for each part: the longest of computing, sending and receiving."""
     lanes: defaultdict[_Part, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for event in events:
         lanes[event.layer, _segment(event.kind)][event.lane] += (

@@ -1,7 +1,7 @@
-"""A model that fits no single device: served by several whose memory the kernel limits, under all that was promised.
+"""Capacity benchmark: a model too large for any single device, served by several under kernel memory limits.
 
-The real coordinator plans, deploys and serves. What it planned for each device stands beside the most that the device's
-worker ever had resident, after as many answers at once, of as long a context, as the plan has room for.
+The real coordinator plans, deploys and serves. After as many concurrent answers of full context as the plan allows, the
+planned memory of each device is compared with its worker's peak resident memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tools.bench.findings import Finding, at_least, at_most, equal, table
 from tools.bench.watch import peak_bytes, worker_of
 from tools.testbed import Testbed
 
-COORDINATOR_BYTES = 256 << 20
-PLAN_TOLERANCE = 0.10
-_SAMPLE_SECONDS = 0.2
+COORDINATOR_BYTES = 256 << 20  # most resident memory of the coordinator
+PLAN_TOLERANCE = 0.10  # of the actual peak against the planned memory
+_SAMPLE_SECONDS = 0.2  # interval of memory samples
 
 
 class CapacityBench:
-    """On a testbed that is up, with agents on all devices but the hub."""
+    """Runs on a started testbed with agents on all devices except the hub."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CapacityBench:
         self._clients.__exit__(kind, error, trace)
 
     def run(self) -> tuple[list[Finding], str]:
-        """The figures, and a table by device."""
+        """The findings, and a table with one row per device."""
         ended = threading.Event()
         watching = threading.Thread(target=self._watch, args=(ended,), daemon=True)
         watching.start()
@@ -125,7 +125,7 @@ class CapacityBench:
         ]  # fmt: skip
 
     def _weights_bytes(self) -> int:
-        """As one device would have to hold them."""
+        """Size of all weights in memory, if one device held them."""
         with Checkpoint(self._model_dir):
             weights = sum(chunk_weights(self._spec, kind, grain) for kind, _, grain in all_chunks(self._spec))
         return int(weights * self._spec.matrix_bytes)

@@ -1,4 +1,4 @@
-"""What exactness is proven on: families at a published model's widths, plans, prompts; and what is said of it. Pure."""
+"""Cases of the exactness benchmark (model families at published widths, plans, prompts) and its tables. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hearth.errors import BadSetting
 from hearth.plan.transformer import Strategy
 from tools.bench.findings import table
 
-LOGIT_TOLERANCE = 1e-3
-PROMPT_TOKENS = (1, 17, 129, 500)  # of one batch
-NEW_TOKENS = 64
+LOGIT_TOLERANCE = 1e-3  # largest accepted absolute difference of a logit
+PROMPT_TOKENS = (1, 17, 129, 500)  # lengths of the prompts in one batch
+NEW_TOKENS = 64  # generated per prompt
 
 
 @dataclass(frozen=True)
 class Family:
-    """A published model's config but for its depth; `num_layers` are run."""
+    """A published model's config, reduced to `num_layers` layers."""
 
     what: str
     config: Mapping[str, Any]
@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
         num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rms_norm_eps=1e-6,
         tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     ),
-    # Published with a window of 4096 tokens, which prompts of 500 do not fill: here it is 128.
+    # The published window is 4096 tokens; 128 here, so that prompts of 500 tokens exceed it.
     "mistral": _llama(
         "Mistral 7B (window 128)", 2, model_type="mistral", hidden_size=4096, intermediate_size=14336,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=32000,
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One plan: `split` are the devices' weights, uneven; `chunked`: long prompts come in several steps."""
+    """One plan. `split`: relative shares of the devices; `chunked`: prefill long prompts in several steps."""
 
     strategy: Strategy
     split: tuple[float, ...]
@@ -105,8 +105,10 @@ CASES = (
 
 
 class ExactnessRow(BaseModel):
-    """One case of one family. `different_at` names the first token that differs: prompt tokens, index, and how far apart
-    the reference's two best logits were there."""
+    """Result of one case of one family.
+
+    `different_at` describes the first differing token: prompt length, index, and gap of the reference's two best logits.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -128,7 +130,7 @@ class ExactnessRow(BaseModel):
 
 
 def chosen_families(names: str) -> dict[str, Family]:
-    """Raises BadSetting."""
+    """Parse a list of families. Raises BadSetting."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in FAMILIES]
     if unknown or not wanted:
@@ -138,7 +140,7 @@ def chosen_families(names: str) -> dict[str, Family]:
 
 
 def chosen_cases(strategies: str) -> tuple[Case, ...]:
-    """Raises BadSetting."""
+    """The cases of a list of strategies. Raises BadSetting."""
     known = list(dict.fromkeys(case.strategy for case in CASES))
     wanted = [name.strip() for name in strategies.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in known]
@@ -149,7 +151,7 @@ def chosen_cases(strategies: str) -> tuple[Case, ...]:
 
 
 def summary(rows: Sequence[ExactnessRow]) -> str:
-    """One line for each family."""
+    """Markdown table with one line per family."""
     lines = []
     for name in dict.fromkeys(row.family for row in rows):
         group = [row for row in rows if row.family == name]
@@ -172,7 +174,7 @@ def summary(rows: Sequence[ExactnessRow]) -> str:
 
 
 def details(rows: Sequence[ExactnessRow]) -> str:
-    """Largest logit difference by case and family; `!` where a token differs."""
+    """Markdown table of the largest logit difference by case and family; `!` marks a differing token."""
     families = list(dict.fromkeys(row.family for row in rows))
     found = {(row.case, row.family): row for row in rows}
     lines = []

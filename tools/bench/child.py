@@ -1,4 +1,4 @@
-"""A process of a benchmark that answers its parent: JSON requests over a socket, one at a time."""
+"""Request loop of a benchmark's child process: JSON requests over a socket, one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.errors import HearthError
 
 
 def serve(address: str, target: object) -> None:
-    """Answer requests `{"do": METHOD, ...}` for ever; the parent ends us."""
+    """Answer requests `{"do": METHOD, ...}` by calling methods of `target`, until the parent ends this process."""
     socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     while True:

@@ -1,6 +1,6 @@
-"""Apps that ask a home to generate: `python -m tools.bench.clients ipc://PATH KEY ADDRESS`, in the hub's namespace.
+"""Client apps that request generation: `python -m tools.bench.clients ipc://PATH KEY ADDRESS`, in the hub's namespace.
 
-Each client has a connection of its own and uses the client library as any app does.
+Each client has its own connection and uses the client library like any app.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from tools.bench.child import serve
 
-_CALL_SECONDS = 1800.0
-_ANSWER_SECONDS = 300.0
-_CANCEL_EVERY = 3  # requests of each client
-_BEFORE_FIRST_TOKEN_SECONDS = 0.05
+_CALL_SECONDS = 1800.0  # timeout of a call from the parent
+_ANSWER_SECONDS = 300.0  # timeout of a request
+_CANCEL_EVERY = 3  # each client cancels one request in this many
+_BEFORE_FIRST_TOKEN_SECONDS = 0.05  # after which to cancel a request before its first token
 
 _T = TypeVar("_T")
 
 
 class Ask(BaseModel):
-    """A request; `seed` None: the likeliest tokens."""
+    """A request to generate."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,7 +42,7 @@ class Ask(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What became of request `ask` of a list."""
+    """The outcome of a request; `ask` is its index in the list."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,7 +54,7 @@ class Outcome(BaseModel):
 
 
 class Clients:
-    """Calls come one at a time; what they ask for runs in a loop in a thread of its own."""
+    """Executes one call at a time, in an event loop on a separate thread."""
 
     def __init__(self, key: Path, address: str) -> None:
         self._key, self._address = key, address
@@ -62,18 +62,18 @@ class Clients:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def wait_ready(self, within_seconds: float) -> dict[str, Any]:
-        """Until the coordinator serves: its status. Raises what the client raises."""
+        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
         return self._run(self._wait_ready(within_seconds))
 
     def status(self) -> dict[str, Any]:
         return self._run(self._status())
 
     def ask(self, asks: list[Any], together: bool) -> dict[str, Any]:
-        """All of them, at once or one after the other."""
+        """Send all requests, concurrently (`together`) or one after the other."""
         return {"outcomes": self._run(self._ask([Ask.model_validate(each) for each in asks], together))}
 
     def soak(self, asks: list[Any], clients: int, seconds: float, seed: int) -> dict[str, Any]:
-        """So many clients that ask one thing after the other, chosen at random, for so long; every third is given up."""
+        """Run `clients` clients for `seconds`. Each sends random requests one after the other and cancels every third."""
         pool = [Ask.model_validate(each) for each in asks]
         return {"outcomes": self._run(self._soak(pool, clients, seconds, seed))}
 
@@ -105,7 +105,7 @@ class Clients:
 
         async def client(number: int, home: AsyncHome) -> None:
             chance = random.Random(f"{seed} {number}")
-            asked = number  # so that they do not all give up at the same time
+            asked = number  # so that clients do not cancel at the same time
             while loop.time() < until:
                 index = chance.randrange(len(pool))
                 after = chance.randint(0, pool[index].max_tokens * 3 // 4) if asked % _CANCEL_EVERY == 0 else None
@@ -119,7 +119,7 @@ class Clients:
 
 
 async def _answered(home: AsyncHome, index: int, ask: Ask, cancel_after: int | None) -> Outcome:
-    """`cancel_after` so many tokens the answer is closed; 0: while the first is waited for."""
+    """Run one request. Cancel it after `cancel_after` tokens; 0: before the first token; None: never."""
     answer = home.generate(
         token_ids=ask.prompt, max_tokens=ask.max_tokens, temperature=ask.temperature, top_k=ask.top_k,
         top_p=ask.top_p, seed=ask.seed, timeout_seconds=_ANSWER_SECONDS,

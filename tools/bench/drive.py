@@ -1,4 +1,4 @@
-"""Drives the runners of a benchmark: loads plans, runs steps on all devices at once, and times them."""
+"""Controls the runner processes of a benchmark: loads plans, runs steps on all devices at once, and times them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hearth.wire.messages import ChunkRef, TraceEvent
 from tools.bench.interrupts import shielded
 from tools.testbed import Testbed
 
-_ANSWER_SECONDS = 180.0
-_LOOK_MS = 500  # how soon the end of a runner is noticed
-_FIRST_GLOO_PORT = 29511
+_ANSWER_SECONDS = 180.0  # default timeout of a request to runners
+_LOOK_MS = 500  # interval at which to check that a runner is alive
+_FIRST_GLOO_PORT = 29511  # counts up with every group that joins
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step: from the first device's start to the last one's end. Bytes only where it was traced."""
+    """One step, timed from the first device's start to the last one's end. Bytes are 0 unless it was traced."""
 
     seconds: float
     cpu_seconds: tuple[float, ...]
     sums: list[float]
-    compute_seconds: tuple[float, ...] = ()  # of each device, waits for others left out; none for gloo
+    compute_seconds: tuple[float, ...] = ()  # by device, without waiting for others; empty for gloo
     sent_bytes: int = 0  # by all devices, forwarded tiles included
     raw_bytes: int = 0  # the same values as float32
     lz4_saved_bytes: int = 0
@@ -48,7 +48,7 @@ class Sample:
 
 
 class StoredModel:
-    """A checkpoint with its chunks in one store that all runners map."""
+    """A checkpoint whose chunks are in one store that all runners map."""
 
     def __init__(self, model_dir: Path, store_dir: Path) -> None:
         self.directory = model_dir
@@ -63,7 +63,7 @@ class StoredModel:
 
 
 class Group:
-    """Processes that answer JSON requests, one per device. The testbed ends them; leaving the context closes sockets."""
+    """Processes that answer JSON requests, one per device. Leaving the context closes sockets; the testbed ends them."""
 
     def __init__(self, testbed: Testbed, kind: str) -> None:
         self._testbed = testbed
@@ -82,7 +82,7 @@ class Group:
             socket.close()
 
     def start(self, name: str, *arguments: str, limited: bool = True) -> None:
-        """On a device; not `limited`: without its share of the CPU, as what runs beside it does."""
+        """Start the process of a device. Not `limited`: without the device's CPU quota."""
         path = self._testbed.folder / f"{self._kind}-{name}"
         if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
             raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
@@ -101,7 +101,7 @@ class Group:
     def ask(
         self, requests: Mapping[str, Mapping[str, Any]], seconds: float = _ANSWER_SECONDS
     ) -> dict[str, dict[str, Any]]:
-        """Send to all at once, then wait for all. Raises InternalError with what a runner said, DeadlineExceeded."""
+        """Send all requests, then wait for all answers. Raises InternalError with a runner's error, DeadlineExceeded."""
         for name, request in requests.items():
             self.send(name, request)
         deadline = time.monotonic() + seconds
@@ -113,7 +113,7 @@ class Group:
         return answers
 
     def send(self, name: str, request: Mapping[str, Any]) -> None:
-        """Without waiting for the answer."""
+        """Send a request without waiting for the answer."""
         self._sockets[name].send(json.dumps(request).encode())
 
     def process(self, name: str) -> subprocess.Popen[bytes]:
@@ -123,7 +123,7 @@ class Group:
         began = time.monotonic()
         while not self._sockets[name].poll(_LOOK_MS):
             if self._processes[name].poll() is not None:
-                reason = f"it has ended: {self._last_line(name) or 'it said nothing'}"
+                reason = f"it has ended: {self._last_line(name) or 'no output'}"
                 raise InternalError(where=f"{self._kind} on {name}", reason=reason)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=time.monotonic() - began)
@@ -138,10 +138,10 @@ class Group:
 
 
 class EngineRunners(Group):
-    """The worker's engine on every device; any number of plans stay loaded.
+    """The worker's engine on every device; keeps several plans loaded.
 
-    `all_busy`: devices without a part in a step, or in a profile, compute meanwhile, each within its limits. Emulated
-    devices share cores, caches and memory, so that one is faster while others rest; real ones are not.
+    `all_busy`: devices not taking part in a step or profile run a dummy load within their limits. Emulated devices share
+    cores, caches and memory bandwidth, so one is faster while others idle, unlike real devices.
     """
 
     def __init__(self, testbed: Testbed, devices: Sequence[str], all_busy: bool = False) -> None:
@@ -160,7 +160,7 @@ class EngineRunners(Group):
         link_bytes_per_second: float,
         text: str = "",
     ) -> None:
-        """The plan's devices are named as the testbed's. `text`: the plan as the runners' version of Hearth reads it."""
+        """Load and connect a plan, whose device names are the testbed's. `text`: the plan in the runners' file format."""
         names = [device.name for device in plan.devices]
         self._plans[plan_id] = plan
         bound = self.ask(
@@ -206,13 +206,13 @@ class EngineRunners(Group):
         )
 
     def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """One answer: `tokens`, and seconds of `prefill` and `decode` (of all tokens but the first)."""
+        """Generate one answer: `tokens`, and the seconds of `prefill` and of `decode` (all tokens except the first)."""
         request = {"do": "generate", "plan_id": plan_id, "prompt": list(prompt), "num_tokens": num_tokens}
         devices = self._plans[plan_id].devices
         return self.ask({device.name: request for device in devices})[devices[0].name]
 
     def exchange_seconds(self, plan_id: str, count: int) -> float:
-        """Of one exchange of partial sums in decoding, on the slowest device."""
+        """Seconds of one exchange of partial sums in decoding, on the slowest device."""
         request = {"do": "exchange", "plan_id": plan_id, "count": count}
         answers = self.ask({device.name: request for device in self._plans[plan_id].devices})
         return max(float(answer["seconds"]) for answer in answers.values())
@@ -222,7 +222,7 @@ class EngineRunners(Group):
         self.ask({name: {"do": "unload", "plan_id": plan_id} for name in names})
 
     def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
-        """All of these at the same time, with so many threads each: let no two of them share a core."""
+        """Profile these devices at once; `devices` are numbers of threads by name. No two may share a core."""
         request = {"do": "profile", "model": spec.model_dump(mode="json"), "seq_len": seq_len}
         with self._others_busy(list(devices)):
             answers = self.ask({name: {**request, "num_threads": threads} for name, threads in devices.items()})
@@ -232,25 +232,25 @@ class EngineRunners(Group):
     def _others_busy(self, names: Sequence[str]) -> Iterator[None]:
         others = [name for name in self._devices if name not in names]
         self.ask({name: {"do": "begin_to_compute"} for name in others})
-        yield  # where what comes fails, the runners are ended with the testbed
+        yield  # after an exception the testbed ends the runners
         self.ask({name: {"do": "end_computing"} for name in others})
 
     def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
-        """Over the data plane's kind of socket."""
+        """Measure a link over a data-plane socket for `seconds`."""
         self._open_link(source, target, encrypt)
         measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
         self.ask({name: {"do": "close_link"} for name in (source, target)})
         return Link(source=source, target=target, **measured[source])
 
     def ping_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
-        """One way, of a message of this size over the data plane's kind of socket."""
+        """One-way seconds of a message of this size over a data-plane socket."""
         self._open_link(source, target, encrypt)
         echoed = self.ask({target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}})
         self.ask({name: {"do": "close_link"} for name in (source, target)})
         return float(echoed[source]["seconds"])
 
     def swap_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
-        """Both ways at once, on the slower end: what an exchange of partial sums is without anything of ours."""
+        """Seconds to swap a message in both directions at once, on the slower end: a lower bound of an exchange."""
         self._open_link(source, target, encrypt)
         request = {"do": "swap", "num_bytes": num_bytes, "count": count}
         swapped = self.ask({source: request, target: request})
@@ -274,7 +274,7 @@ class EngineRunners(Group):
 
 
 class ReferenceRunner(Group):
-    """`transformers` on one of the devices."""
+    """Runs `transformers` on one device."""
 
     def __init__(self, testbed: Testbed, device: str) -> None:
         super().__init__(testbed, "reference")
@@ -290,7 +290,7 @@ class ReferenceRunner(Group):
 
 
 class GlooRunners(Group):
-    """torch.distributed on gloo; `join` says which of the devices take part from now on."""
+    """torch.distributed on gloo; `join` selects the devices that take part."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
         super().__init__(testbed, "gloo")
@@ -328,7 +328,7 @@ class GlooRunners(Group):
         self.ask({name: {"do": "unload"} for name in self._members})
 
     def run(self, num_rows: int, wire: str) -> Sample:
-        """`sent_bytes` are what the network interfaces count, with headers."""
+        """Run one step. `sent_bytes` are counted by the network interfaces, with headers."""
         parts = list(
             self.ask({name: {"do": "run", "num_rows": num_rows, "wire": wire} for name in self._members}).values()
         )

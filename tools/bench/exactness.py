@@ -1,8 +1,8 @@
-"""Generation against `transformers`, at each family's real widths and with fewer layers: tokens, and every logit.
+"""Compares tokens and logits of generation with `transformers`, at each family's real widths with fewer layers.
 
-All ranks of a plan run in this process, over the in-memory transport, on the real chunks of a checkpoint with random
-weights whose biases and norm gains are randomised. Everything is float32. The reference is `generate` of the library,
-greedy, on one prompt at a time; ours runs all prompts of a case as one batch.
+All ranks of a plan run in this process over the in-memory transport, on chunks of a checkpoint with random weights,
+biases and norm gains. Everything is float32. The reference is the library's greedy `generate` on one prompt at a time;
+Hearth runs all prompts of a case as one batch.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tools.bench.shares import shared_plan
 from tools.testbed.memory import MemoryHub
 
 _TOKEN = bytes(range(16))
-_CHUNK_ROWS = 96  # of a prefill step where prompts come in chunks: two of the four do, one of them in six
+_CHUNK_ROWS = 96  # of a prefill step in chunked cases: splits two of the four prompts, one of them into six chunks
 _R = LayerMode(qkv="replicated", out="replicated", mlp="replicated")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What `transformers` answers to one prompt: tokens, and the logits that they were chosen by."""
+    """The reference answer to one prompt: tokens, and the logits they were chosen from."""
 
     prompt: list[int]
     tokens: list[int]
@@ -55,13 +55,13 @@ class Expected:
 
 
 class ExactnessBench:
-    """One family at a time. `folder` holds its checkpoint and chunks while it runs."""
+    """Runs the cases of one family at a time. `folder` holds its checkpoint and chunks while it runs."""
 
     def __init__(self, folder: Path, report: Callable[[str], None], num_tokens: int = NEW_TOKENS) -> None:
         self._folder, self._report, self._num_tokens = folder, report, num_tokens
 
     def measure(self, name: str, family: Family, cases: Sequence[Case]) -> Iterator[ExactnessRow]:
-        """A row for each case that the family's depth has layers for."""
+        """Yield a row for each case that needs no more layers than the family has."""
         self._report(f"{name}: making the model")
         layers = {"n_layer" if family.config["model_type"] == "gpt2" else "num_hidden_layers": family.num_layers}
         config = {**family.config, **layers, "bos_token_id": None, "eos_token_id": None}
@@ -101,7 +101,9 @@ class ExactnessBench:
             found = cluster.answers([each.prompt for each in expected], self._num_tokens)
         for each, (tokens, logits_TV) in zip(expected, found, strict=True):
             same = next((i for i, pair in enumerate(zip(tokens, each.tokens, strict=True)) if pair[0] != pair[1]), None)
-            upto = len(tokens) if same is None else same + 1  # after another token, nothing can be compared
+            upto = (
+                len(tokens) if same is None else same + 1
+            )  # answers cannot be compared after the first different token
             equal += len(tokens) if same is None else same
             largest = max(largest, float((logits_TV[:upto] - each.logits[:upto]).abs().max()))
             if same is not None and not where:
@@ -125,7 +127,7 @@ class ExactnessBench:
 
 
 def plan_of(spec: ModelSpec, case: Case, num_tokens: int) -> TransformerPlan:
-    """With room for the whole batch; `chunked` or not is a matter of how many rows a step takes."""
+    """The case's plan with room for the whole batch. The number of rows per step decides whether prefill is chunked."""
     longest = max(PROMPT_TOKENS) + num_tokens
     rows = _CHUNK_ROWS if case.chunked else sum(PROMPT_TOKENS)
     promise = Promise(
@@ -140,7 +142,7 @@ def plan_of(spec: ModelSpec, case: Case, num_tokens: int) -> TransformerPlan:
 
 
 class _Recorded:
-    """An output head that keeps what it gives: its owner's logits, a row for each token that is chosen."""
+    """An output head that records its logits, one row per chosen token."""
 
     def __init__(self, head: Matrix) -> None:
         self._head = head
@@ -156,7 +158,7 @@ class _Recorded:
 
 
 class Ranks:
-    """Rank 0 leads in the caller's thread, each other rank follows in its own."""
+    """Runs rank 0 in the caller's thread and every other rank in its own thread."""
 
     def __init__(self, plan: TransformerPlan, model: StoredModel, stack: ExitStack) -> None:
         hub = MemoryHub(plan.num_ranks)
@@ -181,9 +183,9 @@ class Ranks:
             threading.Thread(target=_follow, args=(generation,), daemon=True).start()
 
     def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[tuple[list[int], Tensor]]:
-        """Greedy tokens of each prompt, and the logits [T,V] of all owners of the vocabulary side by side."""
+        """Greedy tokens of each prompt, and the logits [T,V], concatenated over the owners of the vocabulary."""
         tokens: dict[bytes, list[int]] = {}
-        at: dict[bytes, list[int]] = {}  # which of the recorded rows a token was chosen by
+        at: dict[bytes, list[int]] = {}  # indices of the recorded rows from which tokens were chosen
         for index, prompt in enumerate(prompts):
             name = index.to_bytes(8, "little")
             tokens[name], at[name] = [], []
@@ -200,7 +202,9 @@ class Ranks:
                     at[name].append(chosen)
                     chosen += 1
         if any(len(head.logits) != chosen for head in self._heads):
-            raise InternalError(where="the bench", reason="an owner of the vocabulary gave other rows than were chosen")
+            raise InternalError(
+                where="the bench", reason="the number of recorded logit rows differs from the number of chosen tokens"
+            )
         return [
             (tokens[name], torch.stack([torch.cat([head.logits[row] for head in self._heads]) for row in at[name]]))
             for name in tokens
@@ -209,7 +213,7 @@ class Ranks:
 
 @contextmanager
 def ranks(plan: TransformerPlan, model: StoredModel) -> Iterator[Ranks]:
-    """One thread each, as on devices of one core."""
+    """Start the ranks; with several, torch uses one thread per rank, as on single-core devices."""
     threads = torch.get_num_threads()
     if plan.num_ranks > 1:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What a proof says: figures beside what was asked of them, as tables for people and as JSON. Pure."""
+"""Findings of a benchmark: measured figures and their targets, as Markdown tables and JSON. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Finding(BaseModel):
-    """One figure. `holds` is None where nothing was asked."""
+    """One measured figure. `holds`: whether it meets its target; None if there is none."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,7 +33,7 @@ def equal(what: str, value: float, expected: float, measured: str, asked: str) -
 
 
 def findings_table(findings: Sequence[Finding]) -> str:
-    """Markdown."""
+    """Markdown table of findings."""
     rows = [
         (each.what, each.asked or "-", each.measured, {None: "-", True: "yes", False: "**no**"}[each.holds])
         for each in findings
@@ -42,7 +42,7 @@ def findings_table(findings: Sequence[Finding]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
 

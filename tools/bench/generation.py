@@ -1,6 +1,6 @@
-"""How fast a decoder generates: one device, several, and `transformers` on one, in interleaved rounds.
+"""Generation speed of a decoder: on one device, on several, and `transformers` on one, in interleaved rounds.
 
-Random weights. Decode rates leave out the first token, which the prefill brings.
+Weights are random. Decode rates exclude the first token, which the prefill produces.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
 VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
 REFERENCE = "transformers"
 _REFERENCE_TYPE = "bfloat16"
-_EXCHANGES = 200
-# FIELD's shape: 330 million weights.
+_EXCHANGES = 200  # timed exchanges of partial sums, pings and swaps
+# A Llama of 330 million weights.
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 2048,
@@ -41,7 +41,7 @@ LLAMA: dict[str, Any] = {
 
 
 class GenerationRow(BaseModel):
-    """Rates are medians over rounds; `prefill` and `decode` in tokens per second."""
+    """One strategy at one link rate. `prefill` and `decode` are medians over rounds, in tokens per second."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,17 +58,17 @@ class GenerationRow(BaseModel):
     decode_max: float
     prefill_over_reference: float
     decode_over_reference: float
-    decode_low: float  # 95 % confidence of the ratio
+    decode_low: float  # 95 % confidence interval of the ratio
     decode_high: float
     decode_predicted: float | None = None
     exchange_seconds: float | None = None  # of partial sums of one row, between two devices
-    ping_seconds: float | None = None  # one way, a raw message of that size over the same kind of socket
-    swap_seconds: float | None = None  # one such message each way at once
+    ping_seconds: float | None = None  # one way, a raw message of the same size over the same kind of socket
+    swap_seconds: float | None = None  # one such message in each direction at once
 
 
 @dataclass
 class _Measured:
-    """Seconds by round."""
+    """Measurements of one strategy, by round."""
 
     run: Callable[[], dict[str, Any]]
     plan: TransformerPlan | None = None
@@ -77,10 +77,10 @@ class _Measured:
 
 
 def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
-    """Of any decoder's config.json that Hearth runs. Raises BadSetting."""
+    """Save a decoder with this config and random weights. Raises BadSetting if Hearth does not support it."""
     kind = str(config.get("model_type", "missing"))
     if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
-        raise BadSetting(setting="--config", reason=f"the model_type {kind} is no decoder that Hearth runs")
+        raise BadSetting(setting="--config", reason=f"the model_type {kind} is not a decoder that Hearth supports")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -97,7 +97,7 @@ def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
 
 
 class GenerationBench:
-    """On a testbed that is up."""
+    """Runs on a started testbed."""
 
     def __init__(
         self, testbed: Testbed, model: StoredModel, weights: WeightFormat, report: Callable[[str], None]
@@ -119,7 +119,7 @@ class GenerationBench:
         self._reference.__exit__(None, None, None)
 
     def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> list[GenerationRow]:
-        """Raises BadSetting."""
+        """Measure all variants at one link rate. Raises BadSetting if the model's context is too short."""
         if prompt_tokens + new_tokens > self._model.spec.max_positions:
             raise BadSetting(setting="--prompt", reason=f"the model takes {self._model.spec.max_positions} tokens")
         self._testbed.set_mbit(mbit)
@@ -196,7 +196,7 @@ class GenerationBench:
 
 
 def markdown(rows: Sequence[GenerationRow]) -> str:
-    """One table for each rate."""
+    """One Markdown table per link rate."""
     lines: list[str] = []
     for mbit in dict.fromkeys(row.mbit for row in rows):
         group = [row for row in rows if row.mbit == mbit]

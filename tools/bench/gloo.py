@@ -1,9 +1,9 @@
-"""The baseline: Megatron-LM's tensor parallelism with torch.distributed's AllReduce on gloo.
+"""Baseline: Megatron-LM's tensor parallelism with torch.distributed's AllReduce on gloo.
 
-Nothing of ours computes or communicates in it; the checkpoint's names are read by ours.
+Computes and communicates without Hearth's code, which is used only to read the checkpoint.
 
-`python -m tools.bench.gloo ipc://PATH`; who takes part is said later. Heads and columns are split equally; the
-connective blocks are repeated on every device, as in Megatron-LM.
+`python -m tools.bench.gloo ipc://PATH`; a request selects the devices that take part. Heads and columns are split equally;
+the connective blocks are replicated on every device, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
 from hearth.plan.rotary import frequencies
 from tools.bench.child import serve
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=60)  # of gloo operations
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
@@ -37,12 +37,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-_Norm = tuple[Tensor, Tensor | None]  # gain and bias; without a bias, RMS norm
+_Norm = tuple[Tensor, Tensor | None]  # gain and bias; no bias: RMS norm
 
 
 @dataclass
 class _Layer:
-    """Our heads and columns of a layer; biases that the model does not have are None."""
+    """This rank's heads and columns of a layer. Biases that the model does not have are None."""
 
     q: tuple[Tensor, Tensor | None]
     k: tuple[Tensor, Tensor | None]
@@ -58,7 +58,7 @@ class _Layer:
 
 
 class GlooTensorParallel:
-    """A stack of layers under tensor parallelism; `wire` is the precision that the AllReduce carries."""
+    """One rank of a tensor-parallel model. `wire`: precision of the values in the AllReduce."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -72,7 +72,7 @@ class GlooTensorParallel:
         return {}
 
     def leave(self) -> dict[str, Any]:
-        dist.barrier()  # nobody leaves while another is still busy with the group
+        dist.barrier()  # no rank leaves while another still uses the group
         dist.destroy_process_group()
         return {}
 
@@ -81,7 +81,7 @@ class GlooTensorParallel:
         return {}
 
     def load(self, model_dir: str) -> dict[str, Any]:
-        """Our heads and columns; the checkpoint's names are the family's."""
+        """Load this rank's heads and columns from a checkpoint."""
         spec = self._spec = read_spec(Path(model_dir))
         family = FAMILIES[spec.family]
         with Checkpoint(Path(model_dir)) as checkpoint:
@@ -100,13 +100,13 @@ class GlooTensorParallel:
                 return tensor(names.layer(index, name)) if name.partition(".")[0] in family.layer else None
 
             def linear(index: int, name: str, rows: slice) -> tuple[Tensor, Tensor | None]:
-                """Our outputs of a column-parallel matrix."""
+                """This rank's outputs of a column-parallel matrix."""
                 weight, bias = layer(index, f"{name}.weight"), layer(index, f"{name}.bias")
                 assert weight is not None
                 return weight[rows].clone(), None if bias is None else bias[rows].clone()
 
             def reduced(index: int, name: str, columns: slice) -> tuple[Tensor, Tensor | None]:
-                """Our inputs of a row-parallel matrix; its bias is added once, after the AllReduce."""
+                """This rank's inputs of a row-parallel matrix. Its bias is added once, after the AllReduce."""
                 weight = layer(index, f"{name}.weight")
                 assert weight is not None
                 return weight[:, columns].clone(), layer(index, f"{name}.bias")
@@ -199,7 +199,7 @@ class GlooTensorParallel:
         return self._joined(x_TH, F.linear(hidden, layer.down[0]), layer.down[1], layer.norm2, wire)
 
     def _joined(self, x_TH: Tensor, part_TH: Tensor, bias: Tensor | None, norm: _Norm, wire: str) -> Tensor:
-        """The sum over all ranks, the bias, the residual and with post-norm the norm: repeated everywhere."""
+        """AllReduce, then bias, residual and, for post-norm models, the norm; replicated on every rank."""
         x_TH = x_TH + self._all_reduce(part_TH, wire)
         if bias is not None:
             x_TH = x_TH + bias
@@ -222,7 +222,7 @@ class GlooTensorParallel:
         return twice.cos() * found.scale, twice.sin() * found.scale
 
     def _mask(self, num_rows: int) -> Tensor | None:
-        """Of a sliding window; None: all of the past, or (an encoder) everything, is seen."""
+        """Attention mask of a sliding window; None: the default mask (causal for decoders, none for encoders)."""
         window = self._spec.window(0)
         if window is None or window >= num_rows:
             return None
@@ -250,7 +250,7 @@ def _turned(x_hTd: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def _interface_bytes() -> int:
-    """What this device has sent since it is up, as its network interface counts it."""
+    """Bytes that this device's network interface has sent since it was created."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.strip().partition(":")
         if name == "eth0":

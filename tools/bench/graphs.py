@@ -1,11 +1,11 @@
-"""Graphs on the testbed, cut and placed by the real planners and served by the real coordinator, agents and workers.
+"""Benchmark of ONNX graphs on the testbed, planned and served by the real coordinator, agents and workers.
 
-Pipelines: inferences per second of one device and of several, at full load, and whether the bottleneck is what was
-predicted. Placements: the latency of one request at a fast and at a slow link rate, by one device, by `moirai`, and by what
-`auto` takes; and whether the simulator is right about which is better.
+Throughput: inferences per second of one device and of pipelines at full load, and the predicted against the measured
+bottleneck. Latency: seconds of one request at a fast and a slow link rate, for one device, `moirai` and `auto`, and whether
+the simulator predicts the fastest.
 
-Each plan is made once, and deployed anew in every round: rounds alternate between the plans, in rotated order, so that what
-the machine's other guests do meets all of them.
+Each plan is made once and deployed again in every round. The order of the plans rotates from round to round, so that load
+from other virtual machines on the host affects all of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from tools.bench.graphs_findings import NO_GAIN, ONE_DEVICE, Served, interval_se
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
-_READY_SECONDS = 240.0
-_STOP_SECONDS = 20.0
-_LOAD_MARGIN_SECONDS = 300.0
+_READY_SECONDS = 240.0  # for the coordinator to serve
+_STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
+_LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement under load
 _WAITING = 2  # requests beyond those in flight, so that the coordinator always has a next one
-_WARM_UP = 2  # times what is in flight: then every stage has been at work for a while
+_WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills every stage
 
 
 class _Clients(Group):
-    """The app, on the hub."""
+    """The process with the client app, on the hub."""
 
     def __init__(self, testbed: Testbed) -> None:
         super().__init__(testbed, "graphs_clients")
@@ -56,27 +56,25 @@ class _Clients(Group):
         return self.process(self._hub).pid
 
     def call(self, what: str, patience: float, **arguments: Any) -> dict[str, Any]:
-        """`patience` in seconds."""
+        """Call a method of `GraphClients`. `patience`: timeout in seconds."""
         return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
 
 
 @dataclass
 class _Entry:
-    """What is served in every round: first as `strategy` plans it, then by the same plan."""
+    """One plan to measure, made by `strategy` once and deployed in every round; and its measurements."""
 
     label: str
     strategy: str
     wire: str = "exact"
     plan: GraphPlan | None = None
-    predicted_seconds: float | None = None  # where it is not the plan's own
-    like: _Entry | None = None  # the same plan, which is measured for both
+    predicted_seconds: float | None = None  # overrides the plan's own prediction
+    like: _Entry | None = None  # an entry with the same plan, whose measurements are used
     seconds: list[float] = field(default_factory=list)
     answers: int = 0
     difference: float = 0.0
     errors: list[str] = field(default_factory=list)
-    compute: list[dict[str, float]] = field(
-        default_factory=list
-    )  # by round and device, seconds of an answer's segments
+    compute: list[dict[str, float]] = field(default_factory=list)  # by round, then device: busy seconds of one answer
     wire_stats: WireStats = field(default_factory=WireStats)  # of the last round
 
     def served(self, objective: Objective, mbit: float) -> Served:
@@ -109,7 +107,7 @@ class _Entry:
 
 
 def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
-    """What one request takes by a plan when every link has another rate, under the simulator: compute as the plan has it."""
+    """Simulated seconds of one request by a plan if every link has the rate `mbit`, with the plan's compute times."""
     ranks = range(plan.num_ranks)
     seconds = [[0.0] * plan.num_ranks for _ in range(spec.num_operators)]
     for segment in plan.body.segments:
@@ -137,10 +135,10 @@ def _alike(one: GraphPlan | None, other: GraphPlan | None) -> bool:
 
 
 class GraphsBench:
-    """On a testbed that is up, with agents on all devices but the hub."""
+    """Runs on a started testbed with agents on all devices except the hub."""
 
     def __init__(self, testbed: Testbed, rounds: int, time_limit_seconds: float, report: Callable[[str], None]) -> None:
-        """`time_limit_seconds` as `hearth plan --time-limit` takes it."""
+        """`time_limit_seconds`: passed to `hearth plan --time-limit`."""
         self._testbed, self._rounds, self._report = testbed, rounds, report
         self._time_limit = f"{time_limit_seconds:g}"
         self._num_devices = len(testbed.scenario.devices) - 1
@@ -164,9 +162,9 @@ class GraphsBench:
         seconds: float,
         dims: Sequence[str] = (),
     ) -> tuple[Served, list[Served]]:
-        """One device, and the pipelines. `seconds`: how long each is measured in a round, at full load.
+        """Measure one device and the pipelines, each for `seconds` at full load in every round.
 
-        `dims` as `hearth serve --dim` takes them.
+        `dims`: passed to `hearth serve --dim`.
         """
         self._dims = [option for dim in dims for option in ("--dim", dim)]
         self._testbed.set_mbit(mbit)
@@ -193,10 +191,10 @@ class GraphsBench:
     def latency(
         self, model: Path, mbits: Sequence[float], requests: int
     ) -> Iterator[tuple[Served, Served, Served, Served | None]]:
-        """At each link rate: one device, moirai, auto; and a plan on several devices where none of moirai's is faster.
+        """Yield for each link rate: one device, moirai, auto, and a forced plan where moirai predicts no gain.
 
-        That plan is moirai's of a faster link, so rates should fall. Devices are loaded at the first rate. What two of them
-        plan alike is measured once.
+        The forced plan is moirai's for a faster link, so give rates in falling order. Weights are loaded at the first rate.
+        Equal plans are measured once.
         """
         self._dims = []
         spread: GraphPlan | None = None
@@ -249,7 +247,7 @@ class GraphsBench:
         mbit: float,
         loading_mbit: float,
     ) -> None:
-        """Deployed at one rate, and measured at another where that would take minutes."""
+        """Deploy and measure all entries in rounds; deploy at `loading_mbit`, because loading on a slow link takes minutes."""
         for number in range(self._rounds):
             for entry in rotated(entries, number):
                 self._report(f"round {number + 1} of {self._rounds}: {entry.label}: planning and loading")
@@ -269,7 +267,7 @@ class GraphsBench:
     # ---- the coordinator -------------------------------------------------------------------------------------------
 
     def _planned(self, model: Path, objective: Objective, entry: _Entry) -> GraphPlan:
-        """By `hearth plan`; its profile of devices and links is kept. Raises InternalError with what it said."""
+        """Plan with `hearth plan`, which caches its profiles. Raises InternalError with its error text."""
         self._report(f"{entry.label}: planning")
         scenario, path = self._testbed.scenario, self._testbed.folder / "plan.json"
         others = [each.name for each in scenario.devices if each.name != scenario.coordinator_device]
@@ -282,7 +280,7 @@ class GraphsBench:
         return plan
 
     def _serve(self, model: Path, objective: Objective, entry: _Entry) -> tuple[Popen[bytes], GraphPlan]:
-        """Raises InternalError with what the coordinator said last."""
+        """Start the coordinator with the entry's plan. Raises InternalError with the end of its log."""
         options = [
             str(model), "--objective", objective, "--wire", entry.wire, "--min-devices", str(self._num_devices),
             "--strategy", entry.strategy, *self._dims,
@@ -297,10 +295,10 @@ class GraphsBench:
         except HearthError as error:
             self._stop(coordinator)
             said = self._testbed.log("coordinator.log").strip()[-500:]
-            raise InternalError(where="the coordinator", reason=f"{error}; it said: {said}") from None
+            raise InternalError(where="the coordinator", reason=f"{error}; its log ends: {said}") from None
 
     def _keep_to_itself(self, coordinator: int) -> None:
-        """Keep the coordinator and the app on the core of which the devices want least: a home has a machine for them."""
+        """Pin coordinator and app to the core that the devices use least; a home has a separate machine for them."""
         wanted: dict[int, float] = dict.fromkeys(os.sched_getaffinity(0), 0.0)
         for device in self._testbed.scenario.devices:
             if device.core is not None:
@@ -308,16 +306,16 @@ class GraphsBench:
         quietest = min(wanted, key=lambda core: wanted[core])
         for pid in (coordinator, self._clients.pid):
             for thread in psutil.Process(pid).threads():
-                with suppress(ProcessLookupError):  # it has ended meanwhile
+                with suppress(ProcessLookupError):  # it has already ended
                     os.sched_setaffinity(thread.id, {quietest})
 
     def _status(self) -> dict[str, Any]:
-        """Once it serves. Raises what the client raises."""
+        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
         return self._clients.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
 
     @staticmethod
     def _stop(coordinator: Popen[bytes]) -> None:
-        """It gives its leases back and unloads."""
+        """Stop the coordinator, which unloads the workers and releases its leases."""
         coordinator.terminate()
         try:
             coordinator.wait(_STOP_SECONDS)
@@ -331,6 +329,6 @@ class GraphsBench:
         self._forget_links()
 
     def _forget_links(self) -> None:
-        """They have another rate now than those that the coordinator has kept."""
+        """Drop the coordinator's cached links, because the link rate has changed."""
         for path in (self._testbed.folder / "coordinator" / "profiles").glob("link-*.json"):
             path.unlink()

@@ -1,5 +1,6 @@
-"""An app that has a home run its graph: `python -m tools.bench.graphs_clients ipc://PATH KEY ADDRESS`, in the hub's
-namespace, by the client library.
+"""Client app that requests inferences: `python -m tools.bench.graphs_clients ipc://PATH KEY ADDRESS`.
+
+Runs in the hub's namespace and uses the client library.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from hearth.errors import HearthError
 from hearth.wire.messages import DeviceTrace
 from tools.bench.child import serve
 
-_CALL_SECONDS = 600.0
-_ANSWER_SECONDS = 60.0
-_TRACE_EVERY = 3  # requests
+_CALL_SECONDS = 600.0  # timeout of a call from the parent
+_ANSWER_SECONDS = 60.0  # timeout of a request
+_TRACE_EVERY = 3  # one request in this many is traced
 
 _T = TypeVar("_T")
 _Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
 class GraphClients:
-    """Calls come one at a time; what they ask for runs in a loop in a thread of its own.
+    """Executes one call at a time, in an event loop on a separate thread.
 
-    Every request has the same random inputs, so all answers are compared with the first that ever came.
+    Every request has the same random inputs; all answers are compared with the first one.
     """
 
     def __init__(self, key: Path, address: str) -> None:
@@ -41,23 +42,23 @@ class GraphClients:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def forget(self) -> dict[str, Any]:
-        """Another graph comes."""
+        """Forget the reference answer before another graph is served."""
         self._reference = {}
         return {}
 
     def wait_ready(self, within_seconds: float) -> dict[str, Any]:
-        """Until the coordinator serves: its status. Raises what the client raises."""
+        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
         return self._run(self._wait_ready(within_seconds))
 
     def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
-        """Ask without pause. `done`: when each answer came, in seconds, from the one after `warm_up` answers on.
+        """Keep `at_once` requests running for `seconds`. `done`: times of the answers after the first `warm_up` ones.
 
-        `compute`: by device, seconds of its segments for one answer, the median of those that were traced.
+        `compute`: by device, median seconds of its segments over the traced answers.
         """
         return self._run(self._load(at_once, warm_up, seconds))
 
     def one_by_one(self, count: int) -> dict[str, Any]:
-        """`latencies` in seconds, at the client; one request before them is not counted."""
+        """`latencies` of `count` sequential requests in seconds, measured by the client after one warm-up request."""
         return self._run(self._one_by_one(count))
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
@@ -112,7 +113,7 @@ class GraphClients:
         return {"latencies": latencies[1:], "difference": max(differences), "errors": []}
 
     def _difference(self, outputs: _Arrays) -> float:
-        """The largest, over the largest value of the output that it is in."""
+        """Largest difference from the reference answer, relative to the largest value of that output."""
         self._reference = self._reference or outputs
         return max(
             float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))

@@ -1,4 +1,4 @@
-"""`python -m tools.bench graphs`: real plans of graphs on the testbed, for throughput and for latency. Needs root."""
+"""`python -m tools.bench graphs`: ONNX graphs on the testbed, planned for throughput and for latency. Needs root."""
 
 from __future__ import annotations
 
@@ -31,42 +31,51 @@ from tools.testbed import Scenario, load_scenario
 
 _HUB = "hub"
 _TWO_BRANCH = "two_branch"
-_ASKED_DEVICES = 3  # what the asked gain is for
+_ASKED_DEVICES = 3  # number of devices to which the target gain applies
 _PARTS = ("throughput", "latency")
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
 
 
 def graphs(
-    model: Annotated[str, typer.Option(help=f"For throughput: {', '.join(NETWORKS)}.", metavar="NAME")] = "resnet50",
+    model: Annotated[
+        str, typer.Option(help=f"(Throughput) Network: {', '.join(NETWORKS)}.", metavar="NAME")
+    ] = "resnet50",
     onnx: Annotated[
-        _File, typer.Option(help="For throughput: this file instead.", metavar="FILE.onnx", show_default=False)
+        _File,
+        typer.Option(
+            help="(Throughput) ONNX file instead of a built-in network.", metavar="FILE.onnx", show_default=False
+        ),
     ] = None,
     dim: Annotated[
-        list[str], typer.Option(help="Of FILE.onnx: a size that it leaves open; may be repeated.", metavar="NAME=N")
+        list[str], typer.Option(help="Size of a dynamic dimension of FILE.onnx; may be repeated.", metavar="NAME=N")
     ] = [],  # noqa: B006
-    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 3,
-    cores: Annotated[float, typer.Option(help="Each device's share of a core.", min=0.01, max=1)] = 0.45,
-    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=0.1)] = 60.0,
-    slow_mbit: Annotated[float, typer.Option(help="For latency as well: a slow link.", min=0.1)] = 4.0,
+    devices: Annotated[int, typer.Option(help="Devices, not counting the hub.", min=2, max=4)] = 3,
+    cores: Annotated[float, typer.Option(help="CPU share of each device, of one core.", min=0.01, max=1)] = 0.45,
+    mbit: Annotated[float, typer.Option(help="Real rate of every link.", min=0.1)] = 60.0,
+    slow_mbit: Annotated[float, typer.Option(help="(Latency) Second, slower link rate.", min=0.1)] = 4.0,
     strategies: Annotated[
         str,
-        typer.Option(help=f"For throughput, of auto, {', '.join(GRAPH_METHODS.names('throughput'))}.", metavar="LIST"),
+        typer.Option(
+            help=f"(Throughput) Strategies, from auto, {', '.join(GRAPH_METHODS.names('throughput'))}.", metavar="LIST"
+        ),
     ] = "pipeline-exact",
     wires: Annotated[
-        str, typer.Option(help=f"For throughput, of {', '.join(get_args(Values))}.", metavar="LIST")
+        str, typer.Option(help=f"(Throughput) Activation formats, from {', '.join(get_args(Values))}.", metavar="LIST")
     ] = "exact,fp16,int8",
     branch_width: Annotated[
-        int, typer.Option(help="For latency: channels of each branch; compute grows with its square.", min=8, max=1024)
+        int, typer.Option(help="(Latency) Channels of each branch; compute grows with the square.", min=8, max=1024)
     ] = 256,
-    parts: Annotated[str, typer.Option(help=f"Of {', '.join(_PARTS)}.", metavar="LIST")] = ",".join(_PARTS),
-    time_limit: Annotated[float, typer.Option(help="Of each search for a plan, in seconds.", min=0.1)] = 10.0,
-    rounds: Annotated[int, typer.Option(help="How often each plan is deployed and measured.", min=1)] = 3,
-    seconds: Annotated[float, typer.Option(help="Of full load in each round.", min=1)] = 8.0,
-    requests: Annotated[int, typer.Option(help="For latency, one after the other in each round.", min=1)] = 10,
-    json: Annotated[_File, typer.Option(help="Save the figures here.", metavar="FILE")] = None,
-    markdown: Annotated[_File, typer.Option(help="Save the tables here.", metavar="FILE")] = None,
+    parts: Annotated[str, typer.Option(help=f"Parts to run, from {', '.join(_PARTS)}.", metavar="LIST")] = ",".join(
+        _PARTS
+    ),
+    time_limit: Annotated[float, typer.Option(help="Time limit of each plan search, in seconds.", min=0.1)] = 10.0,
+    rounds: Annotated[int, typer.Option(help="Rounds; each plan is deployed and measured once per round.", min=1)] = 3,
+    seconds: Annotated[float, typer.Option(help="Seconds of full load in each round.", min=1)] = 8.0,
+    requests: Annotated[int, typer.Option(help="(Latency) Sequential requests in each round.", min=1)] = 10,
+    json: Annotated[_File, typer.Option(help="Save the figures to this file.", metavar="FILE")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the tables to this file.", metavar="FILE")] = None,
 ) -> None:
-    """A pipeline of several devices against one device, and placements for latency at a fast and a slow link."""
+    """Compare pipelines with one device, and latency placements at a fast and a slow link rate."""
     chosen_parts, chosen_wires = _chosen("--parts", parts, _PARTS), _chosen("--wires", wires, get_args(Values))
     chosen = _strategies(strategies)
     if slow_mbit >= mbit:
@@ -106,7 +115,7 @@ def graphs(
 
 
 def _both_seen(placed: Sequence[tuple[Served, Served, Served, Served | None]]) -> Finding:
-    """That the rates show both answers: otherwise nothing was shown."""
+    """Finding: according to the simulator, several devices win at one rate and one device at another."""
     sides = {one.predicted_seconds / moirai.predicted_seconds > NO_GAIN for one, moirai, *_ in placed}
     missing = {True: "several devices", False: "one device"}
     said = ", ".join(missing[side] for side in (True, False) if side not in sides)
@@ -130,7 +139,7 @@ def _exported(
 
 
 def _export(name: str, size: Size, folder: Path, status: Status) -> Path:
-    """With random weights."""
+    """Export a network with random weights; reuse an existing file."""
     path = folder / f"{name}.onnx"
     if not path.exists():
         status.update(f"making {name}")
@@ -139,34 +148,37 @@ def _export(name: str, size: Size, folder: Path, status: Status) -> Path:
 
 
 def _check_model(model: str, onnx: Path | None, dims: Mapping[str, int]) -> None:
-    """Raises BadSetting, BadModelFile."""
+    """Check the model options. Raises BadSetting, BadModelFile."""
     if model not in NETWORKS:
         raise BadSetting(setting="--model", reason=f"'{model}' is none of {', '.join(NETWORKS)}")
     if onnx is None:
         if dims:
-            raise BadSetting(setting="--dim", reason="it is for a file of --onnx; our own networks leave nothing open")
+            raise BadSetting(
+                setting="--dim",
+                reason="it is for a file given with --onnx; built-in networks have no dynamic dimensions",
+            )
         return
     if not onnx.is_file():
         raise BadSetting(setting="--onnx", reason=f"there is no file {onnx}")
     if kind_of(onnx) != "onnx":
-        raise BadSetting(setting="--onnx", reason=f"{onnx} is no ONNX file by its name")
+        raise BadSetting(setting="--onnx", reason=f"the name of {onnx} does not end in .onnx")
     open_graph(onnx, dims)
 
 
 def _strategies(text: str) -> list[str]:
-    """Raises BadSetting."""
+    """Parse --strategies. Raises BadSetting."""
     found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
         raise BadSetting(setting="--strategies", reason="it names none")
     for strategy in found:
         GRAPH_METHODS.check(strategy, "throughput")
     if ONE_DEVICE in found:
-        raise BadSetting(setting="--strategies", reason=f"{ONE_DEVICE} is what the others are compared with")
+        raise BadSetting(setting="--strategies", reason=f"{ONE_DEVICE} is always run, as the baseline")
     return found
 
 
 def _chosen(setting: str, text: str, allowed: Sequence[str]) -> list[str]:
-    """Raises BadSetting."""
+    """Parse a list of allowed values. Raises BadSetting."""
     found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if wrong := [part for part in found if part not in allowed]:
         raise BadSetting(setting=setting, reason=f"'{wrong[0]}' is none of {', '.join(allowed)}")
@@ -176,7 +188,7 @@ def _chosen(setting: str, text: str, allowed: Sequence[str]) -> list[str]:
 
 
 def hub_scenario(devices: int, cores: float) -> Scenario:
-    """The first devices of the hub's scenario, each with this share of its core, and the hub."""
+    """The first `devices` devices of the hub scenario with this CPU share, and the hub."""
     scenario = load_scenario(_HUB)
     chosen = [device.model_copy(update={"cpu_share": cores}) for device in scenario.devices[:devices]]
     return scenario.model_copy(update={"name": "graphs", "devices": (*chosen, scenario.devices[-1])})

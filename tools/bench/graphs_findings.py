@@ -1,4 +1,4 @@
-"""What is said about graphs that were cut and placed: figures of pipelines and of placements for latency. Pure."""
+"""Findings of the graph benchmark, for pipelines and for latency placements. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tools.bench.findings import Finding, at_least, at_most, equal, table
 from tools.bench.stats import Ratio, paired_ratio
 
 ASKED_GAIN = 2.2  # inferences per second of three devices over one
-ASKED_ERROR = 0.15  # of the predicted bottleneck
+ASKED_ERROR = 0.15  # relative error of the predicted bottleneck
 ONE_DEVICE = "local"
-NO_GAIN = 1.01  # below, the planner takes fewer devices
-_EQUAL = 1e-4  # of the largest output: other kernels and another order of sums; a wrong tensor is far beyond
-# What a lossy format on the wire may do to it; measured, not promised.
+NO_GAIN = 1.01  # below this gain the planner uses fewer devices
+_EQUAL = 1e-4  # relative to the largest output value: allows other kernels and summation orders, not a wrong tensor
+# Largest accepted difference for each wire format.
 _LOSSY = {"exact": _EQUAL, "fp16": 0.02, "bf16": 0.1, "int8": 0.3}
 
 
 class Served(BaseModel):
-    """One plan, deployed once in every round. `seconds`: per answer of a full pipeline, or of one request alone."""
+    """Measurements of one plan. `seconds`: per answer of a full pipeline (throughput), or of one request (latency)."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,13 +32,13 @@ class Served(BaseModel):
     devices: tuple[str, ...]
     segments: int
     predicted_seconds: float
-    stage_seconds: tuple[float, ...] = ()  # by rank, as predicted; with what communication takes of the cores
-    busy_seconds: tuple[float, ...] = ()  # by rank, of the segments as they ran at full load
+    stage_seconds: tuple[float, ...] = ()  # by rank, predicted; includes the CPU time of communication
+    busy_seconds: tuple[float, ...] = ()  # by rank, of the segments at full load
     seconds: tuple[float, ...] = ()  # by round
     answers: int = 0
-    difference: float = 0.0  # from what one device gave, over the largest value
+    difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
     errors: tuple[str, ...] = ()
-    raw_bytes: int = 0  # of all tensors between devices in a round, and as they travelled
+    raw_bytes: int = 0  # of all tensors between devices in a round
     sent_bytes: int = 0
 
     @property
@@ -47,19 +47,19 @@ class Served(BaseModel):
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """predicted / measured - 1."""
         return self.predicted_seconds / self.median_seconds - 1
 
 
 def interval_seconds(done: Sequence[float]) -> float:
-    """Between two answers of a full pipeline: of all that came, first to last. Raises ValueError for fewer than two."""
+    """Mean interval between answers of a full pipeline, from their times. Raises ValueError for fewer than two."""
     if len(done) < 2:
-        raise ValueError("between fewer than two answers there is no interval")
+        raise ValueError("at least two answers are needed")
     return (done[-1] - done[0]) / (len(done) - 1)
 
 
 def of_pipelines(one: Served, pipelines: Sequence[Served], asked_gain: float | None) -> list[Finding]:
-    """`asked_gain`: of the best of the pipelines; None: nothing is asked of this many devices."""
+    """Findings of pipelines against one device. `asked_gain`: target for the best pipeline; None: no target."""
     findings = [
         Finding(
             what=f"{one.label}: inferences a second",
@@ -89,7 +89,7 @@ def of_pipelines(one: Served, pipelines: Sequence[Served], asked_gain: float | N
 
 
 def of_placements(one: Served, moirai: Served, auto: Served, forced: Served | None) -> list[Finding]:
-    """At one link rate. `forced`: a plan for several devices, where the planner takes none of its own accord."""
+    """Findings at one link rate. `forced`: a plan on several devices that is not predicted to be faster."""
     at = f"{one.mbit:g} Mbit/s"
     expected = one.predicted_seconds / moirai.predicted_seconds
     findings = []
@@ -130,7 +130,7 @@ def of_placements(one: Served, moirai: Served, auto: Served, forced: Served | No
 
 
 def of_answers(served: Sequence[Served]) -> list[Finding]:
-    """That what is fast is also right."""
+    """Findings on the correctness of the answers."""
     findings = []
     for wire in dict.fromkeys(each.wire for each in served):
         own = [each for each in served if each.wire == wire]
@@ -147,7 +147,7 @@ def of_answers(served: Sequence[Served]) -> list[Finding]:
 
 
 def served_table(served: Sequence[Served]) -> str:
-    """Markdown."""
+    """The measurements as a Markdown table."""
     headings = (
         "plan",
         "devices",

@@ -1,7 +1,7 @@
-"""Ctrl-C ends a benchmark once, at once, and lets it take down what it has put up.
+"""Interrupt handling: the first Ctrl-C ends a benchmark at once, and the cleanup runs without further interrupts.
 
-A KeyboardInterrupt that is raised just anywhere can be lost (in the callbacks of an import) or leave something half
-begun. So what must be whole is shielded, and what was lost is found at the next `check`.
+A KeyboardInterrupt raised at an arbitrary point can be lost (in the callbacks of an import) or leave an operation
+half done. So critical sections are `shielded`, and `check` raises an interrupt that was lost.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _state = _State()
 
 
 def install() -> None:
-    """For a command's main thread. SIGTERM does the same."""
+    """Install the handler for SIGINT and SIGTERM. Call it in the main thread."""
     for number in _SIGNALS:
         signal.signal(number, _handle)
 
 
 def ignore() -> None:
-    """At the end of the program, so that one more cannot change how it ends."""
+    """Ignore further signals. Call it at the end of the program, to keep its exit status."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def check() -> None:
-    """Raises KeyboardInterrupt when one was asked for. Not for use while things are taken down."""
+    """Raise KeyboardInterrupt if a signal has arrived. Do not call it during cleanup."""
     if _state.requested:
         _raise()
 
 
 @contextmanager
 def shielded(with_children: bool = False) -> Iterator[None]:
-    """An interrupt waits for the end of the block, and then takes precedence over what failed in it.
+    """Delay an interrupt to the end of the block, where it replaces an exception of the block.
 
-    `with_children`: the programs that are run in it do not see Ctrl-C either, which a terminal sends to all.
+    `with_children`: also block the signals in programs started in the block, to which a terminal sends Ctrl-C too.
     """
     _state.shields += 1
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if with_children else None
@@ -60,7 +60,7 @@ def shielded(with_children: bool = False) -> Iterator[None]:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """The first one counts: after it everything is being taken down."""
+    """Raise KeyboardInterrupt for the first signal only, because cleanup runs after it."""
     first = not _state.requested
     _state.requested = True
     if first and not _state.shields:

@@ -1,4 +1,4 @@
-"""What else the machine did while we measured: steal, and the CPU time of processes that are not ours."""
+"""Background load of the machine during measurements: steal time, and CPU time of foreign processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeVar
 
 import psutil
 
-_KTHREADD = 2  # parent of the kernel's threads: what they do, they do for us as well
-_TRUSTED_SHARE = 0.05
+_KTHREADD = 2  # pid of the parent of kernel threads, which do not count as foreign: they work for us too
+_TRUSTED_SHARE = 0.05  # of all cores: measurements with more steal or foreign load are not trusted
 _Result = TypeVar("_Result")
 
 
 class Process(NamedTuple):
-    """CPU seconds of a process itself, and of its children that have ended and been waited for."""
+    """CPU seconds of a process, and of its children that have been waited for."""
 
     parent: int
     seconds: float
@@ -27,24 +27,24 @@ class Process(NamedTuple):
 @dataclass(frozen=True)
 class Snapshot:
     seconds: float  # monotonic
-    cpu_seconds: float  # of all cores, idle ones too
+    cpu_seconds: float  # sum over all cores, idle time included
     steal_seconds: float
-    runnable: int  # tasks that want a core now, ourselves included
+    runnable: int  # runnable tasks, this process included
     processes: Mapping[int, Process]
 
 
 @dataclass(frozen=True)
 class Load:
-    """Over some time: shares of all cores."""
+    """Background load over some time, in shares of all cores."""
 
     steal_share: float
     foreign_share: float
-    run_queue: int  # the most tasks beside us that wanted a core between two steps
-    disturbed_rounds: int = 0  # that were run beside these and do not count
+    run_queue: int  # most runnable tasks, this process excluded, between two steps
+    disturbed_rounds: int = 0  # number of additional rounds that were discarded
 
     @property
     def distrust(self) -> str:
-        """Why times taken meanwhile are not to be trusted; empty where they are."""
+        """Why times measured meanwhile cannot be trusted; empty if they can."""
         found = []
         if self.steal_share > _TRUSTED_SHARE:
             found.append(f"the host took {self.steal_share:.0%} of the cores away (steal)")
@@ -54,7 +54,7 @@ class Load:
 
 
 def snapshot() -> Snapshot:
-    """Now. A process that ends while we look is left out."""
+    """A snapshot of the current load. A process that ends meanwhile is left out."""
     times = psutil.cpu_times()
     processes = {}
     for process in psutil.process_iter(["ppid", "cpu_times"]):
@@ -62,12 +62,12 @@ def snapshot() -> Snapshot:
             children = used.children_user + used.children_system
             processes[process.pid] = Process(process.info["ppid"], used.user + used.system, children)
     runnable = int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
-    # Of all fields the first eight: guest time is part of user time.
+    # Only the first eight fields, because guest time is part of user time.
     return Snapshot(time.monotonic(), sum(times[:8]), times.steal, runnable, processes)
 
 
 def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Load:
-    """Over all these spans together."""
+    """The load over all these spans together."""
     total = sum(after.cpu_seconds - before.cpu_seconds for before, after in pairs)
     steal = sum(after.steal_seconds - before.steal_seconds for before, after in pairs)
     foreign = sum(foreign_seconds(before.processes, after.processes, our_pid) for before, after in pairs)
@@ -79,13 +79,13 @@ def load_between(pairs: Sequence[tuple[Snapshot, Snapshot]], our_pid: int) -> Lo
 
 
 def calmest(loads: Sequence[Load], count: int) -> list[int]:
-    """The indices, in order, of those in which the least was taken away."""
+    """Indices of the `count` loads with the least steal and foreign time, in ascending order."""
     by_load = sorted(range(len(loads)), key=lambda index: loads[index].steal_share + loads[index].foreign_share)
     return sorted(by_load[:count])
 
 
 def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
-    """What `measure` gives, undisturbed; else the calmest of `most_times`, whatever they gave."""
+    """Repeat `measure` until it is undisturbed, at most `most_times`; returns the least disturbed result."""
     loads: list[Load] = []
     results: list[_Result] = []
     while len(results) < most_times and (not loads or loads[-1].distrust):
@@ -96,10 +96,10 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
 
 
 def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> float:
-    """What processes that do not descend from us used between two snapshots.
+    """CPU seconds that processes not descending from `our_pid` used between two snapshots.
 
-    Also those that came and went in between: their parents have them among their children's seconds. Of that, what they
-    had used before the first snapshot is taken off.
+    Processes that ended in between are counted through their parents' children seconds, less the time that they had used
+    before the first snapshot.
     """
     own, children, gone = 0.0, 0.0, 0.0
     for pid, process in after.items():
@@ -108,7 +108,7 @@ def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process],
             if earlier.seconds <= process.seconds:
                 own += process.seconds - earlier.seconds
                 children += process.children_seconds - earlier.children_seconds
-            else:  # the pid came again
+            else:  # the pid was reused
                 own += process.seconds
     for pid, process in before.items():
         if pid not in after and _is_foreign(pid, before, our_pid):

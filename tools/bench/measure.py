@@ -29,18 +29,18 @@ from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
 from tools.testbed import Scenario, Testbed
 
-MIN_ROUNDS = 5
-PAPER_MBIT = 125 / 190  # of the paper for each Mbit/s of our scenarios: a Nano-M's compute to its link
-_TRACED_STEPS = 3
-_MOST_ROUNDS = 2  # times as many as asked for, where some are disturbed
-_RESERVE_BYTES = 1 << 30
-# How far the sums of the output may lie from `local`'s, relative: rounding, and what the wire format loses per hop.
+MIN_ROUNDS = 5  # least number of measured rounds of a setting
+PAPER_MBIT = 125 / 190  # the paper's Mbit/s per Mbit/s of our scenarios, at the same ratio of compute to traffic
+_TRACED_STEPS = 3  # per plan, after the timed ones
+_MOST_ROUNDS = 2  # most rounds in all, as a multiple of the requested number, if some are disturbed
+_RESERVE_BYTES = 1 << 30  # memory to leave free on this machine
+# Largest relative difference of the output sums from those of `local`: rounding, and losses of the wire format.
 _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One table: what is the same for all of its rows. `mbit` is real; none: the scenario's own rates, scaled."""
+    """What all rows of one table share. `mbit`: real link rate; None: the scenario's rates, scaled."""
 
     shape: Shape
     num_layers: int | None
@@ -54,12 +54,12 @@ class Setting:
 
 @dataclass
 class _Run:
-    """A plan that is loaded, and what its steps took. Entries whose steps are the same share one."""
+    """A loaded plan and its measured steps. Entries with equal steps share one."""
 
-    key: str  # of its plan among the runners
+    key: str  # id of its plan in the runners
     setting: Setting
     entry: Entry
-    plan: TransformerPlan | None  # none for gloo
+    plan: TransformerPlan | None  # None for gloo
     samples: list[Sample] = field(default_factory=list)
     traced: list[Sample] = field(default_factory=list)
 
@@ -72,9 +72,9 @@ class _Prepared:
     model: StoredModel
     runs: dict[Entry, _Run]
     notes: dict[Entry, list[str]]
-    rows: dict[Entry, Row]  # of what cannot run
+    rows: dict[Entry, Row]  # of entries that cannot run
     expected: list[float]  # sums of the reference's output
-    keys: tuple[str, ...]  # of all plans that are loaded
+    keys: tuple[str, ...]  # ids of all loaded plans
 
     @property
     def distinct(self) -> list[_Run]:
@@ -82,7 +82,7 @@ class _Prepared:
 
 
 class Models:
-    """Random checkpoints and their chunks, each made once."""
+    """Creates random checkpoints and their chunks, each only once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,7 +100,7 @@ class Models:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Raises BadSetting where the disk is full."""
+    """A temporary folder for models. Raises BadSetting if the disk is full."""
     folder = Path(tempfile.mkdtemp(prefix="hearth-bench-"))
     try:
         yield folder
@@ -111,9 +111,9 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextmanager
 def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | None = None) -> Iterator[Testbed]:
-    """The testbed, until the end of the block or an interrupt, which does not stop the clearing up.
+    """A started testbed until the end of the block. An interrupt does not stop its removal.
 
-    Memory limits are the planner's: the devices hold many plans at once here.
+    The kernel's memory limits are off, because devices hold many plans at once; only planners respect them.
     """
     devices = tuple(device.model_copy(update={"memory_bytes": None}) for device in scenario.devices)
     scale_links = scenario.scale_links and not real_mbit
@@ -129,12 +129,12 @@ def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | Non
 
 
 class Bench:
-    """A testbed with runners that stay up over many settings. A context manager."""
+    """A testbed with runners that are reused for many settings. A context manager."""
 
     def __init__(
         self, scenario: Scenario, folder: Path, models: Models, report: Report, real_mbit: bool, gloo: bool
     ) -> None:
-        """`real_mbit`: every setting names its rate. `gloo`: the baseline is wanted as well."""
+        """`real_mbit`: every setting gives its own rate. `gloo`: also start the gloo baseline."""
         self.scenario = scenario
         self._folder, self._models, self._report = folder, models, report
         self._real_mbit, self._wants_gloo = real_mbit, gloo
@@ -158,20 +158,20 @@ class Bench:
         self._stack.close()
 
     def paper_mbit(self, paper: float) -> float:
-        """The real rate that stands for a rate of the paper on this machine."""
+        """The real rate on this machine that corresponds to a rate of the paper."""
         return paper / PAPER_MBIT * self._testbed.link_scale
 
     def measure(self, *settings: Setting) -> list[Row]:
-        """All entries of each setting, in the order given, interleaved round by round. Raises BadSetting.
+        """Measure all entries of the settings, interleaved round by round; rows in the order given. Raises BadSetting.
 
-        Of several settings none may run gloo, which holds one model on one group of devices at a time.
+        Several settings at once must not use gloo, which holds one model on one group of devices at a time.
         """
         least = min(setting.rounds for setting in settings)
         if least < MIN_ROUNDS:
-            raise BadSetting(setting="--rounds", reason=f"{least} say nothing; at least {MIN_ROUNDS}")
+            raise BadSetting(setting="--rounds", reason=f"{least} is too few; at least {MIN_ROUNDS} are needed")
         prepared = [self._prepare(setting, f"{index}-") for index, setting in enumerate(settings)]
         load = self._rounds([run for one in prepared for run in one.distinct], least)
-        # Not where something has failed: then runners may still be busy, and are ended with the testbed.
+        # Skipped after an exception: runners may still be busy then, and end with the testbed.
         for key in (key for one in prepared for key in one.keys):
             self._engine.unload(key)
         rows: list[Row] = []
@@ -182,7 +182,7 @@ class Bench:
         return rows
 
     def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
-        """Everything is loaded and the reference has run."""
+        """Load all plans of a setting and run the reference."""
         self._report(f"{self.scenario.name}: weights of {setting.shape.name}")
         model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
         names = [device.name for device in self.scenario.devices[: setting.num_devices]]
@@ -219,7 +219,7 @@ class Bench:
             self._testbed.network.set_mbit(device.name, device.mbit * self._testbed.link_scale)
 
     def _rate(self, name: str, mbit: float | None) -> float:
-        """Bytes per second of a device's link."""
+        """Rate of a device's link in bytes per second."""
         return (mbit or self._testbed.device(name).mbit * self._testbed.link_scale) * 1e6 / 8
 
     def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
@@ -236,7 +236,7 @@ class Bench:
     def _plans(
         self, setting: Setting, model: StoredModel, cluster: ClusterProfile, notes: Mapping[Entry, Sequence[str]]
     ) -> tuple[dict[Entry, TransformerPlan | None], dict[Entry, Row]]:
-        """What can be run (without a plan of ours: gloo), and rows for what cannot."""
+        """Plans of the entries that can run (None for gloo), and rows of those that cannot."""
         plans: dict[Entry, TransformerPlan | None] = {}
         rows: dict[Entry, Row] = {}
         for entry in setting.entries:
@@ -259,7 +259,7 @@ class Bench:
         return plans, rows
 
     def _check_memory(self, plans: Sequence[TransformerPlan], model: StoredModel) -> None:
-        """Raises BadSetting: all plans are held at once. Those that differ only in their wire share their weights."""
+        """Raise BadSetting if all plans do not fit in memory together. Plans with equal shares share their weights."""
         shares = {
             (
                 rank,
@@ -286,10 +286,10 @@ class Bench:
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
     def _rounds(self, runs: Sequence[_Run], rounds: int) -> Load:
-        """One round to warm up, then the measured ones, then traced steps, which are not timed.
+        """Run a warm-up round, the measured rounds, then traced steps, which are not timed.
 
-        Where the host or other programs took cores away in a round, another one is run, up to twice as many in all; the
-        calmest count, whatever their times are.
+        A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all. The rounds
+        with the least background load count, regardless of their times.
         """
         for run in runs:
             self._step(run)
@@ -384,7 +384,7 @@ class Bench:
 
 
 def _run_alike(one: _Run, other: _Run) -> bool:
-    """Whether a step of both is the same: a difference of their times would be chance."""
+    """Whether steps of both are equal, so that a difference of their times would be noise."""
     if one.plan is None or other.plan is None or one.plan.body != other.plan.body:
         return False
     if [device.device_id for device in one.plan.devices] != [device.device_id for device in other.plan.devices]:
@@ -393,7 +393,7 @@ def _run_alike(one: _Run, other: _Run) -> bool:
 
 
 def relative_error(sums: Sequence[float], expected: Sequence[float]) -> float:
-    """Of the whole vector, in the Euclidean norm. Another length is all wrong."""
+    """Relative error of the whole vector in the Euclidean norm; infinite if the lengths differ."""
     if len(sums) != len(expected):
         return math.inf
     distance = math.hypot(*(a - b for a, b in zip(sums, expected, strict=True)))

@@ -1,7 +1,7 @@
-"""`python -m tools.bench coarsening`: what GCOF gains and loses on real ONNX files. Needs neither root nor a testbed.
+"""`python -m tools.bench coarsening`: gains and losses of Moirai's coarsening (GCOF) on ONNX files. Needs no root.
 
-Every file is timed on this machine by the agents' own profiler. The devices are slower than it by stated factors, behind
-stated links. The plan of the coarsened graph is run on the original one, so that both plans are priced alike.
+Every graph is timed on this machine by the agents' profiler. The assumed devices are slower by fixed factors and have fixed
+links. The plan of the coarsened graph is simulated on the original one, so that both plans are priced alike.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tools.bench import interrupts
 from tools.bench.rows import check_files
 from tools.bench.schedule_checker import violations
 
-SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the devices, against one core of this machine
-MBIT_PER_SECOND = 1000.0  # between any two
-LATENCY_SECONDS = 0.0002
-_PROFILE_SECONDS = 300.0
-_ROUNDING = 1e-9  # sums of floats in another order
+SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
+MBIT_PER_SECOND = 1000.0  # between any two devices
+LATENCY_SECONDS = 0.0002  # of each transfer
+_PROFILE_SECONDS = 300.0  # timeout of profiling one graph
+_ROUNDING = 1e-9  # relative: sums of floats in another order
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
 
 
 class CoarseningRow(BaseModel):
-    """One network, planned as it is (`fine`) and coarsened. Makespans are of the original graph.
+    """One network, planned without (`fine`) and with coarsening. Makespans are of the original graph.
 
-    But `coarse_own_makespan` and `best_coarse_baseline`, which are on the coarsened one. `loss` is what the coarsened
-    plan takes longer, as a part of the fine one: below 0 where coarsening found the better plan.
+    Exceptions: `coarse_own_makespan` and `best_coarse_baseline` are of the coarsened graph. `loss`: additional time of the
+    coarsened plan relative to the fine one; negative if coarsening found the better plan.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -56,7 +56,7 @@ class CoarseningRow(BaseModel):
     network: str
     num_operators: int
     num_coarse: int
-    num_kernels: int  # of onnxruntime, on a CPU
+    num_kernels: int  # that onnxruntime runs on a CPU
     run_seconds: float  # of the whole graph on one core of this machine
     bound: float
     fine_makespan: float
@@ -64,7 +64,7 @@ class CoarseningRow(BaseModel):
     fine_planning_seconds: float
     coarse_makespan: float
     coarse_own_makespan: float
-    coarse_proven: bool  # among the plans of the coarsened graph
+    coarse_proven: bool  # optimal among the plans of the coarsened graph
     coarse_planning_seconds: float
     local_makespan: float
     best_baseline: float
@@ -77,19 +77,21 @@ class CoarseningRow(BaseModel):
 
     @property
     def worse_than_baseline(self) -> bool:
-        """On either graph, each against the baselines on the same one."""
+        """Whether moirai is worse than the best baseline on the original or on the coarsened graph."""
         ways = (self.fine_makespan, self.best_baseline), (self.coarse_own_makespan, self.best_coarse_baseline)
         return any(ours > theirs * (1 + _ROUNDING) for ours, theirs in ways)
 
 
 def coarsening(
-    onnx: Annotated[Path, typer.Option(help="Folder of ONNX files, or one.", metavar="DIR")],
-    time_limit: Annotated[float, typer.Option(help="Of moirai for each graph, in seconds.", min=0.001)] = 60.0,
-    congestion: Annotated[bool, typer.Option(help="Transfers of one device contend.")] = True,
-    json: Annotated[_File, typer.Option(help="Save all rows here.", metavar="FILE")] = None,
-    markdown: Annotated[_File, typer.Option(help="Save the table here.", metavar="FILE")] = None,
+    onnx: Annotated[Path, typer.Option(help="Folder of ONNX files, or one file.", metavar="DIR")],
+    time_limit: Annotated[
+        float, typer.Option(help="Time limit of moirai for each graph, in seconds.", min=0.001)
+    ] = 60.0,
+    congestion: Annotated[bool, typer.Option(help="Transfers of one device share its link.")] = True,
+    json: Annotated[_File, typer.Option(help="Save all rows to this file.", metavar="FILE")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the table to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Moirai's coarsening on ONNX files: operators, planning time, and what the coarser plan loses."""
+    """Measure Moirai's coarsening on ONNX files: operators, planning time, and loss of the coarser plan."""
     check_files(json, markdown)
     rows: list[CoarseningRow] = []
     with Status("", console=err) as status:
@@ -113,7 +115,7 @@ def coarsening(
 
 
 def find_files(path: Path) -> list[Path]:
-    """Raises BadSetting where there are none."""
+    """The ONNX files of a folder, or the file itself. Raises BadSetting if there are none."""
     if path.is_file():
         return [path]
     if found := sorted(path.glob("*.onnx")):
@@ -122,7 +124,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 class Profile(NamedTuple):
-    """Of a graph on one core of this machine: of each operator, of a whole run; what onnxruntime makes of it."""
+    """Times of a graph on one core of this machine, by operator and of a whole run, and its number of kernels."""
 
     operator_seconds: Sequence[float]
     run_seconds: float
@@ -130,9 +132,9 @@ class Profile(NamedTuple):
 
 
 def profile(model: OnnxModel) -> Profile:
-    """Time a graph with weights made up, as an agent does.
+    """Time a graph with generated weights, as an agent does.
 
-    Raises what the profiler says; DeadlineExceeded; InternalError where it ends without an answer.
+    Raises the profiler's error, DeadlineExceeded, and InternalError if the profiler ends without an answer.
     """
     (whole,) = cut(model.spec, [0] * model.spec.num_operators)
     with tempfile.TemporaryDirectory() as name:
@@ -202,12 +204,12 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
 
 
 def on_devices(seconds: Sequence[float]) -> list[list[float]]:
-    """[n][K], of [n] on one core of this machine."""
+    """Seconds on each assumed device [n][K], from seconds on one core of this machine [n]."""
     return [[each * factor for factor in SLOWDOWNS] for each in seconds]
 
 
 def problem_on_devices(spec: GraphSpec, seconds: Sequence[Sequence[float]], congestion: bool) -> PlacementProblem:
-    """On devices that have room for everything; `seconds` [n][K]."""
+    """The placement problem on devices with room for everything; `seconds` [n][K]."""
     ranks = range(len(SLOWDOWNS))
     room = max(spec.parameter_bytes(range(spec.num_operators)), 1)
     return problem_of(
@@ -221,7 +223,7 @@ def problem_on_devices(spec: GraphSpec, seconds: Sequence[Sequence[float]], cong
 
 
 class Refinement(NamedTuple):
-    """From a coarsened graph back: its groups, and by flow of the coarsened problem, the original's."""
+    """Maps a coarsened graph back: its groups, and for each coarsened flow the original flow."""
 
     coarsened: Coarsened
     flows: tuple[int, ...]
@@ -232,7 +234,7 @@ class Refinement(NamedTuple):
         return cls(coarsened, tuple(number[name] for name in _flow_names(coarsened.spec)))
 
     def schedule(self, fine: PlacementProblem, known: Schedule) -> Schedule:
-        """The coarsened graph's schedule, run on the original graph."""
+        """The coarsened graph's schedule applied to the original graph."""
         items: list[Item] = []
         for item in known.order:
             if isinstance(item, Send):
@@ -243,7 +245,7 @@ class Refinement(NamedTuple):
 
 
 def _flow_names(spec: GraphSpec) -> list[str]:
-    """Of what `problem_of` makes flows of, in its order."""
+    """Names of the tensors that `problem_of` turns into flows, in its order."""
     return [tensor.name for tensor in spec.tensors if tensor.source is not None and tensor.consumers]
 
 
@@ -288,7 +290,7 @@ def as_markdown(rows: Sequence[CoarseningRow]) -> str:
                 )
             )
         )
-    ended = [row for row in rows if row.fine_proven and row.coarse_proven]  # neither plan was cut short by the clock
+    ended = [row for row in rows if row.fine_proven and row.coarse_proven]  # neither search reached the time limit
     if ended:
         share = sum(row.coarse_planning_seconds / row.fine_planning_seconds for row in ended) / len(ended)
         lines += [

@@ -1,4 +1,4 @@
-"""`python -m tools.bench moirai`: the latency planners on published placement problems. Needs neither root nor a testbed."""
+"""`python -m tools.bench moirai`: latency planners on published placement problems. Needs no root."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tools.bench import interrupts
 from tools.bench.rows import check_files
 from tools.bench.schedule_checker import violations
 
-PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # the greatest that the paper reports, on its own models and clusters
+PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # largest factors reported in the paper, on its own models and clusters
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
 
 
 class MoiraiRow(BaseModel):
-    """One strategy on one problem; times in the file's unit. No makespan: it found nothing that fits."""
+    """One strategy on one problem, in the file's time unit. Without a makespan, it found no placement that fits."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -47,15 +47,19 @@ class MoiraiRow(BaseModel):
 
 
 def moirai(
-    graphs: Annotated[Path, typer.Option(help="Folder of placement problems, or one above moirai/.", metavar="DIR")],
-    instance: Annotated[list[str], typer.Option(help="Only these; may be repeated.", metavar="NAME")] = [],  # noqa: B006
-    time_limit: Annotated[float, typer.Option(help="Of moirai for each problem, in seconds.", min=0.001)] = 120.0,
-    workers: Annotated[int, typer.Option(help="Threads that search.", min=1)] = 1,
-    congestion: Annotated[bool, typer.Option(help="Transfers of one device contend.")] = True,
-    json: Annotated[_File, typer.Option(help="Save all rows here.", metavar="FILE")] = None,
-    markdown: Annotated[_File, typer.Option(help="Save the table here.", metavar="FILE")] = None,
+    graphs: Annotated[
+        Path, typer.Option(help="Folder of placement problems, or its parent with a folder moirai/.", metavar="DIR")
+    ],
+    instance: Annotated[list[str], typer.Option(help="Only this problem; may be repeated.", metavar="NAME")] = [],  # noqa: B006
+    time_limit: Annotated[
+        float, typer.Option(help="Time limit of moirai for each problem, in seconds.", min=0.001)
+    ] = 120.0,
+    workers: Annotated[int, typer.Option(help="Search threads.", min=1)] = 1,
+    congestion: Annotated[bool, typer.Option(help="Transfers of one device share its link.")] = True,
+    json: Annotated[_File, typer.Option(help="Save all rows to this file.", metavar="FILE")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the table to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Latency-optimal placement against the strategies that the paper compares with, on one simulator."""
+    """Compare latency-optimal placement with the paper's baselines, on one simulator."""
     check_files(json, markdown)
     rows: list[MoiraiRow] = []
     with Status("", console=err) as status:
@@ -76,7 +80,7 @@ def moirai(
 
 
 def find_instances(graphs: Path, names: Sequence[str]) -> list[Path]:
-    """The folder's problems by name. Raises BadSetting where there are none, or not one of those asked for."""
+    """The folder's problems, sorted by name. Raises BadSetting if there are none, or a name is unknown."""
     folder = graphs / "moirai" if (graphs / "moirai").is_dir() else graphs
     found = {path.stem: path for path in sorted(folder.glob("*.json"))}
     if not found:

@@ -1,4 +1,4 @@
-"""The paper's tables and figures, and our own sweeps, as lists of settings; and what their rows say together. Pure."""
+"""The Galaxy paper's tables and figures, and Hearth's sweeps, as lists of settings; summaries of their rows. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tools.bench.stats import percentile
 ENVIRONMENTS = {letter: f"galaxy-{letter}" for letter in "abcdef"}
 BANDWIDTHS = (25.0, 50.0, 75.0, 100.0, 125.0, 250.0, 500.0)  # Mbit/s of the paper
 SCALING_MBIT = 1000.0  # of the paper
-WEAK_ROWS, STRONG_ROWS = 96, 384
+WEAK_ROWS, STRONG_ROWS = 96, 384  # per device in Figure 10, in all in Figure 11
 SWEEP_MBIT = (20.0, 50.0, 125.0, 250.0, 500.0)  # real
-SWEEP_LENGTHS = (64, 284)
+SWEEP_LENGTHS = (64, 284)  # tokens
 SWEEP_MODELS = ("distilbert", "bert-large", "gpt2-large")
 LZ4_MODES: tuple[Lz4, ...] = ("off", "auto", "on")
 CODEC_MBIT = (20.0, 1000.0)  # real
@@ -26,13 +26,13 @@ COMPARED: tuple[Name, ...] = ("gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A setting before the testbed is up. Of the two rates at most one is given; none: the scenario's own."""
+    """A setting to measure. At most one of the two rates is given; if neither, the scenario's own rates are used."""
 
     shape: Shape
     seq_len: int
     entries: tuple[Entry, ...]
-    baseline: str | None = "gloo-tp"  # none: lz4 off
-    num_devices: int | None = None  # none: all
+    baseline: str | None = "gloo-tp"  # None: the same without lz4
+    num_devices: int | None = None  # None: all
     mbit: float | None = None
     paper_mbit: float | None = None
 
@@ -55,7 +55,7 @@ def galaxy(
 
 
 def table4(shapes: Sequence[Shape], seq_len: int) -> list[Wanted]:
-    """Every model at 125 Mbit/s of the paper; also figure 9, on other environments."""
+    """Every model at the scenario's link rates; also Figure 9, with other environments."""
     return [Wanted(shape, seq_len, entries(COMPARED, ["exact"])) for shape in shapes]
 
 
@@ -65,7 +65,7 @@ def fig8(shapes: Sequence[Shape], seq_len: int) -> list[Wanted]:
 
 
 def scaling(shapes: Sequence[Shape], max_devices: int, rows_of: Callable[[int], int]) -> list[Wanted]:
-    """Figures 10 and 11: one to all devices; `rows_of` says how many rows so many devices are given."""
+    """Figures 10 and 11: one to all devices. `rows_of`: number of rows for a number of devices."""
     return [
         Wanted(shape, rows_of(count), entries(["local"] if count == 1 else ["hmp"], ["exact"]), "local", count,
                paper_mbit=SCALING_MBIT)
@@ -75,7 +75,7 @@ def scaling(shapes: Sequence[Shape], max_devices: int, rows_of: Callable[[int], 
 
 
 def sweep(shapes: Sequence[Shape], max_devices: int, lengths: Sequence[int], rates: Sequence[float]) -> list[Wanted]:
-    """On one device the rate of the link is no matter."""
+    """All combinations of models, lengths, rates and numbers of devices; one device needs only one rate."""
     chosen = entries(["local", "megatron-tp", "sp", "hmp", "auto"], ["exact"])
     return [
         Wanted(shape, seq_len, chosen, "local", count, mbit=rate)
@@ -105,7 +105,7 @@ def say_prediction(rows: Sequence[Row]) -> list[str]:
 
 
 def say_auto(rows: Sequence[Row]) -> list[str]:
-    """Auto against the best single device, and against the best of all strategies of the same setting."""
+    """Compare auto with the best single device, and with the best strategy measured in the same setting."""
     gains, regrets = [], []
     for group in by_setting(rows):
         medians = {row.strategy: row.median_seconds for row in group if row.median_seconds and row.wire == "exact"}
@@ -130,7 +130,7 @@ def say_auto(rows: Sequence[Row]) -> list[str]:
 
 
 def say_speedup(rows: Sequence[Row]) -> list[str]:
-    """hmp and auto over the baseline, for each scenario and model."""
+    """Speed-up of hmp and auto over the baseline, for each setting."""
     return [
         f"{row.setting}: {row.label} is {row.speedup_over_baseline:.2f} times as fast as {row.baseline} "
         f"[{row.speedup_low:.2f}, {row.speedup_high:.2f}]"
@@ -140,12 +140,12 @@ def say_speedup(rows: Sequence[Row]) -> list[str]:
 
 
 def layer_flops(row: Row, hidden: int) -> float:
-    """Of one encoder layer with an MLP of four times the hidden size, as is usual: projections, MLP, attention."""
+    """FLOPs of one encoder layer with an MLP of four times the hidden size: projections, MLP, attention."""
     return 24.0 * row.seq_len * hidden**2 + 4.0 * row.seq_len**2 * hidden
 
 
 def scaling_of(rows: Sequence[Row], hidden_of: Callable[[str], int]) -> dict[str, list[tuple[int, float, float]]]:
-    """By model: devices, speed-up in work per second over one device, and its share of linear."""
+    """By model: number of devices, speed-up in work per second over one device, fraction of linear speed-up."""
     found: dict[str, list[tuple[int, float, float]]] = {}
     by_model: dict[str, list[Row]] = {}
     for row in rows:

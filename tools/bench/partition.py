@@ -1,7 +1,7 @@
-"""Bottlenecks of the throughput planners in random clusters, run by run: what the paper's Figures 7 to 10 are made of.
+"""Bottlenecks of the throughput planners in random clusters: the data of the paper's Figures 7 to 10.
 
-Every run of a setting draws a communication graph of its own, from the seed and the setting's name, and gives it to all
-planners. So a run can be repeated alone, and a file of results can be taken up where it ended.
+Every run of a setting draws its own communication graph, seeded by the seed and the setting, and gives it to all planners.
+So a single run can be repeated, and an interrupted benchmark can continue from its results file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tools.bench.partition_theory import check_stages, nearest_stages, published
 MODELS = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")
 NODES = (5, 10, 15, 20, 50)
 MEMORY_MIB = (64, 128, 256, 512)
-CLASSES = (2, 5, 8, 11, 14, 17, NUM_CLASSES)
-RATIO_NODES, RATIO_MEMORY_MIB = 50, 64
-_SAVE_EVERY = 100  # runs
+CLASSES = (2, 5, 8, 11, 14, 17, NUM_CLASSES)  # numbers of transfer classes
+RATIO_NODES, RATIO_MEMORY_MIB = 50, 64  # of Figure 10
+_SAVE_EVERY = 100  # runs between two writes of the results file
 T = TypeVar("T")
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
-SAME_CUTS = "joint, same partitions"  # as `pipeline`
+SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
 THEOREM, BOUND = "Theorem 1", "bound"
 
 
@@ -49,7 +49,7 @@ class Setting(NamedTuple):
 
 
 class Bottlenecks(BaseModel):
-    """One setting. `seconds[column][run]`: a planner's bottleneck or a bound; `planning[planner][run]` its own time."""
+    """Results of one setting. `seconds[column][run]`: bottleneck or bound; `planning[planner][run]`: planning time."""
 
     model_config = ConfigDict(validate_assignment=False)
 
@@ -59,7 +59,7 @@ class Bottlenecks(BaseModel):
     memory_mib: int = Field(ge=1)
     seed: int
     outcome: Literal["measured", "fits on one node", "does not fit"]
-    num_stages: int = Field(ge=0)  # that the published planner cuts it into
+    num_stages: int = Field(ge=0)  # of the published planner
     seconds: dict[str, list[float]] = {}
     planning: dict[str, list[float]] = {}
 
@@ -80,7 +80,7 @@ class Bottlenecks(BaseModel):
         return sum(self.seconds[column]) / len(self.seconds[column])
 
     def ratios(self, over: str, under: str) -> list[float]:
-        """Run by run."""
+        """Ratio of two columns, by run."""
         return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
 
     def mean_ratio(self, over: str, under: str) -> float:
@@ -89,30 +89,30 @@ class Bottlenecks(BaseModel):
 
 
 class Points(BaseModel):
-    """Where one graph can be cut. `by_paper` is None for a graph of several sources, for which the rule is not made."""
+    """Candidate partition points of one graph. `by_paper`: by the paper's rule; None for a graph of several sources."""
 
     model_config = ConfigDict(frozen=True)
 
     model: str
     num_operators: int
-    num_points: int  # after the source, the sink included
+    num_points: int  # without the source, with the sink
     by_paper: int | None
     same: bool | None
     largest_block: int  # operators
     largest_block_bytes: int  # of weights
-    most_beside: int = 0  # tensors that cross one cut beside the one of its point
+    most_beside: int = 0  # most tensors that cross one cut, not counting the output of its point
     most_beside_bytes: int = 0
-    half_at_points: float = 1.0  # of the FLOPs, the larger part of the evenest cut in two
-    half_at_cuts: float = 1.0  # the same where several tensors may pass
+    half_at_points: float = 1.0  # fraction of the FLOPs in the larger half of the most even cut in two
+    half_at_cuts: float = 1.0  # the same, if several tensors may cross the cut
 
     @property
     def usable(self) -> bool:
-        """Whether cuts can spread it: no block is more than half of it."""
+        """Whether no block has more than half of the operators, so that cuts can distribute the graph."""
         return 2 * self.largest_block <= self.num_operators
 
 
 class Plans(NamedTuple):
-    """What is measured in every run."""
+    """The planner variants measured in every run."""
 
     classes: Sequence[int]
     time_limit: float
@@ -143,14 +143,14 @@ def points_of(spec: GraphSpec) -> Points:
 
 
 def _larger_half(spec: GraphSpec, chain: Chain) -> float:
-    """Of the FLOPs, where the chain is cut in two as evenly as it can be."""
+    """Fraction of the FLOPs in the larger half when the chain is cut in two as evenly as possible."""
     flops = [sum(spec.operators[operator].flops for operator in block) for block in chain.blocks]
     before = [0.0, *accumulate(flops)]
     return min(max(each, before[-1] - each) for each in before) / before[-1] if before[-1] else 1.0
 
 
 def _beside(spec: GraphSpec, point: int, crossing: Sequence[int]) -> list[int]:
-    """Bytes of each tensor across a cut that its point does not make: side inputs, carried along."""
+    """Bytes of each tensor that crosses a cut but is not the output of its point (side inputs that are carried along)."""
     return [spec.tensors[index].num_bytes for index in crossing if spec.tensors[index].source != point]
 
 
@@ -162,7 +162,7 @@ def measure(
     num_runs: int,
     plans: Plans,
 ) -> Iterator[Bottlenecks]:
-    """The setting with more and more runs, after those that are known."""
+    """Continue a setting after its known runs; yields it with more and more runs."""
     problem = problem_of(spec, accounting, setting.memory_mib << 20, setting.num_nodes)
     try:
         partitioning, _ = equal_partitions(problem)
@@ -226,16 +226,16 @@ _ROWS = TypeAdapter(list[Bottlenecks])
 
 
 def load_rows(path: Path | None) -> dict[Setting, Bottlenecks]:
-    """What an earlier run has saved. Raises BadSetting."""
+    """Load the results of an earlier run. Raises BadSetting."""
     if path is None or not path.exists() or path.stat().st_size == 0:
         return {}
     try:
         return {row.setting: row for row in _ROWS.validate_json(path.read_bytes())}
     except (OSError, ValidationError) as error:
-        reason = f"it holds something else than results of this benchmark ({str(error).splitlines()[0]})"
+        reason = f"it does not contain results of this benchmark ({str(error).splitlines()[0]})"
         raise BadSetting(setting="--json", reason=reason) from None
 
 
 def save_rows(path: Path, rows: Sequence[Bottlenecks]) -> None:
-    """Whole or not at all: an interrupt leaves the file as it was."""
+    """Write the results atomically, so that an interrupt leaves the old file."""
     write_atomically(path, _ROWS.dump_json(list(rows)))

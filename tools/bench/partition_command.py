@@ -1,4 +1,4 @@
-"""`python -m tools.bench partition`: the throughput planners in the paper's set-up. Needs neither root nor a testbed."""
+"""`python -m tools.bench partition`: throughput planners in the paper's set-up. Needs no root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.bench.partition_report import points_markdown, save_plot
 from tools.bench.partition_setup import ACCOUNTINGS, read_graphs
 from tools.bench.rows import check_writable
 
-_MAX_NODES = 256
+_MAX_NODES = 256  # of a random cluster
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)
 
 
@@ -32,27 +32,34 @@ class _Wanted(NamedTuple):
 
 def partition(
     graphs: Annotated[Path, typer.Option(help="Folder of graphs, JSON or ONNX.", metavar="DIR")],
-    model: Annotated[list[str], typer.Option(help="Only these; may be repeated.", metavar="NAME")] = [],  # noqa: B006
-    points: Annotated[bool, typer.Option("--points", help="Only say where each graph can be cut.")] = False,
-    runs: Annotated[int, typer.Option(help="Of each setting of Figures 7 to 9; 0 leaves them out.", min=0)] = 50,
-    ratio_runs: Annotated[int, typer.Option(help="Of each graph of Figure 10; 0 leaves it out.", min=0)] = 1000,
+    model: Annotated[list[str], typer.Option(help="Only this graph; may be repeated.", metavar="NAME")] = [],  # noqa: B006
+    points: Annotated[
+        bool, typer.Option("--points", help="Only list the candidate partition points of each graph.")
+    ] = False,
+    runs: Annotated[int, typer.Option(help="Runs of each setting of Figures 7 to 9; 0 leaves them out.", min=0)] = 50,
+    ratio_runs: Annotated[int, typer.Option(help="Runs of each graph of Figure 10; 0 leaves it out.", min=0)] = 1000,
     nodes: Annotated[str, typer.Option(metavar="LIST")] = ",".join(map(str, bench.NODES)),
     kappa: Annotated[str, typer.Option(help="Memory of a node in MiB.", metavar="LIST")] = ",".join(
         map(str, bench.MEMORY_MIB)
     ),
-    classes: Annotated[str, typer.Option(help="Transfer classes; the most are compared.", metavar="LIST")] = ",".join(
-        map(str, bench.CLASSES)
-    ),
-    accounting: Annotated[str, typer.Option(help=f"Of {', '.join(ACCOUNTINGS)}.", metavar="NAME")] = "paper",
-    seed: Annotated[int, typer.Option(help="The same seed draws the same clusters.")] = 1,
-    time_limit: Annotated[float, typer.Option(help="Of pipeline-exact in one run, in seconds.", min=0.001)] = 10.0,
+    classes: Annotated[
+        str,
+        typer.Option(help="Numbers of transfer classes; the largest is compared with other planners.", metavar="LIST"),
+    ] = ",".join(map(str, bench.CLASSES)),
+    accounting: Annotated[
+        str, typer.Option(help=f"How memory and transfers are counted: {', '.join(ACCOUNTINGS)}.", metavar="NAME")
+    ] = "paper",
+    seed: Annotated[int, typer.Option(help="Seed of the random clusters.")] = 1,
+    time_limit: Annotated[
+        float, typer.Option(help="Time limit of pipeline-exact in each run, in seconds.", min=0.001)
+    ] = 10.0,
     json: Annotated[
-        _File, typer.Option(help="Save every run here; what it holds is not run again.", metavar="FILE")
+        _File, typer.Option(help="Save every run to this file; runs already in it are skipped.", metavar="FILE")
     ] = None,
-    markdown: Annotated[_File, typer.Option(help="Save the tables here.", metavar="FILE")] = None,
-    plot: Annotated[_File, typer.Option(help="Save a picture here.", metavar="FILE.png")] = None,
+    markdown: Annotated[_File, typer.Option(help="Save the tables to this file.", metavar="FILE")] = None,
+    plot: Annotated[_File, typer.Option(help="Save a plot to this file.", metavar="FILE.png")] = None,
 ) -> None:
-    """Partitioning and placement for throughput: the paper's Figures 7 to 10 in random clusters."""
+    """Reproduce Figures 7 to 10 of the throughput paper: partitioning and placement in random clusters."""
     if accounting not in ACCOUNTINGS:
         raise BadSetting(setting="--accounting", reason=f"'{accounting}' is none of {', '.join(ACCOUNTINGS)}")
     counts = _numbers("--nodes", nodes, 1, _MAX_NODES)
@@ -115,11 +122,11 @@ def _say(text: str, path: Path | None) -> None:
 
 
 def _numbers(setting: str, text: str, low: int, high: int) -> Sequence[int]:
-    """In rising order, each once. Raises BadSetting."""
+    """Parse a list of integers; sorted, without duplicates. Raises BadSetting."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise BadSetting(setting=setting, reason=f"'{text}' is no list of whole numbers") from None
+        raise BadSetting(setting=setting, reason=f"'{text}' is not a list of whole numbers") from None
     if found[0] < low or found[-1] > high:
         raise BadSetting(setting=setting, reason=f"'{text}'; from {low} to {high} are possible")
     return found

@@ -1,4 +1,4 @@
-"""What the throughput planners' bottlenecks say: tables, lines that sum them up, and a picture. Pure but for the picture."""
+"""Report on the throughput planners' bottlenecks: tables, summary lines and a plot. Pure except for the plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tools.bench.partition import (
 )
 from tools.bench.plots import check_plots
 
-_MOST_NODES = 50  # the paper compares with joint there
+_MOST_NODES = 50  # number of nodes at which the paper compares with joint
 _SIZE = (12.0, 7.0)  # inches
 _PLANNERS = (PIPELINE, EXACT, JOINT, SAME_CUTS, ONE_START, RANDOM)
 
@@ -49,7 +49,7 @@ def markdown(figures: Sequence[Bottlenecks], ratios: Sequence[Bottlenecks], clas
 
 
 def points_markdown(points: Sequence[Points]) -> str:
-    """Candidate partition points of every graph."""
+    """Markdown table of the candidate partition points of every graph."""
     rows = [
         (
             each.model,
@@ -171,7 +171,7 @@ def _comparison(rows: Sequence[Bottlenecks]) -> list[str]:
 
 
 def _left_out(rows: Sequence[Bottlenecks]) -> list[str]:
-    """Settings without anything to compare, and why."""
+    """Lines on the settings without results, with the reason."""
     why: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if not row.num_runs:
@@ -214,7 +214,7 @@ def _table(headings: Sequence[object], rows: Iterable[Sequence[object]]) -> list
 
 
 def save_plot(path: Path, figures: Sequence[Bottlenecks], ratios: Sequence[Bottlenecks]) -> None:
-    """Bottleneck by nodes for each model at its smallest memory, and each graph's ratio over the bound.
+    """Plot the bottleneck by nodes for each model at its smallest memory, and each graph's ratio to the bound.
 
     Raises BadSetting.
     """

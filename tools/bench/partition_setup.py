@@ -1,16 +1,15 @@
-"""The set-up of Parthasarathy and Krishnamachari (IV): models, memory, random clusters. Pure but for reading the graphs.
+"""Set-up of Parthasarathy and Krishnamachari (section IV): models, memory, random clusters. Pure except for file reading.
 
-Where the paper leaves open how it counts, or its authors' notebooks count differently, an accounting says which way is
-taken:
+Where the paper does not say how it counts memory and transfers, or its authors' notebooks differ, an accounting chooses:
 
-- `paper`: a partition holds its float32 weights and the outputs of its layers, a transfer is the boundary tensor over
-  lambda = 1.44 * 2.1, and a node's rate follows from its distance to the router; a link is as fast as its slower end. (That
-  outputs count is what the paper's figures say: MobileNetV2, with 14 MB of weights, does not fit into 64 MB there, and
+- `paper`: a partition holds its float32 weights and the outputs of its layers; a transfer is the boundary tensor divided by
+  lambda = 1.44 * 2.1; a node's rate depends on its distance to the router, and a link is as fast as its slower end. (Outputs
+  must count, given the paper's figures: there MobileNetV2, with 14 MB of weights, does not fit into 64 MB, and
   InceptionResNetV2, with 223 MB, not into five times 64 MB.)
-- `weights`: the same, but weights alone are held.
-- `notebooks`: 1 byte is held for each weight and 8 are sent for each float, lambda = 1.44, a transfer as often as its tensor
-  has consumers, the first block of a partition left out of its memory, and rates by the distance between two nodes, all of
-  which lie in one quadrant around the router.
+- `weights`: the same, but a partition holds only weights.
+- `notebooks`: 1 byte is held per weight and 8 are sent per float; lambda = 1.44; a tensor is sent once per consumer; the
+  first block of a partition does not count in its memory; rates depend on the distance between two nodes, all of which
+  lie in one quadrant around the router.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from coordinator.plan.graph.throughput.problem import PipelineProblem, pipeline_
 from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec
 
-# Equation 12: log2(1 + A / distance^2) Mbit/s; 5.5 Mbit/s at 80 m.
+# Equation 12: the rate is log2(1 + A / distance^2) Mbit/s, with the distance in metres; 5.5 Mbit/s at 80 m.
 _A = 283_230.0
-_RANGE_METRES, _NEAREST_METRES = 150.0, 1.0
+_RANGE_METRES, _NEAREST_METRES = 150.0, 1.0  # largest and smallest coordinate of a node, from the router
 _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
 
 
@@ -41,7 +40,7 @@ _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
 class Accounting:
     name: str
     weight_share: float = 1.0  # of a float32 weight's bytes
-    output_share: float = 1.0  # of a float32 output's bytes, held by the partition that makes it
+    output_share: float = 1.0  # of a float32 output's bytes, held by the partition that computes it
     transfer_share: float = 1.0  # of the boundary tensor's bytes
     compression: float = _ZFP * _LZ4
     for_each_consumer: bool = False
@@ -70,9 +69,9 @@ ACCOUNTINGS = {
 
 
 def read_graphs(folder: Path, names: Sequence[str]) -> list[GraphSpec]:
-    """All graphs of a folder (JSON or ONNX), or those named, by name. Raises BadSetting, BadModelFile."""
+    """Read all graphs of a folder (JSON or ONNX), or those named, sorted by name. Raises BadSetting, BadModelFile."""
     if not folder.is_dir():
-        raise BadSetting(setting="--graphs", reason=f"{folder} is no folder")
+        raise BadSetting(setting="--graphs", reason=f"{folder} is not a folder")
     files = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".onnx")}
     if unknown := [name for name in names if name not in files]:
         raise BadSetting(setting="--model", reason=f"there is no {unknown[0]}.json or .onnx in {folder}")
@@ -83,7 +82,7 @@ def read_graphs(folder: Path, names: Sequence[str]) -> list[GraphSpec]:
 
 
 def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:
-    """Compute left out, all nodes of one size, links not drawn yet."""
+    """The problem without compute times, with equal memory on all nodes, and links still to be drawn."""
     chain = candidate_chain(spec)
     held = [round(accounting.output_share * sum(tensor.num_bytes for tensor in tensors)) for tensors in spec.produced]
     weights = tuple(
@@ -136,7 +135,7 @@ def rates(places: NDArray[np.float64], between_nodes: bool) -> NDArray[np.float6
         ways = (places**2).sum(axis=1)
         squares = np.maximum(ways[:, None], ways[None])
     np.fill_diagonal(squares, math.inf)
-    # Two nodes in one place would have an infinite rate; nearer than 1 m counts as 1 m, as towards the router.
+    # Distances below 1 m count as 1 m, as to the router; otherwise nodes at the same place would have an infinite rate.
     found: NDArray[np.float64] = np.log2(1 + _A / np.maximum(squares, _NEAREST_METRES**2)) * 1e6 / 8
     np.fill_diagonal(found, math.inf)
     return found

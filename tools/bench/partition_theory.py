@@ -1,5 +1,8 @@
-"""What the paper says about its throughput planner, for comparison with what is planned: its own rule for partition points,
-its bound (Theorem 1), its notebook's form of the joint baseline (Parthasarathy and Krishnamachari); a check of pipelines."""
+"""Published rules of Parthasarathy and Krishnamachari, for comparison with Hearth's planners.
+
+Their rule for partition points, their bound (Theorem 1) and their notebook's version of the joint baseline; also a checker
+of pipelines.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from hearth.plan.graph_spec import GraphSpec
 
 
 def published_points(spec: GraphSpec) -> tuple[int, ...]:
-    """The paper's own rule, for a graph of one source: u is the next point iff no other operator has its longest path from
-    the source (LP) and every path out of the point before goes through it (AP). Several sinks get a virtual one.
+    """Partition points by the paper's rule, for a graph with one source. Several sinks get a virtual one.
 
-    Raises ValueError for several sources.
+    u is the next point if no other operator has the same longest path length from the source (LP) and every path from the
+    previous point goes through u (AP). Raises ValueError for several sources.
     """
     sources = [index for index, before in enumerate(spec.predecessors) if not before]
     if len(sources) != 1:
@@ -35,10 +38,11 @@ def published_points(spec: GraphSpec) -> tuple[int, ...]:
 
 
 def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
-    """These partitions, along the path from each device that always takes the fastest link to an unused one. The start
-    with the lowest bottleneck wins. `devices` can each hold any partition, and are as many or more.
+    """The joint baseline: place these partitions along a greedy path, which always takes the fastest link to an unused device.
 
-    The paper's words (IV) let joint choose its partitions greedily; its authors' notebook gives it those of Algorithm 1.
+    Tries every start device and returns the placement with the lowest bottleneck. Each of `devices` must be able to hold any
+    partition, and there must be at least as many as partitions. In the paper (section IV), joint chooses its partitions
+    greedily; in the authors' notebook it uses those of Algorithm 1.
     """
     found = []
     for start in devices:
@@ -51,13 +55,15 @@ def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices
 
 
 def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:
-    """Theorem 1: the largest transfer over the fastest link. No placement of these partitions is below it; one of other
-    partitions may be. 0 for one partition."""
+    """Theorem 1: the largest transfer over the fastest link; 0 for one partition.
+
+    A lower bound for placements of these partitions, but not for other partitions.
+    """
     return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
 
 
 def check_stages(problem: PipelineProblem, stages: Stages) -> None:
-    """Raises ValueError unless the stages are a pipeline: each block once, in order, each device once, within memory."""
+    """Raise ValueError unless the stages form a pipeline: each block once, in order, each device once, within memory."""
     if [stage.first for stage in stages] != [0, *(stage.last + 1 for stage in stages[:-1])]:
         raise ValueError("the stages leave out blocks or run them twice")
     if not stages or stages[-1].last != problem.num_blocks - 1:
@@ -72,7 +78,7 @@ def check_stages(problem: PipelineProblem, stages: Stages) -> None:
 
 
 def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:
-    """The paper's AP: from `start`, depth first, no operator deeper than `goal` is met before `goal`."""
+    """The paper's AP: depth first from `start`, no operator deeper than `goal` is reached before `goal`."""
     todo, seen = [start], {start}
     while todo:
         for each in successors[todo.pop()]:

@@ -1,4 +1,4 @@
-"""Which strategies there are to measure, and the real planner's plan for each."""
+"""The strategies to measure, and the plan that the real planner makes for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp",
 Lz4 = Literal["auto", "on", "off"]
 NAMES: tuple[Name, ...] = get_args(Name)
 WIRES: tuple[Values, ...] = ("exact", "fp16", "bf16", "int8")  # in the order of the tables
-_PLENTY_BYTES = 1 << 40
+_PLENTY_BYTES = 1 << 40  # memory budget of a device without a limit
 _OF_PLANNER: dict[Name, Literal["auto", "local", "megatron-tp", "sp", "hmp"]] = {
     "local": "local", "megatron-tp": "megatron-tp", "sp": "sp", "hmp-no-overlap": "hmp", "hmp": "hmp", "auto": "auto",
 }  # fmt: skip
@@ -29,7 +29,7 @@ GLOO_WIRES = ("exact", "fp16")
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that is measured."""
+    """One strategy with its wire settings, to be measured."""
 
     strategy: Name
     wire: Values = "exact"
@@ -45,7 +45,7 @@ REFERENCE = Entry("local", encrypt=False)
 
 
 def entries(strategies: Iterable[Name], wires: Iterable[Values], plain: bool = False) -> tuple[Entry, ...]:
-    """Every strategy in every wire format that it has; `plain` adds an unencrypted twin of each hmp."""
+    """Every strategy in every wire format that it supports. `plain`: also hmp without encryption."""
     wires = tuple(wires)
     found = []
     for strategy in strategies:
@@ -58,7 +58,7 @@ def entries(strategies: Iterable[Name], wires: Iterable[Values], plain: bool = F
 
 
 def baseline_of(entry: Entry, measured: Sequence[Entry], strategy: str) -> Entry | None:
-    """What an entry is compared with: the baseline in the same wire format where it has that, else exact."""
+    """The entry to compare with: the baseline in the same wire format if it supports that, else in exact."""
     candidates = [other for other in measured if other.strategy == strategy and (other.encrypt or strategy != "hmp")]
     for wire in (entry.wire, "exact"):
         for candidate in candidates:
@@ -68,13 +68,13 @@ def baseline_of(entry: Entry, measured: Sequence[Entry], strategy: str) -> Entry
 
 
 def codec_baseline(entry: Entry, measured: Sequence[Entry]) -> Entry | None:
-    """The same without lz4."""
+    """The same entry without lz4, if it is measured."""
     off = Entry(entry.strategy, entry.wire, "off", entry.encrypt)
     return off if off in measured else None
 
 
 def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
-    """As the coordinator would make it. Raises ModelDoesNotFit."""
+    """The plan that the coordinator would make. Raises ModelDoesNotFit."""
     request = PlanRequest(
         spec=spec,
         cluster=cluster,
@@ -91,18 +91,18 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
 
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
-    """On one device, as if memory were no matter: what all others must agree with."""
+    """The plan on one device without memory limits, whose output is the reference."""
     return plan_for(REFERENCE, spec, without_limits(cluster), seq_len)
 
 
 def without_limits(cluster: ClusterProfile) -> ClusterProfile:
-    """The same devices with as much memory as any plan may want."""
+    """The same cluster with practically unlimited memory."""
     devices = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
     return cluster.model_copy(update={"devices": devices})
 
 
 def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:
-    """Whether the whole model would fit too; empty where it does, or where all of it is run."""
+    """A note if the full-depth model would not fit; empty if it would, or if all layers are run."""
     if num_layers <= spec.num_layers or entry.strategy == "gloo-tp":
         return ""
     try:
@@ -120,12 +120,12 @@ def describe(plan: TransformerPlan) -> str:
 
 
 def parse_names(text: str) -> tuple[Name, ...]:
-    """Raises BadSetting."""
+    """Parse a list of strategies. Raises BadSetting."""
     return tuple(name for name in NAMES if name in _listed("--strategies", text, NAMES))
 
 
 def parse_wires(text: str) -> tuple[Values, ...]:
-    """Raises BadSetting."""
+    """Parse a list of wire formats. Raises BadSetting."""
     return tuple(wire for wire in WIRES if wire in _listed("--wires", text, WIRES))
 
 

@@ -1,4 +1,4 @@
-"""Rows as pictures, readable at 1000 pixels. matplotlib is imported where it is needed: it is slow, and optional."""
+"""Plots of rows, readable at 1000 pixels. Imports matplotlib late, because it is optional and slow to import."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tools.bench.paper import scaling_of
 from tools.bench.rows import Row, by_setting
 
 _WIDTH, _HEIGHT, _DPI = 10.0, 5.6, 100  # inches: 1000 pixels wide
-# Told apart without colours too: Okabe and Ito's palette, and markers.
+# Okabe and Ito's palette for colour-blind readers; markers also distinguish the lines without colours.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _MARKERS = "osD^vPX*"
-_MAX_BARS = 60
+_MAX_BARS = 60  # groups of bars in one plot
 
 Draw = Callable[[Any, Sequence[Row]], None]
 
 
 def check_plots() -> None:
-    """Before hours of measuring. Raises BadSetting."""
+    """Raise BadSetting if matplotlib is missing. Call it before measuring."""
     try:
         import matplotlib
     except ImportError:
@@ -29,7 +29,7 @@ def check_plots() -> None:
 
 
 def save_plot(path: Path, rows: Sequence[Row], draw: Draw, title: str) -> None:
-    """Raises BadSetting for a file type that matplotlib does not write."""
+    """Draw and save a plot. Raises BadSetting for a file type that matplotlib does not support."""
     check_plots()
     import matplotlib.pyplot as plt
 
@@ -49,7 +49,7 @@ def save_plot(path: Path, rows: Sequence[Row], draw: Draw, title: str) -> None:
 
 
 def latency_bars(axes: Any, rows: Sequence[Row]) -> None:
-    """Median of every row in its setting, from the fastest round to the slowest; a line where the row's bound is."""
+    """Bars: median of each row, with error bars from the fastest to the slowest round and a line at the bound."""
     groups = [[row for row in group if row.median_seconds is not None] for group in by_setting(rows)]
     groups = [group for group in groups if group][:_MAX_BARS]
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
@@ -75,7 +75,7 @@ def latency_bars(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def speedup_bars(axes: Any, rows: Sequence[Row]) -> None:
-    """Speed-up over the baseline with its confidence interval."""
+    """Bars: speed-up over the baseline with confidence intervals."""
     groups = [[row for row in group if row.speedup_over_baseline is not None] for group in by_setting(rows)]
     groups = [group for group in groups if group][:_MAX_BARS]
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
@@ -97,7 +97,7 @@ def speedup_bars(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def bandwidth_lines(axes: Any, rows: Sequence[Row]) -> None:
-    """Time over the link's rate, one line for each strategy (and model, where there are several)."""
+    """Lines: time against link rate, one per strategy (and per model, if there are several)."""
     timed = [row for row in rows if row.median_seconds is not None and _rate(row) is not None]
     several = len({row.model for row in timed}) > 1
     names = {row: f"{row.model} {row.label}" if several else row.label for row in timed}
@@ -117,7 +117,7 @@ def bandwidth_lines(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def scaling_lines(hidden_of: Callable[[str], int]) -> Draw:
-    """Work per second over one device's, with the line that would be linear."""
+    """Lines: work per second relative to one device, with a line for linear scaling."""
 
     def draw(axes: Any, rows: Sequence[Row]) -> None:
         most = 1
@@ -165,7 +165,7 @@ def _rate(row: Row) -> float | None:
 
 
 def _short(row: Row, rows: Sequence[Row]) -> str:
-    """Only what tells the settings apart."""
+    """A label of the row's setting, without the parts that all rows share."""
     parts = {
         "scenario": row.scenario,
         "devices": f"{row.devices} devices",

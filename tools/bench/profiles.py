@@ -1,5 +1,8 @@
-"""What a benchmark's planner knows: devices profiled once for each shape and length, and kept current by a few real steps
-before every setting; links measured once for each rate."""
+"""Profiles for the planners of a benchmark.
+
+Devices are profiled once per shape and length and rescaled by a few real steps before every setting; links are measured
+once per rate.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ from tools.testbed import Scenario, Testbed
 
 Report = Callable[[str], None]
 
-_WITHOUT_LIMIT_BYTES = 8 << 30
-_LINK_SECONDS = 1.0
+_WITHOUT_LIMIT_BYTES = 8 << 30  # planner's memory budget of a device without a limit
+_LINK_SECONDS = 1.0  # of one link measurement
 _PROBE_KEY = "probe"
-_PROBE_STEPS, _MOST_PROBE_STEPS = 3, 11
-_PROBE_SECONDS = 0.6  # in steps together: short ones differ more
-_MOST_ATTEMPTS = 3  # that something is measured, where the host or others disturb
+_PROBE_STEPS, _MOST_PROBE_STEPS = 3, 11  # least and most steps of a probe
+_PROBE_SECONDS = 0.6  # intended total of a probe: short steps vary more, so more of them are run
+_MOST_ATTEMPTS = 3  # to measure without background load
 
 
 class Profiles:
-    """Of the devices of one testbed, whose runners are up. Memory limits are the scenario's, not the testbed's."""
+    """Profiles of one testbed with started runners. Memory limits are the scenario's, not the testbed's."""
 
     def __init__(self, scenario: Scenario, testbed: Testbed, engine: EngineRunners, report: Report) -> None:
         self._scenario, self._testbed, self._engine, self._report = scenario, testbed, engine, report
@@ -35,9 +38,9 @@ class Profiles:
         self._links: dict[tuple[float | None, str, str], Link] = {}
 
     def current(self, model: StoredModel, names: Sequence[str], seq_len: int, mbit: float | None) -> ClusterProfile:
-        """The profile of these devices, as slow as real steps show them to be now: the host drifts, and all with it.
+        """The profile of these devices, scaled to the current speed of real steps, because the host's speed drifts.
 
-        One device alone tells: in a step of several, one that waited has quota in hand and bursts.
+        Measured with a plan on one device: in a step of several, a device that waits saves CPU quota and then bursts.
         """
         cluster = self._profiled(model, names, seq_len, mbit)
         alone = reference_plan(model.spec, cluster, seq_len)
@@ -77,7 +80,7 @@ class Profiles:
         )
 
     def _one_per_core(self, names: Sequence[str]) -> list[list[str]]:
-        """Groups in which no two devices share a core; a device without one of its own is alone."""
+        """Groups of devices that share no core. A device that is not pinned to a core has its own group."""
         groups: list[tuple[set[int], list[str]]] = []
         for name in names:
             core = self._testbed.device(name).core
@@ -91,7 +94,7 @@ class Profiles:
         return [members for _, members in groups]
 
     def _link(self, source: str, target: str, mbit: float | None) -> Link:
-        """Measured once for each rate; where all links and devices are alike, one pair stands for all."""
+        """The link, measured once per rate. If all links and devices are equal, one pair is measured for all."""
         devices = self._scenario.devices
         alike = len({(device.mbit if mbit is None else 0, device.cpu_share) for device in devices}) == 1
         if alike:

@@ -1,4 +1,4 @@
-"""The commands of `python -m tools.bench` that hold what was promised against what is: figures beside what was asked."""
+"""Commands of `python -m tools.bench` that compare measured figures with their targets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tools.bench.soak import SoakBench
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
-_HUB = "hub"  # a scenario whose coordinator has a link of its own
+_HUB = "hub"  # scenario whose coordinator has its own link
 GPT2_LARGE: Mapping[str, Any] = SHAPES["gpt2-large"].config
 SMALL_LLAMA: Mapping[str, Any] = {
     "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12,
@@ -53,22 +53,23 @@ Model = Annotated[
     ),
 ]
 Weights = Annotated[
-    str, typer.Option(help=f"In the devices' memory: {', '.join(get_args(WeightFormat))}.", metavar="FORMAT")
+    str,
+    typer.Option(help=f"Weight format in the devices' memory: {', '.join(get_args(WeightFormat))}.", metavar="FORMAT"),
 ]
-Json = Annotated[Optional[Path], typer.Option("--json", help="Save the figures here.", metavar="FILE")]  # noqa: UP045
-Markdown = Annotated[Optional[Path], typer.Option(help="Save the table here.", metavar="FILE")]  # noqa: UP045
+Json = Annotated[Optional[Path], typer.Option("--json", help="Save the figures to this file.", metavar="FILE")]  # noqa: UP045
+Markdown = Annotated[Optional[Path], typer.Option(help="Save the table to this file.", metavar="FILE")]  # noqa: UP045
 
 
 @handles_errors
 def push(
-    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 250.0,
-    devices: Annotated[int, typer.Option(help="That get weights, beside the hub.", min=2, max=4)] = 4,
+    mbit: Annotated[float, typer.Option(help="Real rate of every link.", min=1)] = 250.0,
+    devices: Annotated[int, typer.Option(help="Devices that receive weights, not counting the hub.", min=2, max=4)] = 4,
     model: Model = None,
     weights: Weights = "bfloat16",
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """How fast and with how many bytes weights get to the devices, and what memory that takes. Needs root."""
+    """Measure the push of weights to the devices: time, bytes and memory. Needs root."""
     check_files(json, markdown)
     scenario, findings = _with_hub(devices), list[Finding]()
     with working(scenario) as (folder, status):
@@ -82,19 +83,21 @@ def push(
 
 @handles_errors
 def capacity(
-    limit: Annotated[str, typer.Option(help="Of each device's memory.", metavar="SIZE")] = "900M",
-    agent: Annotated[str, typer.Option(help="Of that, what is not for its worker.", metavar="SIZE")] = "80M",
-    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 4,
+    limit: Annotated[str, typer.Option(help="Memory limit of each device.", metavar="SIZE")] = "900M",
+    agent: Annotated[str, typer.Option(help="Part of the limit reserved for the agent.", metavar="SIZE")] = "80M",
+    devices: Annotated[int, typer.Option(help="Devices, not counting the hub.", min=2, max=4)] = 4,
     model: Model = None,
     weights: Weights = "bfloat16",
-    context: Annotated[int, typer.Option(help="Tokens of each answer, its prompt included.", min=2)] = 256,
-    sequences: Annotated[int, typer.Option(help="Answers at once.", min=1, max=64)] = 4,
-    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 500.0,
+    context: Annotated[int, typer.Option(help="Tokens of each answer, with its prompt.", min=2)] = 256,
+    sequences: Annotated[int, typer.Option(help="Concurrent answers.", min=1, max=64)] = 4,
+    mbit: Annotated[float, typer.Option(help="Real rate of every link.", min=1)] = 500.0,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """A model that fits no single device, on several with limits that the kernel enforces; planned against actual
-    memory. Needs root."""
+    """Serve a model too large for one device on several with kernel memory limits; compare planned and actual memory.
+
+    Needs root.
+    """
     check_files(json, markdown)
     limit_bytes, agent_bytes = _bytes("--limit", limit), _bytes("--agent", agent)
     scenario = _with_hub(devices)
@@ -114,21 +117,23 @@ def capacity(
 
 @handles_errors
 def soak(
-    clients: Annotated[int, typer.Option(help="At once.", min=1, max=64)] = 8,
-    devices: Annotated[int, typer.Option(help="Beside the hub.", min=2, max=4)] = 3,
-    seconds: Annotated[float, typer.Option(help="How long.", min=1)] = 120.0,
+    clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1, max=64)] = 8,
+    devices: Annotated[int, typer.Option(help="Devices, not counting the hub.", min=2, max=4)] = 3,
+    seconds: Annotated[float, typer.Option(help="Duration in seconds.", min=1)] = 120.0,
     model: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
             help="A decoder's directory, or only its config.json. Default: a small Llama.", show_default=False
         ),
     ] = None,
-    mbit: Annotated[float, typer.Option(help="Every link's real rate.", min=1)] = 125.0,
+    mbit: Annotated[float, typer.Option(help="Real rate of every link.", min=1)] = 125.0,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Several clients at once, a third of the requests given up midway: answers, memory, and what is left over. Needs
-    root."""
+    """Run concurrent clients that cancel a third of their requests; check answers, memory and leftover work.
+
+    Needs root.
+    """
     check_files(json, markdown)
     scenario = _with_hub(devices)
     with working(scenario) as (folder, status):
@@ -141,13 +146,17 @@ def soak(
 
 @handles_errors
 def exactness(
-    families: Annotated[str, typer.Option(help=f"Of {', '.join(FAMILIES)}.", metavar="LIST")] = ",".join(FAMILIES),
-    strategies: Annotated[str, typer.Option(help="Of those that there are.", metavar="LIST")] = ",".join(STRATEGIES),
-    tokens: Annotated[int, typer.Option(help="Of each answer.", min=1, max=400)] = NEW_TOKENS,
+    families: Annotated[str, typer.Option(help=f"Families, from {', '.join(FAMILIES)}.", metavar="LIST")] = ",".join(
+        FAMILIES
+    ),
+    strategies: Annotated[str, typer.Option(help="Strategies, from the default list.", metavar="LIST")] = ",".join(
+        STRATEGIES
+    ),
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=400)] = NEW_TOKENS,
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Whether generation gives the tokens and logits of transformers, at each family's real widths. Needs no root."""
+    """Compare tokens and logits of generation with transformers, at each family's real widths. Needs no root."""
     check_files(json, markdown)
     chosen, cases = chosen_families(families), chosen_cases(strategies)
     from tools.bench.exactness import ExactnessBench  # loads torch
@@ -166,7 +175,7 @@ def exactness(
                     markdown.write_text(f"{summary(rows)}\n\n{details(rows)}\n")
     out.print(f"\n{summary(rows)}\n\n{details(rows)}", soft_wrap=True, markup=False)
     if not all(row.holds for row in rows):
-        err.print("[red]error:[/] an answer differs; the table says which", soft_wrap=True)
+        err.print("[red]error:[/] an answer differs from the reference; see the table", soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -175,7 +184,7 @@ def exactness(
 
 @contextmanager
 def working(scenario: Scenario | None = None) -> Iterator[tuple[Path, Status]]:
-    """A folder that is gone afterwards, and a line that says what goes on. Raises BadSetting."""
+    """A temporary folder and a status line. Raises BadSetting if the scenario cannot be emulated."""
     if scenario is not None:
         check_possible(scenario)
     with temporary_folder() as folder, Status("", console=err) as status:
@@ -184,7 +193,7 @@ def working(scenario: Scenario | None = None) -> Iterator[tuple[Path, Status]]:
 
 @contextmanager
 def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
-    """A testbed with an agent on every device but the coordinator's, until the end of the block or an interrupt."""
+    """A testbed with an agent on every device except the coordinator's, until the end of the block or an interrupt."""
     chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
     testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree)
     try:
@@ -200,7 +209,7 @@ def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: P
 
 
 def reporter(status: Status) -> Callable[[str], None]:
-    """Shows what goes on, and ends it where an interrupt came."""
+    """A callback that updates the status line and raises KeyboardInterrupt after an interrupt."""
 
     def report(what: str) -> None:
         interrupts.check()
@@ -210,7 +219,7 @@ def reporter(status: Status) -> Callable[[str], None]:
 
 
 def collector(findings: list[Finding], json: Path | None) -> Callable[[Finding], None]:
-    """Shows and keeps each figure as it comes: an interrupt costs only those that are still to come."""
+    """A callback that prints and saves each figure at once, so that an interrupt loses only the missing ones."""
 
     def found(each: Finding) -> None:
         findings.append(each)
@@ -222,7 +231,7 @@ def collector(findings: list[Finding], json: Path | None) -> Callable[[Finding],
 
 
 def conclude(title: str, findings: Sequence[Finding], json: Path | None, markdown: Path | None, more: str = "") -> None:
-    """Print and save. Exits with 1 where a figure is not what was asked."""
+    """Print and save the findings. Exits with 1 if a figure misses its target."""
     text = f"**{title}**\n\n{findings_table(findings)}\n{more}"
     if json is not None:
         json.write_text(as_json(findings))
@@ -230,14 +239,14 @@ def conclude(title: str, findings: Sequence[Finding], json: Path | None, markdow
         markdown.write_text(text)
     out.print(text, soft_wrap=True, markup=False)
     if not all_hold(findings):
-        err.print("[red]error:[/] a figure is not what was asked; the table says which", soft_wrap=True)
+        err.print("[red]error:[/] a figure misses its target; see the table", soft_wrap=True)
         raise typer.Exit(1)
 
 
 def model_of(
     path: Path | None, folder: Path, status: Status, default: Mapping[str, Any] = GPT2_LARGE, dtype: str = "bfloat16"
 ) -> Path:
-    """The directory itself, or random weights in `folder`. Without an end token: random weights say it anywhere."""
+    """The model directory, or random weights in `folder`, without an end token, which they would emit at random."""
     if path is not None and path.is_dir():
         return path
     status.update("making the model")
@@ -246,7 +255,7 @@ def model_of(
 
 
 def _with_hub(devices: int) -> Scenario:
-    """The first `devices`, and the hub."""
+    """The first `devices` devices of the hub scenario, and the hub."""
     scenario = load_scenario(_HUB)
     return scenario.model_copy(update={"devices": (*scenario.devices[:devices], scenario.devices[-1])})
 

@@ -1,7 +1,7 @@
-"""How fast, and with how many bytes, weights get from the coordinator to the devices: real agents on a testbed.
+"""Push benchmark: time and bytes to send weights from the coordinator to real agents on a testbed.
 
-The coordinator sits on an uplink of its own. Every rate is a share of what the link in question carries; bytes are those
-that the product counts, beside what the lists of chunks say must move.
+The coordinator has its own uplink. Rates are given as fractions of the link rate. The bytes counted by the coordinator are
+compared with those computed from the chunk lists.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tools.bench.watch import agent_of, peak_bytes
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
-LEAST_SHARE = 0.85  # of the link's rate, asked of a push to one device
-MOST_TIMES_LARGEST = 1.3  # asked of a push to several
-COORDINATOR_BYTES = 256 << 20  # the most that it may hold, whatever the model's size
-_HUB_FACTOR = 4  # its uplink where that is to be no bottleneck
-_PUSH_SECONDS = 900.0
+LEAST_SHARE = 0.85  # target for a push to one device: fraction of the link's rate
+MOST_TIMES_LARGEST = 1.3  # target for a push to several: time / least time that the links allow
+COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
+_HUB_FACTOR = 4  # uplink of the coordinator / link of a device, when the uplink must not be the bottleneck
+_PUSH_SECONDS = 900.0  # timeout of a push
 _PROMISE = GenerationLimits(kv_tokens=512, max_sequences=4, prefill_rows=128, context=128)
-# Next to nothing: what its workers hold is what any worker holds, with its sockets and threads.
+# A tiny model: its workers show the base memory of any worker, with sockets and threads.
 _TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
     "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": 128,
@@ -46,7 +46,7 @@ _TINY: dict[str, Any] = {
 
 
 class PusherRunner(Group):
-    """The process that coordinates, on the hub."""
+    """The coordinator process (`tools.bench.pusher`), on the hub."""
 
     def __init__(self, testbed: Testbed) -> None:
         super().__init__(testbed, "pusher")
@@ -57,7 +57,7 @@ class PusherRunner(Group):
         return self.ask({self._hub: {"do": what, **arguments}}, _PUSH_SECONDS)[self._hub]
 
     def begin(self, what: str, **arguments: Any) -> None:
-        """Not waited for."""
+        """Start a call without waiting for its answer."""
         self.send(self._hub, {"do": what, **arguments})
 
     @property
@@ -71,7 +71,7 @@ class PusherRunner(Group):
 
 
 class PushBench:
-    """On a testbed that is up, with agents on all devices but the hub."""
+    """Runs on a started testbed with agents on all devices except the hub."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class PushBench:
         report: Callable[[str], None],
         found: Callable[[Finding], None],
     ) -> None:
-        """`found` is told each figure as soon as it is measured."""
+        """`found` is called with each figure as soon as it is measured."""
         self._testbed, self._report, self._mbit, self._found = testbed, report, mbit, found
         self._model_dir, self._cache_dir = model_dir, testbed.folder / "manifests"
         self._spec = read_spec(model_dir).model_copy(update={"weights": weights})
         self._hub = testbed.scenario.coordinator_device
         self._names = [device.name for device in testbed.scenario.devices if device.name != self._hub]
         if len(self._names) < 2:
-            raise BadSetting(setting="--devices", reason="a push is shared out among two devices at least")
+            raise BadSetting(setting="--devices", reason="a push needs at least two devices")
         self._pusher = PusherRunner(testbed)
         self._ids: dict[str, str] = {}
         self._refs: tuple[ChunkRef, ...] = ()
@@ -102,7 +102,7 @@ class PushBench:
         self._pusher.__exit__(None, None, None)
 
     def run(self) -> None:
-        """Some minutes. Raises what the pusher raises."""
+        """Run all measurements (some minutes). Raises the errors of the pusher."""
         self._testbed.set_mbit(self._mbit)
         self._report("reading the checkpoint")
         self._read()
@@ -147,8 +147,10 @@ class PushBench:
         )  # fmt: skip
 
     def _to_all(self, how: str, plan: TransformerPlan, hub_mbit: float) -> None:
-        """Against the least time that the links allow: the largest shard over its device's link, and what has to leave
-        the coordinator over its uplink."""
+        """Push a plan and compare with the least time that the links allow.
+
+        That is the longer of the largest shard over its device's link and the coordinator's bytes over its uplink.
+        """
         self._empty()
         self._report(f"pushing to {plan.num_ranks} devices: {how}")
         self._testbed.network.set_mbit(self._hub, hub_mbit)
@@ -182,7 +184,7 @@ class PushBench:
         self._found(equal("the same plan once more: bytes of weights that move", moved, 0, f"{moved} bytes", "0 bytes"))
 
     def _load(self, plan: TransformerPlan) -> None:
-        """Workers load their shards: the most that each held, less what it holds with next to nothing."""
+        """Load the shards; compare each worker's peak memory with its base (that of a tiny model) and its shard."""
         self._report("loading the shards")
         tiny_dir = save_random_decoder(self._testbed.folder / "tiny", _TINY)
         tiny = self._plan("hmp", self._names, read_spec(tiny_dir))
@@ -202,8 +204,8 @@ class PushBench:
         )  # fmt: skip
 
     def _without_one(self, before: TransformerPlan) -> None:
-        """The last device goes; the others get what they lack, from each other where one has it."""
-        self._report("planning anew without one device")
+        """Remove the last device; the others get their missing chunks, from each other if possible."""
+        self._report("planning again without one device")
         gone, left = self._names[-1], self._names[:-1]
         self._end_agent(gone)
         self._wait_for(left)
@@ -234,7 +236,7 @@ class PushBench:
         self._wait_for(self._names)
 
     def _interrupted(self, plan: TransformerPlan) -> None:
-        """The coordinator is killed half-way; the next one sends the rest."""
+        """Kill the coordinator half-way through a push; the next one sends the rest."""
         self._empty()
         self._report("killing the coordinator half-way")
         total = _bytes(chunk for shard in self._shards(plan) for chunk in shard)
@@ -244,7 +246,7 @@ class PushBench:
         self._killed_peak_bytes = peak_bytes(psutil.Process(self._pusher.pid))
         self._pusher.kill()
         self._pusher = PusherRunner(self._testbed)
-        self._wait_for(self._names)  # its leases have ended, and whatever was on its way was stored
+        self._wait_for(self._names)  # leases have expired, and chunks in flight are stored
         stored = sum(map(self._stored_bytes, self._names))
         done = self._push(plan)
         moved = done["sent_bytes"] + done["passed_bytes"]
@@ -291,11 +293,11 @@ class PushBench:
         return self._testbed.folder / name / "store"
 
     def _stored_bytes(self, name: str) -> int:
-        """Of chunks that are there as a whole."""
+        """Bytes of completely stored chunks."""
         return sum(file.stat().st_size for file in self._store(name).glob("??/" + "?" * 64))
 
     def _empty(self) -> None:
-        """The agents notice, and report everything as missing."""
+        """Empty the stores. Agents notice it and report all chunks as missing."""
         for name in self._names:
             for folder in self._store(name).glob("??"):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -307,7 +309,7 @@ class PushBench:
             psutil.wait_procs([agent], 10)
 
     def _peaks(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
-        """Of each rank's worker, in bytes, once all are connected."""
+        """Peak memory of each rank's worker in bytes, once all are connected."""
         paths = {**self._paths(), "model_dir": str(model_dir)}
         peaks = self._pusher.call("load", plan=self._json(plan), **paths)["peaks"]
         self._pusher.call("unload")

@@ -1,7 +1,7 @@
-"""The coordinator's part of a push, step by step: `python -m tools.bench.pusher ipc://PATH KEY ADDRESS`.
+"""The coordinator's part of a push, one step per request: `python -m tools.bench.pusher ipc://PATH KEY ADDRESS`.
 
-It is the product's code (`Fleet`, `Deployment`) and imports what `hearth serve` imports, so that its memory is a
-coordinator's; only who asks for what, and when, is ours.
+Uses the product's code (`Fleet`, `Deployment`) and imports what `hearth serve` imports, so that its memory use is that of a
+coordinator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
-import coordinator.serve.service  # noqa: F401 (its memory counts)
+import coordinator.serve.service  # noqa: F401 (imported for its memory use)
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -28,14 +28,14 @@ from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, load_credential
 from tools.bench.child import serve
 
-_SETTLE_SECONDS = 60.0
-_CALL_SECONDS = 900.0
+_SETTLE_SECONDS = 60.0  # timeout of waiting for devices and heartbeats
+_CALL_SECONDS = 900.0  # timeout of a call
 
 _T = TypeVar("_T")
 
 
 class Pusher:
-    """Calls come one at a time; the fleet beats on in a thread of its own."""
+    """Executes one call at a time; the fleet's heartbeats run on a separate thread."""
 
     def __init__(self, key: Path, address: str) -> None:
         home = load_credential(key)
@@ -48,11 +48,11 @@ class Pusher:
         self._epoch = 0
 
     def devices(self, names: list[str]) -> dict[str, Any]:
-        """Ids by name, once exactly these are usable. Raises DeadlineExceeded."""
+        """Wait until exactly these devices are usable; returns their ids by name. Raises DeadlineExceeded."""
         return {"ids": self._run(self._there(set(names)))}
 
     def read(self, model_dir: str, cache_dir: str, weights: str) -> dict[str, Any]:
-        """Hash a checkpoint; the manifest is kept in the cache."""
+        """Hash a checkpoint; the manifest is cached."""
         spec = read_spec(Path(model_dir)).model_copy(update={"weights": weights})
         began = time.perf_counter()
         with Checkpoint(Path(model_dir)) as checkpoint:
@@ -60,11 +60,11 @@ class Pusher:
         return {"seconds": time.perf_counter() - began, "num_bytes": sum(ref.num_bytes for ref in refs)}
 
     def push(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
-        """Bring the plan's devices what they lack: seconds, and bytes as `Distribution` counts them."""
+        """Push a plan's missing chunks; returns seconds, and bytes as counted by `Distribution`."""
         return self._run(self._push(plan, Path(model_dir), Path(cache_dir)))
 
     def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
-        """Push, start the workers and connect them: the most that each of them held, as its agent says."""
+        """Push a plan, start and connect the workers; returns each worker's peak memory, as reported by its agent."""
         return self._run(self._load(plan, Path(model_dir), Path(cache_dir)))
 
     def unload(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Pusher:
         return {}
 
     def peak(self) -> dict[str, Any]:
-        """The most memory that this process had resident so far."""
+        """Peak resident memory of this process."""
         found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         return {"num_bytes": int(found[1]) << 10 if found else 0}
 

@@ -1,4 +1,4 @@
-"""`transformers` on one emulated device: `python -m tools.bench.reference ipc://PATH`. Nothing of ours computes here."""
+"""`transformers` on one emulated device: `python -m tools.bench.reference ipc://PATH`. Does not use Hearth's compute code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reference:
         return {}
 
     def generate(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """Greedy, with the library's own KV cache; seconds of the prompt, and of all tokens after the first."""
+        """Generate greedily with the library's KV cache; returns the seconds of prefill and of all tokens after the first."""
         with torch.inference_mode():
             began = time.perf_counter()
             out = self._model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)

@@ -1,4 +1,4 @@
-"""What a benchmark says: one row per strategy and setting, and how rows are printed and saved. Pure but for the files."""
+"""Result rows, one per strategy and setting, with their tables and files. Pure except for file checks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Bytes = int | None
 
 
 class Row(BaseModel):
-    """One strategy in one setting. Times are None where it was not run; `notes` say why."""
+    """One strategy in one setting. Times are None if it was not run; `notes` give the reason."""
 
     model_config = ConfigDict(frozen=True)
 
     scenario: str
-    devices: int = Field(ge=1)  # that the strategy could use
+    devices: int = Field(ge=1)  # available to the strategy
     model: str
-    layers: int = Field(ge=1)  # that were run
+    layers: int = Field(ge=1)  # number of layers run
     seq_len: int = Field(ge=1)
-    mbit: float | None  # of every link, as it really was; None: the links differ
-    paper_mbit: float | None = None  # what that rate stands for in the paper's ratio of compute to traffic
+    mbit: float | None  # real rate of every link; None: the links differ
+    paper_mbit: float | None = None  # corresponding rate in the paper, at the same ratio of compute to traffic
     strategy: str
     wire: str
     lz4: Literal["auto", "on", "off"] = "auto"
@@ -36,12 +36,12 @@ class Row(BaseModel):
     min_seconds: float | None = None
     max_seconds: float | None = None
     bound_seconds: float | None = None  # see `bound`
-    bound_share: float | None = None  # of the median; 1 would be perfect overlap without latency
+    bound_share: float | None = None  # bound / median; 1 is perfect overlap without latency
     predicted_seconds: float | None = None  # by the planner, before the run
-    prediction_error: float | None = None  # predicted over median, less 1
+    prediction_error: float | None = None  # predicted / median - 1
     baseline: str | None = None
     speedup_over_baseline: float | None = None  # median of the rounds' ratios
-    speedup_low: float | None = None  # 95 % confidence, bootstrap over rounds
+    speedup_low: float | None = None  # 95 % confidence interval, bootstrap over rounds
     speedup_high: float | None = None
     bytes_sent: Bytes = None  # by all devices in one step, every hop
     raw_bytes: Bytes = None  # the same values as float32
@@ -57,7 +57,7 @@ class Row(BaseModel):
 
     @property
     def label(self) -> str:
-        """Strategy and what makes it differ from its namesakes."""
+        """Strategy, wire format and other settings that distinguish the row."""
         parts = [self.strategy, self.wire]
         if self.lz4 != "auto":
             parts.append(f"lz4 {self.lz4}")
@@ -67,7 +67,7 @@ class Row(BaseModel):
 
     @property
     def setting(self) -> str:
-        """What rows that can be compared have in common."""
+        """Description of the setting, equal for rows that can be compared."""
         rate = "links as they are" if self.mbit is None else f"{self.mbit:.0f} Mbit/s"
         if self.paper_mbit is not None:
             rate += f" (the paper's {self.paper_mbit:.0f})"
@@ -79,16 +79,16 @@ class Row(BaseModel):
 
 _HEADINGS = ("strategy", "median", "min..max", "bound", "predicted", "speed-up", "sent", "lz4 saved", "notes")
 _ONLY_WIDE = ("min..max", "bound", "lz4 saved")
-_WIDE = 140  # columns that all headings take
+_WIDE = 140  # terminal columns needed for all headings
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What is to be said about rows of one table, once each, in order; a row names them by their numbers from 1."""
+    """The distinct notes of a table's rows, in order; rows refer to them by number, from 1."""
     return list(dict.fromkeys(note for row in rows for note in row.notes))
 
 
 def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
-    """One line of a table."""
+    """The cells of one table line."""
     marks = [*(["WRONG"] if row.wrong else []), *([] if row.trusted else ["untrusted"])]
     remarks = " ".join([*marks, *(str(numbered.index(note) + 1) for note in row.notes)])
     if row.median_seconds is None:
@@ -113,7 +113,7 @@ def cells(row: Row, numbered: Sequence[str]) -> tuple[str, ...]:
 
 
 def rich_table(rows: Sequence[Row], width: int) -> Table:
-    """The rows of one setting; on a narrow screen without what can be missed."""
+    """A table of one setting; on a narrow screen without the less important columns."""
     shown = [index for index, heading in enumerate(_HEADINGS) if width >= _WIDE or heading not in _ONLY_WIDE]
     table = Table(title=rows[0].setting, title_justify="left", show_edge=False)
     for index in shown:
@@ -127,7 +127,7 @@ def rich_table(rows: Sequence[Row], width: int) -> Table:
 
 
 def markdown(rows: Sequence[Row], summary: Sequence[str] = ()) -> str:
-    """Every setting as a table, after the lines that sum them up."""
+    """Markdown: the summary lines, then one table per setting."""
     lines = [*(f"- {line}" for line in summary), *([""] if summary else [])]
     for group in by_setting(rows):
         numbered = footnotes(group)
@@ -142,7 +142,7 @@ def _line(parts: Sequence[str]) -> str:
 
 
 def by_setting(rows: Sequence[Row]) -> list[list[Row]]:
-    """In the order of their first rows."""
+    """Rows grouped by setting, in the order of first appearance."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.setting, []).append(row)
@@ -154,7 +154,7 @@ def as_json(rows: Sequence[Row]) -> str:
 
 
 def check_writable(setting: str, path: Path | None) -> None:
-    """Before hours of measuring. Raises BadSetting."""
+    """Raise BadSetting if a file cannot be written. Call it before measuring."""
     if path is None:
         return
     if path.is_dir() or not path.resolve().parent.is_dir():
@@ -168,6 +168,6 @@ def check_writable(setting: str, path: Path | None) -> None:
 
 
 def check_files(json: Path | None, markdown: Path | None) -> None:
-    """What all commands save. Raises BadSetting."""
+    """Check the output files that all commands have. Raises BadSetting."""
     check_writable("--json", json)
     check_writable("--markdown", markdown)

@@ -1,7 +1,7 @@
-"""One emulated device of a benchmark: the worker's real engine, for several plans that stay loaded at once.
+"""One emulated device of a benchmark: the worker's engine, with several plans loaded at once.
 
-`python -m tools.bench.runner ipc://PATH HOST`, inside the device's namespace and limits. Takes one JSON request at a
-time. Only the plan whose step is asked for works; the others' threads wait in `poll`.
+`python -m tools.bench.runner ipc://PATH HOST`, inside the device's namespace and limits. Executes one JSON request at a
+time. Threads of other loaded plans wait in `poll`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from tools.bench.child import serve
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
-_STEP_SECONDS = 60.0
-# The link is measured with messages of a tile's size, of which enough are on their way to keep any link busy.
+_STEP_SECONDS = 60.0  # timeout of a step
+# A link is measured with messages of a tile's size, with enough in flight to keep the link busy.
 _MESSAGE_BYTES = 128 << 10
-_WINDOW = 12
-_PINGS = 15
-_EXCHANGE_STEP = 1 << 30  # of no generation
-_LINK_TIMEOUT_SECONDS = 30.0
+_WINDOW = 12  # messages in flight
+_PINGS = 15  # round trips measured
+_EXCHANGE_STEP = 1 << 30  # step number that no generation uses
+_LINK_TIMEOUT_SECONDS = 30.0  # for a message of a link measurement
 
 
 class _CountingTransport(SocketTransport):
-    """Adds up what it sends while `counting`: forwarded tiles too, of which a codec knows nothing."""
+    """Counts the bytes that it sends while `counting`, including forwarded tiles, which codecs do not see."""
 
     counting = False
     sent_bytes = raw_bytes = unpacked_bytes = 0
@@ -112,7 +112,7 @@ class Runner:
         return {"port": transport.port, "public_key": transport.public_key}
 
     def _shard(self, plan: TransformerPlan, rank: int, refs: tuple[ChunkRef, ...], store: str) -> tuple[str, Shard]:
-        """Plans that differ only in how they communicate share their weights."""
+        """Load a shard. Plans that differ only in communication share their weights."""
         shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links", "seq_len", "generation"})
         key = json.dumps([store, rank, shares], sort_keys=True)
         for other in self._loaded.values():
@@ -136,7 +136,7 @@ class Runner:
         return {}
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
-        """One step. What was sent is counted only with `trace`: such a step is not for timing."""
+        """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
         loaded = self._loaded[plan_id]
         assert loaded.engine is not None
         loaded.step += 1
@@ -166,7 +166,7 @@ class Runner:
         }
 
     def begin_to_compute(self) -> dict[str, Any]:
-        """Layers of no plan, until `end_computing`."""
+        """Run a dummy load of layers until `end_computing`."""
         self._layers = self._layers or Layers()
         self._busy.set()
         self._computing = threading.Thread(target=self._compute, args=(self._layers,), daemon=True)
@@ -184,7 +184,7 @@ class Runner:
             layers.run()
 
     def generate(self, plan_id: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-        """One answer, greedy. The other ranks follow until rank 0 has nothing more to do."""
+        """Generate one greedy answer. Other ranks follow rank 0 until it has finished."""
         loaded = self._loaded[plan_id]
         cpu = time.process_time()
         found: dict[str, Any] = {"tokens": []}
@@ -236,12 +236,12 @@ class Runner:
     # ---- the profile ----------------------------------------------------------------------------------------------
 
     def profile(self, model: Any, seq_len: int, num_threads: int) -> dict[str, Any]:
-        """The latencies of one layer's blocks here, as the agent's profiler measures them."""
+        """Profile one layer's blocks on this device with the agent's profiler."""
         spec = ModelSpec.model_validate(model)
         return {"blocks": profile(spec, seq_len, num_threads, "cpu").model_dump()}
 
     def ping(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Seconds of half a round trip of messages of this size over an open link, the median; the other end echoes."""
+        """Median seconds of half a round trip of messages of this size over an open link; the other end runs `echo`."""
         assert self._probe is not None
         message, seconds = bytes(num_bytes), []
         for _ in range(count):
@@ -262,7 +262,7 @@ class Runner:
         raise StepFailed(device=self._host, reason="a ping has stalled")
 
     def swap(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Either end: seconds until a message of this size was sent and the other end's was there, the median."""
+        """Run on both ends: median seconds to send a message of this size and receive the other end's."""
         assert self._probe is not None
         message, seconds = bytes(num_bytes), []
         for _ in range(count):
@@ -272,7 +272,7 @@ class Runner:
         return {"seconds": statistics.median(seconds)}
 
     def open_link(self, rank: int, encrypt: bool) -> dict[str, Any]:
-        """One end of a measurement between two devices: rank 0 sends, rank 1 receives."""
+        """Open one end of a link measurement: rank 0 sends, rank 1 receives."""
         self.close_link()
         self._probe = SocketTransport(rank, 2, self._host, (0, 0), new_keypair() if encrypt else None)
         return {"port": self._probe.port, "public_key": self._probe.public_key}
@@ -283,7 +283,7 @@ class Runner:
         return {}
 
     def measure_link(self, seconds: float) -> dict[str, Any]:
-        """Rate: bytes whose arrival was confirmed over the time between the first confirmation and the last."""
+        """Measure the link. Rate: confirmed bytes / time between the first and the last confirmation."""
         assert self._probe is not None
         round_trips = []
         for _ in range(_PINGS):
@@ -299,7 +299,7 @@ class Runner:
         while confirmed[-1] < began + seconds or len(confirmed) < 2:
             self._probe.send(1, [message])
             confirmed.append(self._confirmed())
-        confirmed += [self._confirmed() for _ in range(_WINDOW - 1)]  # what is on its way
+        confirmed += [self._confirmed() for _ in range(_WINDOW - 1)]  # the messages in flight
         self._probe.send(1, [b"end"])
         passed = confirmed[-1] - confirmed[0]
         return {
@@ -308,7 +308,7 @@ class Runner:
         }
 
     def confirm_link(self) -> dict[str, Any]:
-        """The other end: a word for every message until the last."""
+        """The other end of `measure_link`: confirm every message until the last."""
         assert self._probe is not None
         while True:
             received = self._probe.receive(_LINK_TIMEOUT_SECONDS)
@@ -333,7 +333,7 @@ class Runner:
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)  # where a runner that does not answer stands
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of a runner that does not answer
     keep_freed_buffers()
     serve(sys.argv[1], Runner(sys.argv[2]))
 

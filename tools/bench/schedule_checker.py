@@ -1,6 +1,6 @@
-"""Is a schedule what it claims to be? Shares nothing with the planners and the simulator but the problem's data. Pure.
+"""Checks that a schedule is valid. Shares only the problem's data types with the planners and the simulator. Pure.
 
-Every rule is checked pair by pair from the definition (Moirai, constraints 4a to 8), slowly and plainly.
+Checks every rule pair by pair from its definition (Moirai, constraints 4a to 8), without optimisations.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from itertools import combinations
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 
-# Sums of floats in another order differ by this much of the makespan at most.
+# Relative to the makespan: allows for sums of floats in another order.
 _TOLERANCE = 1e-9
 
 
 def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
-    """What is wrong with it, in words; empty for a schedule that can be run and ends when it says."""
+    """Descriptions of all violations; empty for a valid schedule with the stated makespan."""
     n, devices = problem.num_operators, range(problem.num_devices)
     if not len(schedule.assignment) == len(schedule.starts) == len(schedule.ends) == n:
         return ["it does not place every operator"]
@@ -38,7 +38,7 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
         spans = [(starts[i], ends[i], problem.operators[i]) for i in range(n) if where[i] == device]
         found += _overlaps(spans, f"on {problem.devices[device]}", slack)
 
-    # Every input is there: made on the same device, or sent there.
+    # Every input is available: computed on the same device, or sent there.
     carried = {}
     for each in schedule.transfers:
         if (each.flow, each.device) in carried:
@@ -58,7 +58,7 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
             if starts[target] < ready - slack:
                 found.append(f"{pair}: starts at {starts[target]}, its input is there at {ready}")
 
-    # Transfers start where and when their tensor is made, and take their time.
+    # Transfers start on the device of their tensor, not before it is computed, and take the time of their channel.
     for each in schedule.transfers:
         flow = problem.flows[each.flow]
         name = f"the transfer of {problem.operators[flow.source]} to {problem.devices[each.device]}"
@@ -71,14 +71,14 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
 
     if problem.congestion:
         for device in devices:
-            # What takes no time is no transfer: edges out of a virtual source.
+            # Ignore transfers that take no time: edges out of a virtual source.
             real = [t for t in schedule.transfers if t.end > t.start]
             sent = [(t.start, t.end, f"flow {t.flow}") for t in real if t.source == device]
             received = [(t.start, t.end, f"flow {t.flow}") for t in real if t.device == device]
             found += _overlaps(sent, f"on the way out of {problem.devices[device]}", slack)
             found += _overlaps(received, f"on the way into {problem.devices[device]}", slack)
 
-    # Memory, from the definition: what each operator on it uses, shared weights once.
+    # Memory from the definition: the sum over a device's operators, with shared weights counted once.
     for device in devices:
         here = {i for i in range(n) if where[i] == device}
         used = sum(problem.memory_bytes[i] for i in here)
@@ -89,7 +89,7 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
 
 
 def _overlaps(spans: list[tuple[float, float, str]], where: str, slack: float) -> list[str]:
-    """Pairs that run at one time."""
+    """Descriptions of the pairs that overlap in time."""
     return [
         f"{a} and {b} overlap {where}"
         for (start, end, a), (other_start, other_end, b) in combinations(spans, 2)

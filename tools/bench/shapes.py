@@ -1,6 +1,6 @@
-"""The models that are measured: those of Galaxy's Table II in their shapes, or any config.json; random weights.
+"""The models to measure: the shapes of Galaxy's Table II, or any config.json, with random weights.
 
-Decoders run a prefill: a pass over a prompt, with causal attention, as the paper ran them.
+Decoders run a prefill (one pass over a prompt with causal attention), as in the paper.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _VOCABULARY, _POSITIONS = 30522, 512  # BERT's
 
 @dataclass(frozen=True)
 class Shape:
-    """`config` is what transformers reads. `num_layers` is the whole model's depth, of which some are run."""
+    """A model's configuration. `config`: as read by transformers; `num_layers`: depth of the whole model."""
 
     name: str
     num_layers: int
     config: dict[str, Any]
 
     def shortened(self, num_layers: int | None, num_positions: int) -> dict[str, Any]:
-        """The configuration that is run. Raises BadSetting: the model takes no sequence this long."""
+        """The configuration with fewer layers. Raises BadSetting if the model does not support sequences this long."""
         fields = FAMILIES[self.config["model_type"]].config
         longest = int(self.config[fields["max_positions"]])
         if num_positions > longest:
@@ -81,14 +81,14 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_named(name: str) -> Shape:
-    """Raises BadSetting."""
+    """The shape of this name. Raises BadSetting."""
     if name not in SHAPES:
         raise BadSetting(setting="--model", reason=f"'{name}' is none of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def shape_of_file(path: Path) -> Shape:
-    """A Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
+    """Read a Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
     config = read_json(path)
     kind = str(config.get("model_type", "missing"))
     if kind not in FAMILIES:
@@ -104,9 +104,9 @@ def shape_of_file(path: Path) -> Shape:
 
 
 def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> Path:
-    """A checkpoint with every bias and norm gain randomised; `dtype` is torch's name of what is stored.
+    """Save a checkpoint of random weights, biases and norm gains. `dtype`: torch's name of the stored type.
 
-    As transformers makes them, biases are 0 and gains 1: a bias added on every device would pass unseen.
+    transformers initialises biases to 0 and gains to 1, which would hide errors such as a bias added on every device.
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -135,5 +135,5 @@ def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dt
 
 
 def config_key(config: dict[str, Any]) -> str:
-    """Equal for configurations whose checkpoints are equal."""
+    """Cache key: equal for configurations with equal checkpoints."""
     return json.dumps(config, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Plans with given shares, made by no planner: for proofs that hold whatever a planner would choose."""
+"""Plans with given shares, built without a planner, for checks that must not depend on a planner's choice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hearth.plan.parts import PlannedDevice, Prediction, WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, LayerMode, Pipeline, Strategy, TensorParallel, TransformerBody
 
-_UNLIMITED_BYTES = 1 << 40
-_STEP_SECONDS = 6.0  # no prediction: waits for peers are patient
+_UNLIMITED_BYTES = 1 << 40  # memory budget of a device
+_STEP_SECONDS = 6.0  # nominal prediction of a step, large enough for long peer timeouts
 
 
 def shared_plan(
@@ -23,9 +23,9 @@ def shared_plan(
     names: Sequence[str] = (),
     modes: Sequence[LayerMode] = (),
 ) -> TransformerPlan:
-    """Heads, columns, vocabulary and rows (in a pipeline: layers) in proportion to `weights`, one per device.
+    """Split heads, columns, vocabulary and rows (in a pipeline: layers) in proportion to `weights`, one per device.
 
-    `names` are the devices' ids. Under `sp` every rank has rows, since there all weights are everywhere.
+    `names`: device ids. Under `sp` every rank has rows, because all ranks hold all weights.
     """
     body = _body(spec, strategy, weights, generation, modes)
     ids = names or [f"device{rank}" for rank in range(len(weights))]

@@ -1,8 +1,8 @@
-"""Several apps ask at once for minutes, and every third request is given up in the middle: is anything lost, or left over?
+"""Soak test: concurrent clients for minutes, with every third request cancelled; checks answers, memory and leftovers.
 
-The real coordinator, agents and workers on a testbed. Each request of a pool is answered alone first; whatever the same
-request gets in the crowd must equal that. What rank 0 and the others did for a request that was cancelled is read from
-the facts in their debug logs (`agent.worker.transformer.generation.facts`).
+Uses the real coordinator, agents and workers on a testbed. Each request of a pool first runs alone; its answers under load
+must be equal. The work that ranks did for cancelled requests is read from the facts in their debug logs
+(`agent.worker.transformer.generation.facts`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tools.bench.stats import percentile
 from tools.bench.watch import MemoryWatch, agent_of, resident_bytes, worker_of
 from tools.testbed import Testbed
 
-CONTEXT = 384
-MAX_PROMPT, MAX_TOKENS = 200, 150
-# What a process may hold more at the end than before the clients came: its allocator's slack.
+CONTEXT = 384  # tokens per sequence
+MAX_PROMPT, MAX_TOKENS = 200, 150  # of a request
+# Largest growth of a process's memory over the soak: allows for slack of its allocator.
 MOST_LEFT_BYTES = 16 << 20
 _POOL = 32  # different requests
-_SEED = 20240229
-_SETTLE_SECONDS = 30.0
-_SOAK_MARGIN_SECONDS = 300.0
+_SEED = 20240229  # arbitrary; fixed, so that the requests can be repeated
+_SETTLE_SECONDS = 30.0  # most time for memory to settle
+_SOAK_MARGIN_SECONDS = 300.0  # added to the soak's duration for its timeout
 _FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
     Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
 )
@@ -44,11 +44,11 @@ _FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
 
 @dataclass
 class Ledger:
-    """What one rank's log says of sequences that were cancelled."""
+    """One rank's log entries on cancelled sequences."""
 
-    cancelled: dict[int, int] = field(default_factory=dict)  # sequence: tokens chosen for it before
+    cancelled: dict[int, int] = field(default_factory=dict)  # by sequence: tokens chosen before the cancel
     steps: int = 0
-    rows_after: Counter[int] = field(default_factory=Counter)  # by sequence: rows computed when it was no more
+    rows_after: Counter[int] = field(default_factory=Counter)  # by sequence: rows computed after its end
 
     @property
     def late_rows(self) -> int:
@@ -56,8 +56,11 @@ class Ledger:
 
 
 def read_ledger(lines: Sequence[str]) -> Ledger:
-    """Rank 0 logs each cancel; every rank logs each step's sequences, and those that it frees before: rows of a sequence in
-    a step after either are rows too many. Numbers are never given twice."""
+    """Read a rank's log. Rows computed for a sequence after its cancel or its release count as late.
+
+    Rank 0 logs each cancel; every rank logs the sequences of each step and those released before it. Sequence numbers are
+    never reused.
+    """
     ledger = Ledger()
     gone: set[int] = set()
     for fact in _facts_in(lines):
@@ -72,7 +75,7 @@ def read_ledger(lines: Sequence[str]) -> Ledger:
 
 
 def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
-    """The facts in a process's log. Raises pydantic's ValidationError for one of another version."""
+    """The facts in a process's log. Raises pydantic's ValidationError for facts of another version."""
     for line in lines:
         _, mark, text = line.partition(MARK)
         if mark:
@@ -80,7 +83,7 @@ def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
 
 
 def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:
-    """Random lengths; every other one sampled, with a seed of its own."""
+    """Requests of random lengths; every other one is sampled, with its own seed."""
     chance = random.Random(seed)
     pool = []
     for index in range(count):
@@ -92,7 +95,7 @@ def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask
 
 
 class SoakBench:
-    """On a testbed that is up, with agents that log at level debug on all devices but the hub."""
+    """Runs on a started testbed with agents, at log level debug, on all devices except the hub."""
 
     def __init__(
         self, testbed: Testbed, model_dir: Path, clients: int, seconds: float, report: Callable[[str], None]
@@ -111,7 +114,7 @@ class SoakBench:
         self._clients.__exit__(kind, error, trace)
 
     def run(self) -> tuple[list[Finding], str]:
-        """The figures, and the memory of every process."""
+        """The findings, and a table with the memory of every process."""
         self._report("planning, pushing and loading")
         coordinator = self._testbed.start_coordinator(
             str(self._model_dir), "--context", str(CONTEXT), "--sequences", str(self._num_clients), "--strategy", "hmp",
@@ -152,7 +155,7 @@ class SoakBench:
 
     @staticmethod
     def _settled(watch: MemoryWatch) -> dict[str, int]:
-        """Once nothing becomes less any more."""
+        """Memory of the processes once it no longer shrinks."""
         found, until = watch.now(), time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
             time.sleep(2.0)

@@ -1,4 +1,4 @@
-"""What is said about repeated measurements: medians, paired ratios, confidence intervals. Pure."""
+"""Statistics of repeated measurements: paired ratios, confidence intervals, percentiles. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
-_RESAMPLES = 2000
-_CONFIDENCE = 0.95
-_SEED = 20240229  # the same rounds always give the same interval
+_RESAMPLES = 2000  # of the bootstrap
+_CONFIDENCE = 0.95  # of intervals
+_SEED = 20240229  # fixed, so that the same rounds always give the same interval
 
 
 class Ratio(NamedTuple):
-    """The median of paired ratios, and the interval that it lies in with 95 % confidence."""
+    """Median of paired ratios with its 95 % confidence interval."""
 
     median: float
     low: float
@@ -22,9 +22,9 @@ class Ratio(NamedTuple):
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Both measured in the same rounds, in order: what slows a round down slows down both, and cancels out.
+    """Ratio of two series measured in the same rounds; a disturbance of a round affects both and cancels out.
 
-    Raises ValueError for no rounds, or not the same number of them.
+    Raises ValueError if there are no rounds or the numbers of rounds differ.
     """
     if len(numerators) != len(denominators) or not numerators:
         raise ValueError(f"{len(numerators)} and {len(denominators)} rounds cannot be paired")
@@ -33,7 +33,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Percentile bootstrap of the median, 95 %."""
+    """95 % confidence interval of the median, by percentile bootstrap."""
     chance = random.Random(_SEED)
     medians = [statistics.median(chance.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
     tail = (1 - _CONFIDENCE) / 2
@@ -41,9 +41,9 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Linear between the two nearest ranks. Raises ValueError for no values."""
+    """Percentile with linear interpolation between ranks. Raises ValueError for no values."""
     if not values:
-        raise ValueError("there is no percentile of nothing")
+        raise ValueError("a percentile needs at least one value")
     ranked = sorted(values)
     position = fraction * (len(ranked) - 1)
     below = int(position)
@@ -52,6 +52,6 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def rotated(names: Sequence[T], round_index: int) -> list[T]:
-    """The order of one round: each comes first as often as any other, so none always follows the same one."""
+    """The order of one round, rotated by one per round, so that every item is first equally often."""
     start = round_index % len(names) if names else 0
     return [*names[start:], *names[:start]]

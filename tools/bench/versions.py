@@ -1,9 +1,9 @@
-"""`python -m tools.bench versions --old DIR --new DIR`: is the new checkout as fast as the old one? Needs root.
+"""`python -m tools.bench versions --old DIR --new DIR`: compares the speed of two checkouts. Needs root.
 
-Each side has a testbed of its own, with the same devices, cores, quotas and link rates, on which the programs of its
-checkout run. Both sides stay loaded, and one works at a time: A B B A A B B A, so that what disturbs this machine meets
-both. The sides are reached only through what their versions share: the `hearth` command, the JSON requests of
-`tools.bench.runner`, and files. Both run one plan, which the old checkout makes; the new one reads the old format.
+Each side runs the programs of its checkout on its own testbed, with the same devices, cores, quotas and link rates. Both
+sides stay loaded, and one works at a time in the order A B B A A B B A, so that background load affects both. Both sides
+are controlled through interfaces that the versions share: the `hearth` command, the JSON requests of `tools.bench.runner`,
+and files. Both run the same plan, made by the old checkout; the new one must read the old format.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import wait_until
 from tools.testbed.scenario import Device
 
-MOST_RATIO = 1.05  # of the new seconds to the old ones, with an interval that reaches 1.00 or below
+MOST_RATIO = 1.05  # new / old seconds; its confidence interval must also reach 1.00 or below
 _LAYERS, _ROWS = 4, 284  # of BERT-Large
-_STEPS = 3  # of a round, of which the median counts
-_PROMPT, _TOKENS = 256, 64
-_PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0
-_LOAD_SECONDS = 8.0  # at full load, after half as many with one request at a time
-_READY_SECONDS = 240.0
+_STEPS = 3  # per round, of which the median counts
+_PROMPT, _TOKENS = 256, 64  # tokens of a generation request
+_PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0  # number, CPU share and link rate of the devices
+_LOAD_SECONDS = 8.0  # at full load, after half as long with one request at a time
+_READY_SECONDS = 240.0  # for the coordinator to serve
 
 
 class Trees(NamedTuple):
@@ -55,7 +55,7 @@ class Trees(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one round of one side took, by what was measured, and its output, if there is one to compare."""
+    """One round of one side: seconds by figure, and its output if it is to be compared."""
 
     seconds: dict[str, float]
     output: Any = None
@@ -67,12 +67,12 @@ Sides = tuple[Work, Work]  # of the old checkout, and of the new one
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of a Transformer on a scenario's devices. `mbit` is the links' real rate; None: as the scenario scales it."""
+    """A case with steps of a transformer. `mbit`: real rate of the links; None: the scenario's rates, scaled."""
 
     scenario: str
     strategy: str
     mbit: float | None = None
-    generates: bool = False  # an answer of a Llama with int8 weights, in place of a step of BERT-Large
+    generates: bool = False  # generate with a Llama with int8 weights instead of running BERT-Large
 
 
 PIPELINE = "resnet50"
@@ -88,7 +88,7 @@ CASES = (*STEPS, PIPELINE)
 
 
 class VersionsRow(BaseModel):
-    """One figure of one case. Seconds are of single rounds, in order; `low` and `high` bound the ratio with 95 %."""
+    """One figure of one case. Seconds are by round; `low` and `high`: 95 % confidence interval of the ratio."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -97,11 +97,11 @@ class VersionsRow(BaseModel):
     rounds: int
     old_median: float
     new_median: float
-    ratio: float  # the median of new/old, by round
+    ratio: float  # median over rounds of new / old
     low: float
     high: float
-    same_output: bool | None  # bit for bit in all rounds; None: nothing to compare
-    distrust: str  # what else the machine did; empty where that was little
+    same_output: bool | None  # bit-equal in all rounds; None: nothing to compare
+    distrust: str  # background load of the machine; empty if it was small
     old_seconds: tuple[float, ...]
     new_seconds: tuple[float, ...]
 
@@ -122,14 +122,14 @@ class VersionsRow(BaseModel):
 def versions(
     case: Annotated[
         Optional[list[str]],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-        typer.Argument(help=f"Of {', '.join(CASES)}. Default: all.", show_default=False),
+        typer.Argument(help=f"Cases, from {', '.join(CASES)}. Default: all.", show_default=False),
     ] = None,
-    old: Annotated[Path, typer.Option(help="A checkout of Hearth.", metavar="DIR")] = Path(),
-    new: Annotated[Path, typer.Option(help="Another one.", metavar="DIR")] = Path(),
-    rounds: Annotated[int, typer.Option(help="Of each side and case.", min=2)] = 15,
-    json: Annotated[Optional[Path], typer.Option(help="Save all rows here.", metavar="FILE")] = None,  # noqa: UP045
+    old: Annotated[Path, typer.Option(help="The old checkout of Hearth.", metavar="DIR")] = Path(),
+    new: Annotated[Path, typer.Option(help="The new checkout.", metavar="DIR")] = Path(),
+    rounds: Annotated[int, typer.Option(help="Rounds of each side and case.", min=2)] = 15,
+    json: Annotated[Optional[Path], typer.Option(help="Save all rows to this file.", metavar="FILE")] = None,  # noqa: UP045
 ) -> None:
-    """Compare the speed of two checkouts, case by case, in alternating rounds; exits with 1 where the new one is slower."""
+    """Compare the speed of two checkouts in alternating rounds; exits with 1 if the new one is slower."""
     if unknown := [each for each in case or () if each not in CASES]:
         raise BadSetting(setting="CASE", reason=f"'{unknown[0]}' is none of {', '.join(CASES)}")
     trees = Trees(_checkout("--old", old), _checkout("--new", new))
@@ -152,7 +152,7 @@ def versions(
 
 
 def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[VersionsRow]:
-    """One round of each side to warm up, then the measured ones."""
+    """Run a warm-up round of each side, then the measured rounds."""
     for work in sides:
         work()
     found: tuple[list[Round], list[Round]] = ([], [])
@@ -211,7 +211,7 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
 
 
 def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
-    """And the rows of a step, or of the prompt."""
+    """The model, and the number of rows of a step or a prompt."""
     if not generates:
         return Models(folder).get(shape_named("bert-large"), _LAYERS, _ROWS), _ROWS
     model = StoredModel(save_random_decoder(folder / "model", LLAMA), folder / "store")
@@ -261,7 +261,7 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
 
 @contextmanager
 def _on_quietest_core(devices: Sequence[Device]) -> Iterator[None]:
-    """What this process starts beside the devices shares the core that they want least: a home has a machine for it."""
+    """Pin processes started here (coordinator, load) to the core that the devices use least."""
     cores = os.sched_getaffinity(0)
     wanted = {core: sum(each.cpu_share for each in devices if each.core == core) for core in cores}
     os.sched_setaffinity(0, {min(cores, key=lambda core: wanted[core])})
@@ -295,7 +295,7 @@ def _load(home: Testbed, at_once: int) -> Work:
 
 
 def _plan_of(testbed: Testbed, folder: Path, *arguments: str) -> str:
-    """The plan as the testbed's checkout writes it."""
+    """The plan file written by the testbed's checkout."""
     path = folder / "plan.json"
     testbed.hearth("plan", *arguments, "--save", str(path), timeout_seconds=600.0)
     return path.read_text()
@@ -303,5 +303,5 @@ def _plan_of(testbed: Testbed, folder: Path, *arguments: str) -> str:
 
 def _checkout(setting: str, folder: Path) -> Path:
     if not (folder / "tools" / "bench" / "runner.py").is_file():
-        raise BadSetting(setting=setting, reason=f"{folder} is no checkout of Hearth with tools/bench/runner.py")
+        raise BadSetting(setting=setting, reason=f"{folder} is not a checkout of Hearth with tools/bench/runner.py")
     return folder.resolve()

@@ -1,4 +1,4 @@
-"""What the processes of a testbed hold in memory: now, at most since the watch began, and at most in their lives."""
+"""Memory of a testbed's processes: current, peak since the watch began, and lifetime peak."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 
 from tools.testbed import Testbed
 
-_SAMPLE_SECONDS = 0.25
+_SAMPLE_SECONDS = 0.25  # interval of memory samples
 
 
 def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
-    """The daemon on a device."""
+    """The agent process of a device, if it runs."""
     for pid in testbed.pids(device):
         try:
             process = psutil.Process(pid)
@@ -27,7 +27,7 @@ def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
 
 
 def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
-    """The worker on a device, if there is one."""
+    """The worker process of a device, if there is one."""
     agent = agent_of(testbed, device)
     for child in agent.children() if agent else []:
         try:
@@ -39,7 +39,7 @@ def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
 
 
 def peak_bytes(process: psutil.Process) -> int:
-    """The most that was resident in its life; 0 where it is gone."""
+    """Peak resident memory of a process; 0 if it has ended."""
     return _of_status(process.pid, "VmHWM")
 
 
@@ -56,7 +56,7 @@ def _of_status(pid: int, field: str) -> int:
 
 
 class MemoryWatch:
-    """Samples processes, by name, until the end of the block."""
+    """Samples the memory of processes, by name, until the end of the block."""
 
     def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
         self.start = {name: resident_bytes(process) for name, process in processes.items()}

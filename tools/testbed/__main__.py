@@ -1,4 +1,4 @@
-"""`python -m tools.testbed`: an emulated edge cluster on this machine, for people."""
+"""`python -m tools.testbed`: command line of the emulated edge cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _COMMAND = "python -m tools.testbed"
 
 ScenarioName = Annotated[
     Optional[str],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-    typer.Option("--scenario", help="Which testbed, where several are up.", show_default=False),
+    typer.Option("--scenario", help="Scenario of the testbed, if several are running.", show_default=False),
 ]
 DeviceName = Annotated[str, typer.Argument(help="Name of a device, as `status` shows it.")]
 
 app = typer.Typer(
     name=_COMMAND,
-    help="Emulate a home of small computers on this machine: namespaces, links, CPU shares, memory limits.",
+    help="Emulate a home of small computers on this machine, with namespaces, shaped links, CPU shares, memory limits.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -41,11 +41,11 @@ app = typer.Typer(
 @app.command()
 @handles_errors
 def scenarios() -> None:
-    """List the scenarios that are here; any other TOML file like them will do."""
+    """List the built-in scenarios. Other commands also accept a TOML file of the same format."""
     table = Table(show_edge=False)
     table.add_column("scenario", no_wrap=True)
     table.add_column("devices", justify="right")
-    table.add_column("what it is")
+    table.add_column("description")
     for path in sorted(SCENARIOS.glob("*.toml")):
         scenario = load_scenario(path)
         table.add_row(scenario.name, str(len(scenario.devices)), scenario.description)
@@ -56,19 +56,19 @@ def scenarios() -> None:
 @handles_errors
 def up(
     scenario: Annotated[str, typer.Argument(help="Name of a scenario, or a TOML file.")],
-    model: Annotated[Path | None, typer.Option(help="Also serve this model on all of its devices.")] = None,
-    mbit: Annotated[float | None, typer.Option(help="Every link at this rate, not the scenario's.", min=0.01)] = None,
+    model: Annotated[Path | None, typer.Option(help="Also serve this model on all devices.")] = None,
+    mbit: Annotated[float | None, typer.Option(help="Rate of every link, instead of the scenario's.", min=0.01)] = None,
 ) -> None:
-    """Build the networks and limits, and start a real hearth-agent on every device. It stays until `down`."""
+    """Set up networks and limits, and start hearth-agent on every device. The testbed runs until `down`."""
     chosen = load_scenario(scenario)
     if mbit is not None:
         chosen = chosen.with_mbit(mbit).model_copy(update={"scale_links": False})
     if model is not None:
-        read_spec(model)  # a missing or broken model is told before anything is started
+        read_spec(model)  # report a missing or invalid model before starting anything
     check_possible(chosen)
     if others := running_testbeds():
         names = ", ".join(other.scenario.name for other in others)
-        err.print(f"[yellow]warning:[/] {names} is up as well: they share this machine's cores", soft_wrap=True)
+        err.print(f"[yellow]warning:[/] {names} is also running and shares this machine's cores", soft_wrap=True)
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     testbed = Testbed(chosen, folder, owned=False)
     try:
@@ -96,7 +96,7 @@ def up(
 @app.command()
 @handles_errors
 def status() -> None:
-    """Show the testbeds of this machine as they are now."""
+    """Show the running testbeds of this machine."""
     check_rights()
     found = running_testbeds()
     if not found:
@@ -111,12 +111,12 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="A program and its arguments.")],
     device: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--device", help="Where. Default: beside the coordinator.", show_default=False),
+        typer.Option("--device", help="Device to run it on. Default: the coordinator's.", show_default=False),
     ] = None,
-    limited: Annotated[bool, typer.Option("--limited", help="Under the device's CPU share and memory limit.")] = False,
+    limited: Annotated[bool, typer.Option("--limited", help="Apply the device's CPU share and memory limit.")] = False,
     scenario: ScenarioName = None,
 ) -> None:
-    """Run a command on a device; `hearth` finds its key, its coordinator and the agents there."""
+    """Run a command on a device. There, `hearth` finds the key, the coordinator and the agents."""
     testbed = _attached(scenario)
     raise typer.Exit(run_in_foreground(testbed, device or testbed.scenario.coordinator_device, command, limited))
 
@@ -125,12 +125,12 @@ def run(
 @handles_errors
 def link(
     device: DeviceName,
-    mbit: Annotated[float | None, typer.Option(help="Its rate from now on, each way, not scaled.")] = None,
-    cut: Annotated[bool, typer.Option("--cut", help="Pull the plug.")] = False,
-    mend: Annotated[bool, typer.Option("--mend", help="Put it back.")] = False,
+    mbit: Annotated[float | None, typer.Option(help="New rate in each direction, without scaling.")] = None,
+    cut: Annotated[bool, typer.Option("--cut", help="Disconnect the device.")] = False,
+    mend: Annotated[bool, typer.Option("--mend", help="Reconnect the device.")] = False,
     scenario: ScenarioName = None,
 ) -> None:
-    """Change a device's link while everything runs."""
+    """Change a device's link in a running testbed."""
     if (mbit is not None) + cut + mend != 1:
         raise BadSetting(setting="link", reason="one of --mbit N, --cut and --mend is needed")
     testbed = _attached(scenario)
@@ -148,10 +148,10 @@ def link(
 @handles_errors
 def cpu(
     device: DeviceName,
-    share: Annotated[float, typer.Argument(help="Of one core, such as 0.45.")],
+    share: Annotated[float, typer.Argument(help="Share of one core, such as 0.45.")],
     scenario: ScenarioName = None,
 ) -> None:
-    """Change a device's share of its core while everything runs."""
+    """Change a device's CPU share in a running testbed."""
     testbed = _attached(scenario)
     testbed.set_cpu_share(device, share)
     out.print(_table(testbed))
@@ -160,10 +160,13 @@ def cpu(
 @app.command()
 @handles_errors
 def down(
-    scenario: Annotated[Optional[str], typer.Argument(help="Which, where several are up.", show_default=False)] = None,  # noqa: UP045
-    every: Annotated[bool, typer.Option("--all", help="All that are up.")] = False,
+    scenario: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="Scenario of the testbed, if several are running.", show_default=False),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All running testbeds.")] = False,
 ) -> None:
-    """End everything in a testbed and remove it. Those of running tests and benchmarks end with these."""
+    """Stop everything in a testbed and remove it. Testbeds of running tests and benchmarks end with their process."""
     check_rights()
     with locked():
         remove_orphans()
@@ -185,7 +188,7 @@ def _attached(scenario: str | None) -> Testbed:
 
 
 def _chosen(scenario: str | None) -> Running:
-    """The testbed that is meant. Raises BadSetting: none is up, or several are."""
+    """The testbed of this scenario, or the only one running. Raises BadSetting if that is none or ambiguous."""
     found = [running for running in running_testbeds() if running.detached]
     if not found:
         raise BadSetting(setting="the testbed", reason=f"none is up; `{_COMMAND} up SCENARIO` makes one")
@@ -213,7 +216,7 @@ def _table(testbed: Testbed, whose: str = "") -> Table:
                 f"{testbed.cpu_share(device.name):.2f}",
                 "[red]cut[/]" if state.is_cut else f"{state.mbit:.1f}",
             )
-        except (BadSetting, OSError):  # taken away behind our back
+        except (BadSetting, OSError):  # removed by another process
             share, rate = "-", "[red]gone[/]"
         table.add_row(
             device.name,
@@ -236,14 +239,17 @@ def _whose(running: Running) -> str:
 def _say_next(testbed: Testbed, serves: bool) -> None:
     name = testbed.scenario.devices[-1].name
     commands = {
-        "run -- hearth devices": "what the agents say of themselves",
+        "run -- hearth devices": "list the agents",
         **(
-            {"run -- hearth status": "until it says that it serves", 'run -- hearth embed "Hello"': "ask the model"}
+            {
+                "run -- hearth status": "repeat until it says serving",
+                'run -- hearth embed "Hello"': "send the model a request",
+            }
             if serves
-            else {"run -- hearth plan MODEL": "how a model would be spread over them"}
+            else {"run -- hearth plan MODEL": "show how a model would be distributed"}
         ),
-        f"link {name} --mbit 20": "a slower link, at once; --cut pulls the plug",
-        "down": "ends all of it",
+        f"link {name} --mbit 20": "slow a link down; --cut disconnects it",
+        "down": "stop and remove the testbed",
     }
     out.print("\nnext:")
     for command, what in commands.items():

@@ -1,7 +1,7 @@
-"""How fast an emulated device is: seconds of one BERT-Large encoder layer over 284 rows, float32, one thread.
+"""Speed of an emulated device: seconds of one BERT-Large encoder layer over 284 rows, float32, one thread.
 
-`python -m tools.testbed.calibrate` prints them. The testbed runs it on all devices at once, under their own limits: a
-quota, and neighbours on the same core, cost more than their share of the time (caches go cold).
+`python -m tools.testbed.calibrate` prints them. The testbed runs it on all devices at once, under their own limits,
+because a quota and other processes on the core cost more than their share of the time (caches go cold).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 
-_HIDDEN, _HEADS, _FFN, _ROWS = 1024, 16, 4096, 284
-_COPIES = 4  # of the weights, in turn: in a model of 24 layers none is still in the cache when its turn comes
-_RUNS = 9
+_HIDDEN, _HEADS, _FFN, _ROWS = 1024, 16, 4096, 284  # BERT-Large's widths, and the rows of a step
+_COPIES = 4  # sets of weights used in turn, so that none stays in the cache: in a model of 24 layers none does
+_RUNS = 9  # timed runs, of which the median counts
 
 
 class Layers:
-    """Layers of random weights, one run after the other."""
+    """Encoder layers of random weights, run in rotation."""
 
     def __init__(self) -> None:
         import torch
@@ -28,7 +28,7 @@ class Layers:
         self.num_runs = 0
 
     def run(self) -> None:
-        """The next one."""
+        """Run the next layer once."""
         import torch
         from torch.nn import functional
 
@@ -46,7 +46,7 @@ class Layers:
 def measure() -> float:
     """Elapsed seconds of the median run."""
     layers, seconds = Layers(), []
-    layers.run()  # warms up
+    layers.run()  # warm-up
     for _ in range(_RUNS):
         began = time.perf_counter()
         layers.run()

@@ -1,4 +1,4 @@
-"""CPU quota and memory limit of a device's processes: cgroup v1 and v2, whichever this kernel runs."""
+"""CPU quota and memory limit of a device's processes, with cgroup v1 or v2."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hearth.errors import BadSetting
 from tools.testbed.scenario import MIN_CPU_SHARE, Device, quota_and_period
 
 _ROOT = Path("/sys/fs/cgroup")
-_REMOVE_SECONDS = 5.0
+_REMOVE_SECONDS = 5.0  # to wait for the kernel to release a group
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
 _HIERARCHIES = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
 
-# `ip netns exec` mounts a new /sys, and so hides the cgroups from what it starts: without them an agent sees the whole
-# machine's memory as its own. They are mounted again, and then the program takes the shell's place.
+# `ip netns exec` mounts a new /sys, which hides the cgroups, so an agent would take the whole machine's memory as its own.
+# Mount them again, then exec the program.
 MOUNT_AND_EXEC = (
     "mount -t cgroup2 none /sys/fs/cgroup; "
     if _UNIFIED
@@ -25,24 +25,24 @@ MOUNT_AND_EXEC = (
 
 
 def writable() -> bool:
-    """Whether groups can be made here."""
+    """Whether this process may create groups."""
     return all(os.access(hierarchy, os.W_OK) for hierarchy in _HIERARCHIES)
 
 
 class DeviceCgroup:
-    """The groups of one device. `procs_files` are what a process writes its pid to in order to join."""
+    """The cgroups of one device."""
 
     def __init__(self, testbed: str, device: str) -> None:
         self._parents = [hierarchy / testbed for hierarchy in _HIERARCHIES]
         self._groups = [parent / device for parent in self._parents]
 
     def procs_files(self, memory_limited: bool) -> list[str]:
-        """Where a process writes its pid to join; v2 has one group for both limits."""
+        """Files to which a process writes its pid to join; v2 has one group for both limits."""
         groups = self._groups if memory_limited else self._groups[:1]
         return [str(group / "cgroup.procs") for group in groups]
 
     def create(self, device: Device) -> None:
-        """Raises BadSetting when this kernel gives us no CPU or memory controller."""
+        """Create the groups with the device's limits. Raises BadSetting if the CPU or memory controller is missing."""
         try:
             if _UNIFIED:
                 self._enable_controllers()
@@ -58,9 +58,9 @@ class DeviceCgroup:
             ) from None
 
     def set_cpu_share(self, cpu_share: float) -> None:
-        """Takes effect at once. Raises BadSetting for less than the kernel can give."""
+        """Change the CPU quota. Raises BadSetting for less than the kernel supports."""
         if cpu_share < MIN_CPU_SHARE:
-            raise BadSetting(setting="cpu_share", reason=f"{cpu_share:g} of a core; the least is {MIN_CPU_SHARE}")
+            raise BadSetting(setting="cpu_share", reason=f"{cpu_share:g} of a core; the minimum is {MIN_CPU_SHARE}")
         quota, period = quota_and_period(cpu_share)
         if _UNIFIED:
             (self._groups[0] / "cpu.max").write_text(f"{quota} {period}")
@@ -69,7 +69,7 @@ class DeviceCgroup:
             (self._groups[0] / "cpu.cfs_quota_us").write_text(str(quota))
 
     def cpu_share(self) -> float:
-        """What the kernel holds the device to now, in cores."""
+        """The current CPU quota, in cores."""
         group = self._groups[0]
         if _UNIFIED:
             quota, period = (group / "cpu.max").read_text().split()
@@ -78,12 +78,12 @@ class DeviceCgroup:
         return int(quota) / int(period)
 
     def held_bytes(self) -> int:
-        """What its processes hold now, less the page cache, which they would give back."""
+        """Memory of the device's processes, without the page cache, which the kernel can reclaim."""
         rows = dict(line.split() for line in (self._groups[-1] / "memory.stat").read_text().splitlines())
         return int(rows["anon"] if _UNIFIED else rows["total_rss"])
 
     def times_out_of_memory(self) -> int:
-        """How often the kernel killed one of its processes, since it was made."""
+        """Number of processes that the kernel has killed for the memory limit."""
         name = "memory.events" if _UNIFIED else "memory.oom_control"
         rows = dict(line.split() for line in (self._groups[-1] / name).read_text().splitlines())
         return int(rows.get("oom_kill", 0))
@@ -98,16 +98,16 @@ class DeviceCgroup:
         return sorted(found)
 
     def remove(self) -> None:
-        """Remove the groups; the kernel takes a moment to let go of those whose last process has just ended."""
+        """Remove the groups. Retries, since the kernel releases a group some time after its last process has ended."""
         deadline = time.monotonic() + _REMOVE_SECONDS
         for group in self._groups:
             while not _removed(group) and time.monotonic() < deadline:
                 time.sleep(0.02)
         for parent in self._parents:
-            _removed(parent)  # with other devices in it, it goes with the last of them
+            _removed(parent)  # fails while other devices are in it; the last one removes it
 
     def _limit_memory(self, memory_bytes: int) -> None:
-        """And no swap beyond it: the device is out of memory when it is, rather than slow."""
+        """Limit memory and forbid swap, so that the device runs out of memory instead of becoming slow."""
         group = self._groups[-1]
         if _UNIFIED:
             limits = {"memory.max": memory_bytes, "memory.swap.max": 0}

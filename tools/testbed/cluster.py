@@ -1,4 +1,4 @@
-"""A running testbed: networks, cgroups, and the real programs in them."""
+"""A running testbed: networks, cgroups, and real Hearth programs in them."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_STOP_SECONDS = 5.0
-_CALIBRATION_SECONDS = 60.0  # on a whole core, torch's import included
+_STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
+_CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capabilities(7)
 _BIN = Path(sys.executable).parent
-_HOST_RESERVE_BYTES = 512 << 20
+_HOST_RESERVE_BYTES = 512 << 20  # memory left for the host itself
 
 
 class Testbed:
-    """Build it, start programs in it, take it down. As a context manager nothing outlives it, whatever happens.
+    """Sets up a testbed, starts programs in it and removes it. The context manager removes it after errors too.
 
-    Raises BadSetting: not root, a core that is not there, more memory than the machine has, a name that is in use.
+    Raises BadSetting: not root, a missing core, more memory than the machine has, a scenario that is already running.
     """
 
-    __test__ = False  # not a test case, whatever pytest thinks
-    network: Network  # from `up` on
+    __test__ = False  # not a test case; the name makes pytest collect it
+    network: Network  # set by `up`
 
     def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, tree: Path | None = None) -> None:
-        """`owned`: it ends with this process, else with `down`. `tree`: run programs from this checkout of Hearth."""
+        """`owned`: ends with this process, otherwise with `down`. `tree`: run programs from this checkout of Hearth."""
         check_possible(scenario)
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
-        self.link_scale = 1.0  # real rate of a link over the scenario's; from `calibrate` on
+        self.link_scale = 1.0  # real rate of a link / the scenario's; set by `calibrate`
         self._owned = owned
         self._tree = tree
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -58,7 +58,7 @@ class Testbed:
 
     @classmethod
     def attached(cls, running: Running) -> Testbed:
-        """A testbed that another process has put up."""
+        """A testbed that another process has started."""
         testbed = cls.__new__(cls)
         testbed.scenario = running.scenario
         testbed.folder = Path(running.folder)
@@ -89,7 +89,7 @@ class Testbed:
         self.down()
 
     def up(self) -> None:
-        """Raises BadSetting: what the kernel refuses, or the same scenario is up until `down`."""
+        """Create networks and cgroups. Raises BadSetting if the kernel refuses or the scenario is already running."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
             remove_orphans()
@@ -105,7 +105,7 @@ class Testbed:
             raise
 
     def calibrate(self) -> None:
-        """Where the scenario scales its links: set them by the speed of the devices. Some ten seconds. Raises BadSetting."""
+        """If the scenario scales its links: measure the devices' speed and set the rates. About 10 s. Raises BadSetting."""
         if not self.scenario.scale_links:
             return
         assert self._slot is not None
@@ -115,7 +115,7 @@ class Testbed:
             self.network.set_mbit(device.name, device.mbit * self.link_scale)
 
     def _core_seconds(self) -> float:
-        """Of one layer on one whole core, as the devices get them when all compute. Raises BadSetting."""
+        """Seconds of one layer on a whole core while all devices compute. Raises BadSetting."""
         running = {
             device: self.popen(
                 device.name, sys.executable, "-m", "tools.testbed.calibrate", stdout=subprocess.PIPE,
@@ -135,7 +135,7 @@ class Testbed:
         return statistics.median(found)
 
     def down(self) -> None:
-        """End every process of it, and remove every trace but the folder."""
+        """Stop all processes and remove everything except the folder."""
         if self._slot is None:
             return
         self._stop(signal.SIGTERM, _STOP_SECONDS)
@@ -147,11 +147,11 @@ class Testbed:
         self._slot = None
 
     def pids(self, name: str) -> list[int]:
-        """Of everything that runs on a device: in its namespace, or in its groups."""
+        """Processes of a device: those in its namespace or its cgroups."""
         return sorted({*self.network.pids()[name], *self._cgroups[name].pids()})
 
     def _stop(self, number: signal.Signals, seconds: float) -> None:
-        """Signal every process, and wait until all are gone, but no longer than this."""
+        """Signal every process and wait until all have ended, at most `seconds`."""
         deadline = time.monotonic() + seconds
         signalled: set[int] = set()
         while True:
@@ -182,28 +182,28 @@ class Testbed:
         return self.network.address(name)
 
     def set_mbit(self, mbit: float) -> None:
-        """Every link to this rate, as it is: not scaled to this machine's speed."""
+        """Set every link to this rate, without scaling to this machine's speed."""
         for device in self.scenario.devices:
             self.network.set_mbit(device.name, mbit)
 
     def set_cpu_share(self, name: str, cpu_share: float) -> None:
-        """Takes effect at once. Raises BadSetting for less than the kernel can give."""
+        """Change a device's CPU quota. Raises BadSetting for less than the kernel supports."""
         self._cgroups[self.device(name).name].set_cpu_share(cpu_share)
 
     def cpu_share(self, name: str) -> float:
-        """What the kernel holds the device to now, in cores."""
+        """A device's current CPU quota, in cores."""
         return self._cgroups[name].cpu_share()
 
     def held_bytes(self, name: str) -> int:
-        """What the device's memory-limited processes hold now, less the page cache."""
+        """Memory of the device's memory-limited processes, without the page cache."""
         return self._cgroups[name].held_bytes()
 
     def times_out_of_memory(self, name: str) -> int:
-        """How often the kernel killed a process of the device for its memory limit."""
+        """Number of the device's processes that the kernel has killed for the memory limit."""
         return self._cgroups[name].times_out_of_memory()
 
     def command(self, name: str, *arguments: str) -> list[str]:
-        """What runs a program in the device's namespace."""
+        """The command line that runs a program in the device's namespace."""
         namespace = self.network.namespace(self.device(name).name)
         return ["ip", "netns", "exec", namespace, "sh", "-c", MOUNT_AND_EXEC, "sh", *arguments]
 
@@ -216,7 +216,7 @@ class Testbed:
         return [sys.executable, "-c", f"from {module} import {function}; {function}()"]
 
     def environment(self) -> dict[str, str]:
-        """What lets a plain `hearth` in the testbed find its key, its coordinator's state and itself."""
+        """Variables with which a plain `hearth` finds its key, the coordinator's state and its own program."""
         return {
             **self._tree_environment(),
             "HEARTH_KEY": str(self.key),
@@ -236,11 +236,10 @@ class Testbed:
         environment: Mapping[str, str] = {},
         **options: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a program on a device: in its namespace and, where `limited`, under its CPU limit.
+        """Start a program in a device's namespace and, if `limited`, under its CPU limit.
 
-        `memory_limited` adds the memory limit: a benchmark that keeps several plans loaded at once leaves it off.
-
-        The cgroups are joined out here: inside, /sys is another.
+        `memory_limited` also applies the memory limit; benchmarks that keep several plans loaded switch it off. The child
+        joins the cgroups before it enters the namespace, where /sys is a different mount.
         """
         device = self.device(name)
         process = subprocess.Popen(
@@ -256,12 +255,12 @@ class Testbed:
     # ---- the programs ---------------------------------------------------------------------------------------------
 
     def start_agents(self, *options: str) -> None:
-        """The real `hearth-agent` on every device."""
+        """Start `hearth-agent` on every device."""
         for device in self.scenario.devices:
             self.start_agent(device.name, *options)
 
     def wait_for_agents(self, seconds: float = 60.0) -> None:
-        """Until all answer. Raises InternalError with what one said before it ended, or DeadlineExceeded."""
+        """Wait until all answer. Raises InternalError with the output of one that ended, or DeadlineExceeded."""
         wait_until("the start of the agents", self._agents_are_ready, seconds)
 
     def _agents_are_ready(self) -> bool:
@@ -273,7 +272,7 @@ class Testbed:
         try:
             answer = self.hearth("devices", "--json", "--wait", "0.5", "--devices", ",".join(map(self.address, names)),
                                  "--mdns-interfaces", self.address(self.scenario.coordinator_device))  # fmt: skip
-        except InternalError:  # none answers yet
+        except InternalError:  # no agent answers yet
             return False
         return {device["name"] for device in json.loads(answer)["devices"]} >= set(names)
 
@@ -287,7 +286,7 @@ class Testbed:
         )  # fmt: skip
 
     def start_coordinator(self, *options: str) -> subprocess.Popen[bytes]:
-        """`hearth serve` in its device's namespace; it shares that device's link, not its CPU quota (a PC beside it)."""
+        """Start `hearth serve` in its device's namespace: it shares the device's link but not its CPU quota."""
         name = self.scenario.coordinator_device
         return self._logged(
             name, "coordinator.log", False, *self.program("hearth"), "serve", *options, "--key", str(self.key),
@@ -295,7 +294,7 @@ class Testbed:
         )  # fmt: skip
 
     def hearth(self, *arguments: str, timeout_seconds: float = 300.0) -> str:
-        """Run a `hearth` command beside the coordinator; its output. Raises InternalError with what it said."""
+        """Run a `hearth` command on the coordinator's device; returns its output. Raises InternalError with its error text."""
         name = self.scenario.coordinator_device
         done = subprocess.run(
             self.command(name, *self.program("hearth"), *arguments, "--key", str(self.key)),
@@ -318,7 +317,7 @@ class Testbed:
 
 
 def what_is_missing() -> str:
-    """What a testbed needs and this process has not; empty where it has all. A container's root often has not."""
+    """The first missing requirement of a testbed, or "". Root in a container often lacks the capabilities."""
     if os.geteuid() != 0:
         return "network namespaces and cgroups need root: run it with sudo"
     status = Path("/proc/self/status").read_text()
@@ -331,13 +330,13 @@ def what_is_missing() -> str:
 
 
 def check_rights() -> None:
-    """Raises BadSetting."""
+    """Raise BadSetting if this process cannot create a testbed."""
     if reason := what_is_missing():
         raise BadSetting(setting="the testbed", reason=reason)
 
 
 def check_possible(scenario: Scenario) -> None:
-    """Raises BadSetting for what this machine cannot emulate."""
+    """Raise BadSetting if this machine cannot emulate the scenario."""
     check_rights()
     cores = os.sched_getaffinity(0)
     for device in scenario.devices:
@@ -354,7 +353,7 @@ def check_possible(scenario: Scenario) -> None:
         where = f"core {crowded[0]}" if crowded else "the machine"
         raise BadSetting(
             setting=f"scenario {scenario.name}",
-            reason=f"its devices want more of {where} than there is: they would slow each other down",
+            reason=f"its devices want more of {where} than is available and would slow each other down",
         )
     wanted = sum(device.memory_bytes or 0 for device in scenario.devices)
     there = psutil.virtual_memory().available - _HOST_RESERVE_BYTES
@@ -366,14 +365,14 @@ def check_possible(scenario: Scenario) -> None:
 
 
 def remove_orphans() -> None:
-    """Take down the testbeds whose owner was killed; call it `locked`."""
+    """Remove the testbeds whose owner was killed. Call it while holding `locked`."""
     for running in running_testbeds():
         if running.orphaned:
             Testbed.attached(running).down()
 
 
 def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
-    """Raises DeadlineExceeded."""
+    """Poll until `probe` returns True. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
     while not probe():
         if time.monotonic() > deadline:
@@ -382,7 +381,7 @@ def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
 
 
 def _joining(device: Device, procs_files: Sequence[str]) -> Callable[[], None]:
-    """What the child does before it becomes the program: join the groups, take its core."""
+    """The child's work before exec: join the cgroups and pin itself to the device's core."""
 
     def join() -> None:
         for path in procs_files:

@@ -1,4 +1,4 @@
-"""A command in a testbed that ends with whoever waits for it."""
+"""Runs a command in a testbed in the foreground; it ends with its caller."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import psutil
 from hearth.errors import BadSetting
 from tools.testbed.cluster import Testbed
 
-_MARK = "HEARTH_TESTBED_RUN"  # in the environment of the command and of whatever it starts
-_GRACE_SECONDS = 2.0
+_MARK = "HEARTH_TESTBED_RUN"  # environment variable that marks the command and its descendants
+_GRACE_SECONDS = 2.0  # that the processes get to end after each signal
 
 
 def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], limited: bool) -> int:
-    """The command's exit status, as a shell gives it. Interrupted, it leaves nothing behind.
+    """Run a command; returns its exit status in the shell's convention. An interrupt ends all its processes.
 
-    Raises BadSetting when there is no such program.
+    Raises BadSetting if there is no such program.
     """
     environment = testbed.environment()
     if shutil.which(command[0], path=environment["PATH"]) is None:
@@ -33,7 +33,7 @@ def run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], lim
         process = testbed.popen(device, *command, limited=limited, environment={**environment, _MARK: mark})
         status = process.wait()
     except KeyboardInterrupt:
-        # Ctrl-C reached the command as well; so it may end by itself before it is told to, and before it is made to.
+        # Ctrl-C also reaches the command, so first wait for it to end by itself, then terminate, then kill it.
         for number in (None, signal.SIGTERM, signal.SIGKILL):
             if _gone(process, testbed, device, mark, number):
                 break
@@ -49,7 +49,7 @@ def _interrupt(*_: object) -> None:
 
 
 def _gone(process: subprocess.Popen[bytes], testbed: Testbed, device: str, mark: str, number: int | None) -> bool:
-    """Signal what the command was and started; whether it is all gone soon after."""
+    """Signal the command and its descendants; returns whether all ended within the grace period."""
     deadline = time.monotonic() + _GRACE_SECONDS
     signalled: set[int] = set()
     while True:

@@ -1,4 +1,4 @@
-"""The in-memory twin of the data plane: the same contract, no network, and rates and faults that a test sets."""
+"""In-memory transport with the contract of the data plane, for tests: no network, configurable rates and faults."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hearth.transport.base import Buffer, Received
 
 
 class MemoryHub:
-    """Connects the ranks of one test. With `bytes_per_second`, each sender's outgoing side is that fast."""
+    """Connects the ranks of one test. `bytes_per_second` limits each sender's outgoing rate; None: no limit."""
 
     def __init__(self, num_ranks: int, bytes_per_second: float | None = None, latency_seconds: float = 0.0) -> None:
         self.num_ranks = num_ranks
         self._rate = bytes_per_second
         self.latency_seconds = latency_seconds
         self._transports = [MemoryTransport(self, rank) for rank in range(num_ranks)]
-        self._free_at = [0.0] * num_ranks  # when each sender's line is free again
+        self._free_at = [0.0] * num_ranks  # time at which each sender's link is free again
         self._cut: set[tuple[int, int]] = set()
         self._due: list[tuple[float, int, int, Received]] = []
         self._order = itertools.count()
@@ -33,11 +33,11 @@ class MemoryHub:
         return self._transports[rank]
 
     def cut(self, source: int, target: int) -> None:
-        """From now on nothing gets from `source` to `target`."""
+        """Drop all further messages from `source` to `target`."""
         self._cut.add((source, target))
 
     def mend(self) -> None:
-        """Undo every cut."""
+        """Undo all cuts."""
         self._cut.clear()
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
-"""Namespaces on one switch, with a token bucket on both directions of every device's link. No way out of the machine.
+"""Network namespaces on one switch, with a token bucket in both directions of every link; isolated from real networks.
 
-The switch is a bridge in a namespace of its own: nothing is added to the host's network, and no firewall of the host
-looks at what passes.
+The switch is a bridge in its own namespace: the host's network is unchanged, and its firewall does not see the traffic.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from typing import NamedTuple
 
 from hearth.errors import BadSetting
 
-# A network card takes large segments from the kernel and cuts them itself; so must the bucket pass them whole, or the
-# emulated device pays for every packet. More than that lets a device that was silent send above its rate for a moment, as
-# the buffers of a real switch do, and makes up for timers that come late: with 20 KiB, and all cores busy, a link of
-# 500 Mbit/s carried 63 % of its rate, with 2.5 ms' worth 89 %.
+# Real network cards split large segments themselves, so the bucket must pass a whole segment; otherwise the emulated device
+# would pay CPU time for every packet. The burst is larger than that to compensate for late timers: with 20 KiB and all
+# cores busy, a 500 Mbit/s link carried 63 % of its rate, with 2.5 ms worth of bytes 89 %. The cost is that an idle device
+# may exceed its rate for a moment, as with the buffers of a real switch.
 _SEGMENT_BYTES = 16 << 10
-_LEAST_BURST_BYTES = _SEGMENT_BYTES + (4 << 10)
-_BURST_SECONDS = 2.5e-3
-_QUEUE_BYTES = 1 << 20
-_COMMAND_SECONDS = 20.0
+_LEAST_BURST_BYTES = _SEGMENT_BYTES + (4 << 10)  # a segment and a margin, at any rate
+_BURST_SECONDS = 2.5e-3  # of the link's rate
+_QUEUE_BYTES = 1 << 20  # behind the bucket
+_COMMAND_SECONDS = 20.0  # timeout of an ip or tc command
 _BRIDGE = "bridge"
-# A bridge hands what it passes to iptables, where the kernel has that module; every packet would pay for it.
+# If the br_netfilter module is loaded, a bridge passes every packet to iptables, which costs CPU time: switch it off.
 _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] || echo 0 > $f; done"
 
 
 class LinkState(NamedTuple):
-    """A device's link as the kernel has it now."""
+    """Current state of a device's link."""
 
     mbit: float
     is_cut: bool
@@ -50,7 +49,7 @@ class Network:
         return f"10.213.{self._slot}.{self._names.index(device) + 1}"
 
     def create(self, mbit: Mapping[str, float]) -> None:
-        """Raises BadSetting when the kernel does not let us."""
+        """Create namespaces, switch and links with these rates. Raises BadSetting if the kernel refuses."""
         self.remove()
         _run("ip", "netns", "add", self._switch)
         _run("ip", "netns", "exec", self._switch, "sh", "-c", _NO_FIREWALL)
@@ -70,7 +69,7 @@ class Network:
             self.set_mbit(name, mbit[name])
 
     def set_mbit(self, device: str, mbit: float) -> None:
-        """Shape both directions of a device's link; takes effect at once. Raises BadSetting for no rate at all."""
+        """Set the rate of both directions of a device's link. Raises BadSetting for a rate out of range."""
         if not 0.008 <= mbit <= 100_000:
             raise BadSetting(setting="the rate of a link", reason=f"{mbit:g} Mbit/s; 0.008 to 100000 can be emulated")
         rate = f"{mbit * 1e6:.0f}bit"
@@ -80,24 +79,24 @@ class Network:
         _run("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
 
     def state(self, device: str) -> LinkState:
-        """Raises BadSetting when the namespace is gone."""
+        """Read the state of a device's link. Raises BadSetting if the namespace is gone."""
         bucket = json.loads(_run("tc", "-n", self._switch, "-json", "qdisc", "show", "dev", _port(device), "root"))
         link = json.loads(_run("ip", "-n", self._switch, "-json", "link", "show", _port(device)))
         return LinkState(mbit=bucket[0]["options"]["rate"] * 8 / 1e6, is_cut="UP" not in link[0]["flags"])
 
     def cut(self, device: str) -> None:
-        """Pull the plug; connections stay, and nothing passes."""
+        """Disconnect a device: connections stay open, but no packet passes."""
         _ip(self._switch, "link", "set", _port(device), "down")
 
     def mend(self, device: str) -> None:
         _ip(self._switch, "link", "set", _port(device), "up")
 
     def pids(self) -> dict[str, list[int]]:
-        """The processes in each device's namespace."""
+        """Ids of the processes in each device's namespace."""
         return {name: _pids(self.namespace(name)) for name in self._names}
 
     def remove(self) -> None:
-        """Remove what is there of it; nothing is said about what is not. The links go with their namespaces."""
+        """Remove the namespaces, and with them their links. Missing ones are ignored."""
         for namespace in (*map(self.namespace, self._names), self._switch):
             subprocess.run(
                 ("ip", "netns", "del", namespace), check=False, capture_output=True, timeout=_COMMAND_SECONDS
@@ -105,7 +104,7 @@ class Network:
 
 
 def _port(device: str) -> str:
-    """The switch's end of a device's link."""
+    """Interface name of the switch's end of a device's link."""
     return f"to-{device}"
 
 

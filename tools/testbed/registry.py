@@ -1,4 +1,4 @@
-"""What is written down about the testbeds of this machine, so that any later process can end one."""
+"""Registry of this machine's testbeds, as files, so that any later process can remove one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hearth.errors import BadSetting
 from tools.testbed.scenario import Scenario
 
 RUN_DIR = Path("/run/hearth-testbed")
-_MAX_SLOTS = 32
+_MAX_SLOTS = 32  # testbeds at a time
 
 
 class Running(BaseModel):
-    """A testbed that is up, or was left behind."""
+    """A running or orphaned testbed."""
 
     model_config = ConfigDict(frozen=True)
 
     slot: int
     scenario: Scenario
     folder: str
-    link_scale: float = 1.0  # real rate of a link over the scenario's
-    owner_pid: int | None  # the process whose end is the testbed's end; none: until `down`
-    owner_ticks: int | None  # when that process began, since pids come again
+    link_scale: float = 1.0  # real rate of a link / the scenario's
+    owner_pid: int | None  # process with which the testbed ends; None: `down` ends it
+    owner_ticks: int | None  # start time of that process, since pids are reused
 
     @property
     def detached(self) -> bool:
@@ -41,7 +41,7 @@ class Running(BaseModel):
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """One process at a time takes a slot or takes down orphans."""
+    """Lock for claiming slots and removing orphans, across processes."""
     RUN_DIR.mkdir(parents=True, exist_ok=True)
     with (RUN_DIR / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -49,18 +49,18 @@ def locked() -> Iterator[None]:
 
 
 def running_testbeds() -> list[Running]:
-    """Those that are up or were left behind."""
+    """All running and orphaned testbeds."""
     found = []
     for path in sorted(RUN_DIR.glob("[0-9]*.json"), key=lambda path: int(path.stem)):
         try:
             found.append(Running.model_validate(json.loads(path.read_text())))
-        except (ValidationError, ValueError, OSError):  # of another version, or gone just now
+        except (ValidationError, ValueError, OSError):  # written by another version, or just removed
             continue
     return found
 
 
 def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
-    """Take a free slot; call it `locked`. Raises BadSetting: all are taken, or this scenario is up until `down`."""
+    """Claim a free slot while holding `locked`. Raises BadSetting: none is free, or the scenario is already running."""
     others = running_testbeds()
     if not owned and any(other.detached and other.scenario.name == scenario.name for other in others):
         raise BadSetting(
@@ -83,7 +83,7 @@ def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
 
 
 def record_scale(slot: int, link_scale: float) -> None:
-    """Of a slot that this process has claimed."""
+    """Store the link scale of a slot that this process has claimed."""
     running = Running.model_validate_json(_path(slot).read_text())
     _path(slot).write_text(running.model_copy(update={"link_scale": link_scale}).model_dump_json())
 
@@ -93,7 +93,7 @@ def release(slot: int) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None where it has ended, also while nobody has reaped it."""
+    """Start time of a process in clock ticks since boot; None if it has ended, even if not yet reaped."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

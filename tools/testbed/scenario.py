@@ -1,7 +1,7 @@
-"""A scenario: which devices there are, how fast they and their links are. Read from TOML, checked. Pure but for the read.
+"""Scenarios of the testbed: devices, their speed and their links, read from TOML and checked. Pure except for reading.
 
-A Nano-M at 125 Mbit/s stands as 0.45 core with SSE4.2 kernels at 190 Mbit/s (DESIGN.md "Numbers"): the ratio of compute
-to traffic is the paper's, the absolute times are not.
+A Nano-M at 125 Mbit/s (a device of the Galaxy paper) is emulated by 0.45 core with SSE4.2 kernels at 190 Mbit/s. The ratio
+of compute to traffic is the paper's; the absolute times are not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ else:
     import tomli as tomllib
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-# One BERT-Large encoder layer (284 rows, one thread) on one whole core, where the scenarios' rates were set: 0.539 s on
-# a device of 0.45 core. With `scale_links` the rates are multiplied by this over what `calibrate` measures on the devices
-# here, so that the ratio of compute to traffic stays.
+# Seconds of one BERT-Large encoder layer (284 rows, one thread) on a whole core of the machine on which the scenarios'
+# rates were set; 0.539 s on a device of 0.45 core. With `scale_links`, rates are multiplied by this value divided by the
+# time that `calibrate` measures here, which keeps the ratio of compute to traffic.
 NOMINAL_CORE_SECONDS = 0.243
 InstructionSet = Literal["native", "avx2", "sse4.2"]
-_MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses less
-# Measured: in periods of less than a tick of the kernel a device gets up to a fifth less than its share.
+_MIN_QUOTA_MICROSECONDS = 1000  # the kernel refuses smaller quotas
+# Measured: with periods shorter than a kernel tick a device gets up to a fifth less than its share.
 _MIN_PERIOD_MICROSECONDS = 4000
-MIN_CPU_SHARE = 0.002  # the kernel refuses periods of over a second
-_NAME = r"^[a-z][a-z0-9-]{0,9}$"  # becomes part of an interface's name, of which Linux takes 15 bytes
+MIN_CPU_SHARE = (
+    0.002  # of a core: with it the smallest quota has a period of 0.5 s; the kernel refuses periods above 1 s
+)
+_NAME = r"^[a-z][a-z0-9-]{0,9}$"  # part of an interface name, which Linux limits to 15 bytes
 
 
 class Device(BaseModel):
@@ -41,11 +43,11 @@ class Device(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=_NAME)
-    cpu_share: float = Field(ge=MIN_CPU_SHARE, le=64)  # of one core; more than 1 is several cores
-    core: int | None = Field(default=None, ge=0)  # pinned to this core of the host; none: any
-    memory_bytes: int | None = Field(default=None, ge=64 << 20)  # of all its processes; none: no limit
-    instruction_set: InstructionSet = "sse4.2"  # caps the kernels to the class of device
-    mbit: float = Field(gt=0, le=100_000)  # its network interface, each way
+    cpu_share: float = Field(ge=MIN_CPU_SHARE, le=64)  # in cores; may be more than 1
+    core: int | None = Field(default=None, ge=0)  # host core to pin to; None: any
+    memory_bytes: int | None = Field(default=None, ge=64 << 20)  # of all its processes; None: no limit
+    instruction_set: InstructionSet = "sse4.2"  # newest instructions that compute kernels may use
+    mbit: float = Field(gt=0, le=100_000)  # rate of its network interface in each direction
 
     @property
     def num_threads(self) -> int:
@@ -57,13 +59,13 @@ class Device(BaseModel):
 
 
 class Scenario(BaseModel):
-    """Devices on one switch. `coordinator` names the device in whose namespace the coordinator runs (default: the first)."""
+    """Devices on one switch. `coordinator` names the device whose namespace the coordinator shares (default: the first)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,40}$")
     description: str = ""
-    scale_links: bool = False  # true: rates follow the speed of the devices here (NOMINAL_CORE_SECONDS)
+    scale_links: bool = False  # scale rates with the speed of this machine (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     devices: tuple[Device, ...] = Field(min_length=1, max_length=64)
 
@@ -73,7 +75,7 @@ class Scenario(BaseModel):
         if len(set(names)) != len(names):
             raise ValueError("two devices have the same name")
         if "switch" in names:
-            raise ValueError("no device may be called switch: that is what connects them")
+            raise ValueError("no device may be called switch: the name is used for the network switch")
         if self.coordinator is not None and self.coordinator not in names:
             raise ValueError(f"the coordinator's device {self.coordinator} is none of {', '.join(names)}")
         return self
@@ -83,12 +85,12 @@ class Scenario(BaseModel):
         return self.coordinator or self.devices[0].name
 
     def with_mbit(self, mbit: float) -> Scenario:
-        """The same with every link at this rate."""
+        """A copy with every link at this rate."""
         devices = tuple(device.model_copy(update={"mbit": mbit}) for device in self.devices)
         return self.model_copy(update={"devices": devices})
 
     def with_devices(self, count: int) -> Scenario:
-        """The first `count` devices only."""
+        """A copy with only the first `count` devices."""
         return self.model_copy(update={"devices": self.devices[:count]})
 
 
@@ -97,7 +99,7 @@ _CAPS: dict[InstructionSet, dict[str, str]] = {
     "avx2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "sse4.2": {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-        "MKL_CBWR": "COMPATIBLE",  # the other is not obeyed on AMD
+        "MKL_CBWR": "COMPATIBLE",  # AMD processors ignore MKL_ENABLE_INSTRUCTIONS
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
     },
@@ -105,21 +107,22 @@ _CAPS: dict[InstructionSet, dict[str, str]] = {
 
 
 def capped_environment(instruction_set: InstructionSet) -> dict[str, str]:
-    """What makes torch use no newer instructions than the emulated class of device has."""
+    """Environment variables that limit torch to the instruction set of the emulated device."""
     return _CAPS[instruction_set]
 
 
 def quota_and_period(cpu_share: float) -> tuple[int, int]:
-    """How long a device may compute in every period, in microseconds: the shortest period that the kernel keeps well.
+    """CFS quota and period of a CPU share, in microseconds: the shortest period that the kernel enforces accurately.
 
-    A quota slows only work longer than its period, and stops a device for the rest of it; a slow core does neither.
+    Short, because a quota differs from a slow core: it delays only work longer than the quota, then stops it for the rest
+    of the period.
     """
     period = max(math.ceil(_MIN_QUOTA_MICROSECONDS / cpu_share), _MIN_PERIOD_MICROSECONDS)
     return round(cpu_share * period), period
 
 
 def load_scenario(name_or_path: str | Path) -> Scenario:
-    """One of ours by its name (`galaxy-a`), or any TOML file. Raises BadSetting that says what is wrong in it."""
+    """Load a built-in scenario by name (`galaxy-a`) or a TOML file. Raises BadSetting with the error in it."""
     path = Path(name_or_path)
     if not path.suffix:
         path = SCENARIOS / f"{name_or_path}.toml"
@@ -128,7 +131,7 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     except FileNotFoundError:
         known = ", ".join(sorted(found.stem for found in SCENARIOS.glob("*.toml")))
         raise BadSetting(
-            setting="scenario", reason=f"'{name_or_path}' is neither a file nor one of ours: {known}"
+            setting="scenario", reason=f"'{name_or_path}' is neither a file nor a built-in scenario: {known}"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None
@@ -139,10 +142,10 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
 
 
 def _devices(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tables of the devices, with `memory = "1.5GiB"` in bytes. Raises ValueError."""
+    """The [[devices]] tables, with memory such as "1.5GiB" converted to bytes. Raises ValueError."""
     tables = values.get("devices")
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError("devices is missing: a [[devices]] table for each is needed")
+        raise ValueError("devices is missing: give one [[devices]] table per device")
     found = []
     for index, table in enumerate(tables):
         rest = {key: value for key, value in table.items() if key != "memory"}

@@ -1,8 +1,8 @@
-"""One rank of a deployed graph: its segments run as soon as their inputs are there, for several requests at once.
+"""Executes one rank's segments of a deployed ONNX graph, each as soon as its inputs are there, for several requests at once.
 
-Four threads: requests come in from the control thread, tensors of peers from the communication thread, segments run in the
-thread that calls `compute`, results leave through the sending thread. None of them waits for another: they meet in the
-`GraphSchedule`, under one lock that is never held while something is computed, sent or received.
+Four threads: the control thread passes requests in, the communication thread receives tensors of peers, the thread that calls
+`compute` runs segments, and the sending thread sends results. They share the `GraphSchedule` under one lock, which is never
+held while computing, sending or receiving.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hearth.wire.messages import Failed, Run, RunDone
 log = logging.getLogger(__name__)
 
 
-MAX_TRACE_EVENTS = 16_000  # the most that a message has room for
-_RECEIVE_SLICE_SECONDS = 0.5  # how soon a thread notices what nobody woke it for: the end, or a deadline
+MAX_TRACE_EVENTS = 16_000  # as many as fit into one message
+_RECEIVE_SLICE_SECONDS = 0.5  # longest wait before a thread checks for the end and for deadlines
 
 
 class Outgoing(NamedTuple):
-    """A tensor on its way to a peer."""
+    """A tensor to be sent to a peer."""
 
     step: int
     target: int
@@ -45,10 +45,10 @@ class Outgoing(NamedTuple):
 
 @dataclass
 class _Request:
-    """What a step holds here. Tensors may come before `request` does."""
+    """The state of a step on this rank. Tensors of peers may arrive before the `request`."""
 
     recorder: Recorder
-    values: dict[str, Array] = field(default_factory=dict)  # that our segments will still take
+    values: dict[str, Array] = field(default_factory=dict)  # inputs that segments of this rank still need
     request_id: bytes = b""
     request: Run | None = None
     results: dict[str, Array] = field(default_factory=dict)
@@ -56,14 +56,14 @@ class _Request:
     began: float = 0.0
     ended: float = 0.0
     running: RunControl | None = None
-    sending: int = 0  # tensors that are not handed to the transport yet
+    sending: int = 0  # tensors not yet passed to the transport
     has_run: bool = False
 
 
 class GraphEngine(DataPlane[Outgoing]):
-    """Runs one plan's requests on one rank. `sessions` are of `routes.segments`, in their order.
+    """Runs one plan's requests on one rank. `sessions` are those of `routes.segments`, in the same order.
 
-    `answer` is called once for each request that `run` took, from any thread: with `RunDone` or `Failed`.
+    `answer` is called once for each request that `run` has accepted, from any thread, with `RunDone` or `Failed`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GraphEngine(DataPlane[Outgoing]):
         super().__init__(transport, routes.plan.epoch, token, codecs)
         self._routes = routes
         self._sessions = sessions
-        self._early_seconds = routes.plan.wait_seconds()  # tensors of a request that has not come yet are kept so long
+        self._early_seconds = routes.plan.wait_seconds()  # for how long tensors of an unknown request are kept
         self._answer = answer
         self._numbers = {name: number for number, name in enumerate(routes.travelling)}
         self._schedule = GraphSchedule(routes, max_in_flight)
@@ -87,7 +87,7 @@ class GraphEngine(DataPlane[Outgoing]):
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Fail what is in flight and end all threads, `compute` too."""
+        """Fail the requests in flight and end all threads, including `compute`."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -97,7 +97,7 @@ class GraphEngine(DataPlane[Outgoing]):
     # ---- requests, from the control thread --------------------------------------------------------------------------
 
     def run(self, request_id: bytes, request: Run, payload: Sequence[Any]) -> None:
-        """Take a request. Raises BadRequest for other inputs than ours, QueueFull; then nothing is answered."""
+        """Accept a request. Raises BadRequest for missing, unknown or wrong inputs, QueueFull; it is then not answered."""
         fed = self._read(request, payload)
         now = time.monotonic()
         with self._changed:
@@ -113,7 +113,7 @@ class GraphEngine(DataPlane[Outgoing]):
             self._changed.notify_all()
 
     def abort(self, step: int | None, reason: str) -> None:
-        """Give up one request, or all: they are answered with StepFailed, and a segment that runs for one is stopped."""
+        """Abort one request, or all (None): answer with StepFailed, and stop a segment that runs for it."""
         with self._changed:
             steps = [step] if step is not None else list(self._requests)
         for each in steps:
@@ -132,12 +132,12 @@ class GraphEngine(DataPlane[Outgoing]):
     # ---- computing --------------------------------------------------------------------------------------------------
 
     def compute(self) -> None:
-        """Run segments until `close`."""
+        """Run segments until `close` is called."""
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
-        """One segment, in a frame of its own: while we wait for the next, nothing holds the tensors of the last."""
+        """Run one segment. In its own function, so that its tensors are freed before the wait for the next one."""
         started = self._await_task()
         if started is None:
             return False
@@ -177,7 +177,7 @@ class GraphEngine(DataPlane[Outgoing]):
         ]
         with self._changed:
             if self._requests.get(task.step) is not request:
-                return  # it was given up meanwhile
+                return  # the request was aborted meanwhile
             request.running = None
             request.began = request.began or began
             request.ended = ended
@@ -196,7 +196,7 @@ class GraphEngine(DataPlane[Outgoing]):
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def _complete(self, step: int, request: _Request) -> None:
-        """Answer, if all of the request has run and everything that peers wait for has left."""
+        """Answer the request if all segments have run and all tensors for peers have been sent."""
         with self._changed:
             if not request.has_run or request.sending or self._requests.get(step) is not request:
                 return
@@ -269,7 +269,7 @@ class GraphEngine(DataPlane[Outgoing]):
                 self._drop(f"tensor {name} of step {key.step}")
                 return
         array = decode_body(header, received.frames)
-        if not array.flags.aligned:  # a small one that shares its frame with the header
+        if not array.flags.aligned:  # a small tensor that shares a frame with its header
             array = array.copy()
         moved = Moved.now("receive", key, received.source, received.frames)
         with self._changed:
@@ -283,7 +283,7 @@ class GraphEngine(DataPlane[Outgoing]):
     def _send_one(self, leaving: Outgoing) -> None:
         request = self._requests.get(leaving.step)
         if request is None:
-            return  # it was given up
+            return  # the request was aborted
         try:
             self._send(leaving, request.recorder)
         except Exception as error:
@@ -302,7 +302,7 @@ class GraphEngine(DataPlane[Outgoing]):
 
 
 def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:
-    """Raises FrameTooLarge for what must travel and cannot."""
+    """Raise FrameTooLarge for an output that must be sent but is too large for a frame."""
     for name, array in outputs.items():
         if array.nbytes > MAX_PAYLOAD_FRAME_BYTES and (name in routes.targets or name in routes.results):
             raise FrameTooLarge(num_bytes=array.nbytes, cap_bytes=MAX_PAYLOAD_FRAME_BYTES)

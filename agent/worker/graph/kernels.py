@@ -1,8 +1,8 @@
-"""Which operators of a graph each node stands for that onnxruntime made of it. Pure.
+"""Maps the nodes of a graph optimised by onnxruntime to the original operators that they compute. Pure.
 
-onnxruntime fuses operators, renames them, and puts nodes of its own between them. What it leaves is enough to tell: the
-tensor at the end of a fusion keeps its name, or gives it to the node (in the blocked layout of convolutions); some fusions
-keep the name of the node that does the work, with a suffix.
+onnxruntime fuses operators, renames them and inserts nodes. The mapping uses names that it preserves: the output tensor of a
+fusion keeps its name, or the node gets the tensor's name (blocked layout of convolutions); some fusions keep the name of the
+main node, with a suffix.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 _BLOCKED_SUFFIX = "_nchwc"
-# Never fused behind another operator: kernels are made around them, one each, and a padding goes with what follows it.
+# Never fused into a preceding operator: each of these has its own kernel, and Pad is fused into the following operator.
 _CORES = frozenset(
     {
         "Conv", "ConvTranspose", "MatMul", "Gemm", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "Softmax",
@@ -20,12 +20,12 @@ _CORES = frozenset(
 )  # fmt: skip
 
 
-# What onnxruntime puts around its kernels: such a node has not computed the tensor that it gives back its shape to.
+# Inserted by onnxruntime around its kernels: such a node restores the shape or layout of a tensor, but has not computed it.
 _LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "ReorderInput", "ReorderOutput"})
 
 
 class Node(Protocol):
-    """As in an ONNX graph."""
+    """A node of an ONNX graph (NodeProto)."""
 
     @property
     def name(self) -> str: ...
@@ -39,18 +39,18 @@ class Node(Protocol):
 
 class _Original(NamedTuple):
     nodes: Sequence[Node]
-    maker: Mapping[str, int]  # of a tensor
+    maker: Mapping[str, int]  # the node that produces a tensor
     by_name: Mapping[str, int]
-    constant: frozenset[int]  # nodes that onnxruntime computes while it loads
+    constant: frozenset[int]  # nodes that onnxruntime evaluates while loading
 
 
 def operators_of(
     original: Sequence[Node], optimised: Sequence[Node], inputs: Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """By the name of each optimised node, the names of the original ones that it computes, in their order.
+    """For each optimised node's name, the names of the original nodes that it computes, in graph order.
 
-    Both graphs in an order in which they can run; `inputs` of the graph, without its initialisers. An original node is in
-    one place at most; those that are computed at load are in none.
+    Both graphs are in topological order; `inputs` are the graph's inputs without initialisers. An original node is assigned to
+    at most one optimised node; nodes that are evaluated while loading are assigned to none.
     """
     graph = _read(original, inputs)
     anchors = [_anchors(graph, node) for node in optimised]
@@ -84,7 +84,7 @@ def _read(nodes: Sequence[Node], inputs: Iterable[str]) -> _Original:
 
 
 def _anchors(graph: _Original, node: Node) -> list[int]:
-    """The original nodes that a node computes for certain: by the tensors that it makes, and by its name."""
+    """The original nodes that an optimised node certainly computes, by the tensors that it produces and by its name."""
     tensors = [*node.output, node.name.removesuffix(_BLOCKED_SUFFIX)]
     found = [graph.maker[name] for name in tensors if name in graph.maker]
     if node.op_type in _LAYOUT:
@@ -99,9 +99,10 @@ def _anchors(graph: _Original, node: Node) -> list[int]:
 
 
 def _follow_hidden(graph: _Original, exposed: set[str], owner: dict[int, int]) -> None:
-    """A tensor that nothing makes any more is inside of its maker's fusion, and so is what takes it.
+    """Assign consumers of tensors that exist only inside a fusion to that fusion.
 
-    As a residual sum is in its convolution: of several that it could be in, the one that runs last.
+    For example, a residual addition is part of a convolution's fusion. If several fusions are possible, the last one to run
+    is chosen.
     """
     for index, node in enumerate(graph.nodes):
         if index in owner or index in graph.constant or node.op_type in _CORES:
@@ -114,7 +115,7 @@ def _follow_hidden(graph: _Original, exposed: set[str], owner: dict[int, int]) -
 
 
 def _unowned_before(graph: _Original, anchors: Sequence[int], owner: Mapping[int, int]) -> list[int]:
-    """What leads to the anchors from the tensors that other nodes make."""
+    """The unassigned nodes between the anchors and the tensors that other optimised nodes produce."""
     found: list[int] = []
     todo = list(anchors)
     while todo:

@@ -1,7 +1,7 @@
-"""Times a graph's operators on this device: `python -m agent.worker.graph.profiler`, a child that the daemon starts.
+"""Profiler of an ONNX graph's operators on this device: `python -m agent.worker.graph.profiler`, a child of the daemon.
 
-Operators are timed by onnxruntime's own profiling, as it really fuses them; the whole run without it, since it costs time
-of its own.
+Operators are timed by onnxruntime's profiler, after its fusions. The whole run is timed without the profiler, which has an
+overhead.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
 _SAMPLE_SECONDS = 0.05
-_SAMPLES = 5
-_REPEATS = 3  # of a measurement that a busy moment spoilt
-_SPREAD = 1.25  # the slowest sample of a quiet device is no slower than this times the fastest
+_SAMPLES = 5  # per measurement, which is their median
+_REPEATS = 3  # of a measurement that background load disturbed
+_SPREAD = 1.25  # if the slowest sample takes more than this times the fastest, the measurement was disturbed
 _PROFILED_SECONDS = 0.5
-_PROFILED_RUNS = (4, 40)  # at least and at most, beside the first one, which warms up
-_OUTLIER = 1.5  # a profiled run that took so many times the median is left out
+_PROFILED_RUNS = (4, 40)  # minimum and maximum, after a first run for warm-up
+_OUTLIER = 1.5  # profiled runs longer than this times the median are ignored
 _PATTERN_VALUES = 1 << 18  # random values, repeated over all weights
 _KERNEL_SUFFIX = "_kernel_time"
-_RESERVE_BYTES = 64 << 20  # left free on the disk, beside the weights
+_RESERVE_BYTES = 64 << 20  # kept free on the disk, in addition to the weights
 GRAPH_FILE = "graph.onnx"
 
 
 class _Memory(NamedTuple):
-    """Resident bytes of this process: its own, and those of files that it maps."""
+    """Resident memory of this process in bytes: anonymous, and mapped from files."""
 
     anonymous: int
     mapped: int
@@ -60,16 +60,16 @@ class _Memory(NamedTuple):
 
 
 def profile(folder: Path, device: str, num_threads: int, compute_device: ComputeDevice) -> GraphProfile:
-    """Time the graph in `folder / GRAPH_FILE`; the folder also takes files of ours, which the caller removes.
+    """Profile the graph in `folder / GRAPH_FILE`. Temporary files go into `folder`, which the caller removes.
 
-    Raises BadPlan when onnxruntime does not take the graph, or cannot run it; StoreFull, naming `device`.
+    Raises BadPlan if onnxruntime cannot load or run the graph; StoreFull, naming `device`.
     """
     keep_freed_buffers()
     before = _Memory.now()
     try:
         model = onnx.load(folder / GRAPH_FILE, load_external_data=False)
     except DecodeError:
-        raise BadPlan(reason="the graph to be profiled is no ONNX model") from None
+        raise BadPlan(reason="the graph to be profiled is not an ONNX model") from None
     _check_room(model, folder, device)
     path = _with_random_weights(model, folder)
     providers = providers_for(compute_device, folder)
@@ -93,7 +93,7 @@ def profile(folder: Path, device: str, num_threads: int, compute_device: Compute
         run_seconds=run_seconds,
         provider=provider,
         process_bytes=sum(before),
-        # Weights that are used where they lie come into memory in the first run.
+        # Mapped weights that are used in place become resident in the first run.
         load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(ran.mapped - before.mapped, 0),
         peak_bytes=peak_bytes,
         run_bytes=max(ran.anonymous - loaded.anonymous, 0),
@@ -112,7 +112,7 @@ def _kernels(
     folder: Path,
 ) -> tuple[Kernel, ...]:
     optimised_path = folder / "optimised.onnx"
-    (folder / "weights-of-optimised").symlink_to(os.devnull)  # we want its nodes, not a second copy of the weights
+    (folder / "weights-of-optimised").symlink_to(os.devnull)  # only the nodes are needed, not a copy of the weights
 
     def change(options: ort.SessionOptions) -> None:
         options.enable_profiling = True
@@ -135,16 +135,16 @@ def _kernels(
     inputs = [value.name for value in model.graph.input if value.name not in weights]
     operators = operators_of(model.graph.node, optimised.graph.node, inputs)
     timed = kernel_times(events, operators)
-    # Alone, a kernel is timed with what the profiler costs and without what lies between kernels: the shares count.
+    # The profiler adds overhead to kernels and misses the time between them, so only their proportions are used.
     scale = run_seconds / max(sum(each.seconds for each in timed), 1e-9)
     return tuple(each.model_copy(update={"seconds": each.seconds * scale}) for each in timed)
 
 
 def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple[str, ...]]) -> list[Kernel]:
-    """Each node's mean seconds in a run, in the order in which they ran, from onnxruntime's profile; and its `operators`.
+    """Mean seconds of each node per run, in execution order, from an onnxruntime profile, with its `operators`.
 
-    The mean, since under a CPU quota pauses hit few kernels, but those hard. The first run is left out, and so are runs
-    that something else disturbed. Nodes inside of a loop or a branch count as their operator.
+    The mean is used because the pauses of a CPU quota hit few kernels, each for long. The first run and disturbed runs are
+    ignored. Nodes inside a loop or a branch count as part of that operator.
     """
     runs: list[tuple[int, int]] = []
     nodes: list[dict[str, Any]] = []
@@ -189,7 +189,7 @@ def _outermost(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
-    """Write the model with its placeholders filled: one file of weights beside it, which onnxruntime maps."""
+    """Write the model with random weights for its placeholders, in one external file that onnxruntime maps."""
     rng = np.random.default_rng(0)
     pattern = rng.standard_normal(_PATTERN_VALUES, dtype=np.float32)
     offset = 0
@@ -207,7 +207,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
 
 
 def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
-    """Raises StoreFull."""
+    """Raise StoreFull if the weights do not fit on the disk."""
     needed = sum(map(data_bytes, placeholders_of(model)))
     free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
     if needed > free:
@@ -215,9 +215,9 @@ def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
 
 
 def _random_blocks(shape: Sequence[int], dtype: np.dtype[Any], pattern: Array) -> Iterable[Array]:
-    """Weights that keep activations about as large as they came: neither infinite nor denormal, which are slower."""
+    """Random weights that preserve the scale of activations, so that none become infinite or denormal, which are slower."""
     size = int(np.prod(shape, dtype=np.int64))
-    if dtype.kind in "iub":  # indices as often as numbers: small enough for either
+    if dtype.kind in "iub":  # ones, which are valid as numbers and as indices
         values = np.ones(_PATTERN_VALUES, dtype)
     elif len(shape) < 2:  # norms and biases; a variance must be positive
         values = (0.5 + np.abs(pattern) / 8).astype(dtype)
@@ -229,7 +229,7 @@ def _random_blocks(shape: Sequence[int], dtype: np.dtype[Any], pattern: Array) -
 
 
 def _feeds(session: ort.InferenceSession) -> dict[str, Array]:
-    """Random numbers; ones where integers are wanted: they are often indices."""
+    """Random inputs; ones for integers, which are often indices. Raises BadPlan for an input of unknown size or type."""
     rng, feeds = np.random.default_rng(1), {}
     for value in session.get_inputs():
         dtype = DTYPES.get(value.type)
@@ -245,7 +245,7 @@ def _feeds(session: ort.InferenceSession) -> dict[str, Array]:
 def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
     try:
         session.run(None, feeds)
-    except Exception as error:  # onnxruntime's errors have no root of their own
+    except Exception as error:  # onnxruntime's errors have no common base class
         raise BadPlan(reason=f"onnxruntime cannot run the graph: {brief(error)}") from None
 
 
@@ -253,7 +253,7 @@ def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
 
 
 def _seconds(meter: Meter, run: Callable[[], object]) -> float:
-    """The median of several samples after one run to warm up; measured again when they differ, and the least counts."""
+    """Seconds per run: the median of samples after a warm-up run. If samples differ, measure again; the least counts."""
     run()
     least = float("inf")
     for _ in range(1 + _REPEATS):
@@ -265,7 +265,7 @@ def _seconds(meter: Meter, run: Callable[[], object]) -> float:
 
 
 def _status() -> dict[str, int]:
-    """The kernel's figures of this process in bytes; zeros where it gives none."""
+    """Memory figures of this process in bytes, from /proc/self/status; 0 if not available."""
     try:
         text = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The worker of a graph: one rank's segments in onnxruntime sessions. Loads no torch."""
+"""The worker runtime for ONNX graphs: one rank's segments in onnxruntime sessions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hearth.wire.messages import ConnectPeers, Message, Run, SegmentParts, Start
 
 log = logging.getLogger("hearth.worker")
 
-_COPIED_BYTES = 256 << 10  # above, sending a tensor without a copy was measured to take less CPU
+_COPIED_BYTES = 256 << 10  # larger tensors are sent without a copy, which was measured to take less CPU
 
 
 class GraphRuntime:
-    """See `agent.worker.runtime.Runtime`. Requests run side by side; the engine takes them in the control thread."""
+    """See `agent.worker.runtime.Runtime`. Requests run concurrently; the control thread passes them to the engine."""
 
     _sessions: list[SegmentSession]  # from `load` on
     _transport: SocketTransport
@@ -50,7 +50,7 @@ class GraphRuntime:
             for segment, files in zip(segments, self._parts.files, strict=True)
         ]  # fmt: skip
         self._sessions = [session for session, _ in loaded]
-        keep_freed_buffers()  # from here on, tensors come and go in the same few sizes
+        keep_freed_buffers()  # from here on, buffers have the same few sizes
         log.info("%d segments on %s", len(loaded), self._sessions[0].provider)
         self._transport = bind_transport(start, _COPIED_BYTES)
         return WorkerBound(

@@ -1,7 +1,8 @@
-"""Which segment of which request a rank runs next: a state machine over names, without values, clocks or sockets. Pure.
+"""Scheduling of segments on one rank: a state machine over tensor names, without values, clocks or sockets. Pure.
 
-Work-conserving: a segment of a request can run as soon as its inputs are there, and of those that can, the oldest
-request's first one in the plan's order does. What is held is bounded: so many requests, each with what its segments take.
+Work-conserving: a segment of a request can run as soon as all its inputs are there; the oldest request's first ready segment,
+in the plan's order, runs next. Memory is bounded: the number of requests is limited, and each holds only inputs of its
+segments.
 """
 
 from __future__ import annotations
@@ -16,47 +17,54 @@ from hearth.errors import BadPlan, BadRequest, QueueFull
 from hearth.plan.graph import Segment
 from hearth.plan.plan import GraphPlan
 
-MAX_TRAVELLING = 1 << 16  # tensors between ranks: the wire numbers them in 16 bits
-# Steps that ended lately are remembered, so that their late tensors are not taken for those of a step to come.
+MAX_TRAVELLING = 1 << 16  # tensors sent between ranks, which have 16-bit numbers on the wire
+# Number of ended steps that are remembered, so that their late tensors are not mistaken for those of a new step.
 _REMEMBERED = 1024
 
 
 class OwnSegment(NamedTuple):
-    number: int  # its place in the plan
+    """A segment of this rank."""
+
+    number: int  # its index in the plan
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the tensors of a plan go, as one rank sees it."""
+    """Sources and destinations of a plan's tensors, from the point of view of one rank."""
 
     plan: GraphPlan
     rank: int
     segments: tuple[OwnSegment, ...]
     fed: frozenset[str]  # inputs of the graph that come from the coordinator
-    awaited: Mapping[str, int]  # the rank that each other tensor from outside comes from
-    targets: Mapping[str, tuple[int, ...]]  # the other ranks that take a tensor of ours
-    results: tuple[str, ...]  # outputs of the graph that we make
-    travelling: tuple[str, ...]  # every tensor between ranks; its place here is its number on the wire
-    uses: Mapping[str, int]  # how many of our segments take a tensor
+    awaited: Mapping[str, int]  # the source rank of each tensor that comes from another rank
+    targets: Mapping[str, tuple[int, ...]]  # the other ranks that consume a tensor of this rank
+    results: tuple[str, ...]  # outputs of the graph that this rank produces
+    travelling: tuple[str, ...]  # all tensors sent between ranks; the index is the number on the wire
+    uses: Mapping[str, int]  # number of segments of this rank that consume a tensor
 
 
 def routes_of(plan: GraphPlan, rank: int) -> Routes:
-    """Raises BadPlan when two segments make one tensor, or more tensors travel than the wire has numbers for."""
+    """Build the routes of a rank.
+
+    Raises BadPlan if two segments produce the same tensor, or too many tensors are sent between ranks.
+    """
     source: dict[str, int] = {}
     takers: dict[str, set[int]] = {}
     for segment in plan.body.segments:
         for name in segment.outputs:
             if name in source or name in plan.model.inputs:
-                raise BadPlan(reason=f"two segments make the tensor {name}")
+                raise BadPlan(reason=f"two segments produce the tensor {name}")
             source[name] = segment.rank
         for name in segment.inputs:
             takers.setdefault(name, set()).add(segment.rank)
     others = {name: tuple(sorted(takers.get(name, set()) - {made_by})) for name, made_by in source.items()}
     travelling = tuple(name for name, ranks in others.items() if ranks)
     if len(travelling) > MAX_TRAVELLING:
-        raise BadPlan(reason=f"{len(travelling)} tensors travel between devices, at most {MAX_TRAVELLING} can")
+        raise BadPlan(
+            reason=f"{len(travelling)} tensors are sent between devices; at most {MAX_TRAVELLING} are supported"
+        )
     own = tuple(
         OwnSegment(index, _unique(segment), segment.outputs)
         for index, segment in enumerate(plan.body.segments)
@@ -77,12 +85,14 @@ def routes_of(plan: GraphPlan, rank: int) -> Routes:
 
 
 class Task(NamedTuple):
+    """One segment of one step."""
+
     step: int
-    segment: int  # of `Routes.segments`
+    segment: int  # index into `Routes.segments`
 
 
 class Late(NamedTuple):
-    """A step whose time is up. `awaited` and `source`: what did not come, and the rank that owes it."""
+    """A step past its deadline. `awaited` is a tensor that has not arrived (None: all have), `source` its rank."""
 
     step: int
     awaited: str | None
@@ -92,19 +102,19 @@ class Late(NamedTuple):
 @dataclass
 class _Step:
     deadline: float
-    missing: list[int]  # by own segment: inputs that are not there yet
-    uses: dict[str, int]  # what is here: how many of our segments will still take it
+    missing: list[int]  # by segment of this rank: number of inputs that have not arrived
+    uses: dict[str, int]  # by arrived tensor: number of segments of this rank that will still consume it
     is_open: bool = False
     seen: set[str] = field(default_factory=set)
     ready: list[int] = field(default_factory=list)  # a heap
-    left: int = 0
+    left: int = 0  # segments of this rank that have not finished
 
 
 class GraphSchedule:
-    """Holds at most `max_in_flight` open steps, and as many whose tensors came before their `open`.
+    """Holds at most `max_in_flight` open steps, and the same number of steps whose tensors arrived before `open`.
 
-    A step goes: `open`, `arrive` for each tensor from outside (which may come first), `start` and `finish` for each of
-    our segments, `end`. Times are of any one clock.
+    The calls for a step are: `open`; `arrive` for each tensor from outside (possibly before `open`); `start` and `finish`
+    for each segment of this rank; `end`. All times are of one clock.
     """
 
     def __init__(self, routes: Routes, max_in_flight: int) -> None:
@@ -112,7 +122,7 @@ class GraphSchedule:
         self._max_in_flight = max_in_flight
         self._steps: dict[int, _Step] = {}
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
-        self._oldest_known = 0  # steps before it have ended, as far as anyone remembers
+        self._oldest_known = 0  # steps below this number have ended, and are no longer remembered
         self._takers: dict[str, list[int]] = {}
         for index, segment in enumerate(routes.segments):
             for name in segment.inputs:
@@ -127,10 +137,10 @@ class GraphSchedule:
         return min((step.deadline for step in self._steps.values()), default=None)
 
     def open(self, number: int, deadline: float) -> None:
-        """Raises QueueFull when too many are open, BadRequest for a step that was open before."""
+        """Open a step. Raises QueueFull if too many are open, BadRequest for a step that was opened before."""
         step = self._steps.get(number)
         if self._is_over(number) or (step is not None and step.is_open):
-            raise BadRequest(reason=f"step {number} was started already, or is over")
+            raise BadRequest(reason=f"step {number} was already started, or has ended")
         if self.num_open >= self._max_in_flight:
             raise QueueFull(limit=self._max_in_flight)
         step = step or self._new(number, deadline)
@@ -138,7 +148,7 @@ class GraphSchedule:
         step.deadline = deadline
 
     def wants(self, number: int, name: str) -> bool:
-        """Whether a tensor may still come: not one that nobody here takes, nor twice, nor for a step that is over."""
+        """Whether to accept a tensor: this rank must consume it, for the first time, in a step that has not ended."""
         step = self._steps.get(number)
         if name not in self._takers or self._is_over(number):
             return False
@@ -147,7 +157,7 @@ class GraphSchedule:
         return name not in step.seen
 
     def arrive(self, number: int, name: str, deadline: float) -> bool:
-        """Take note of a tensor; False when `wants` says no. Until `deadline` its step must open, if it is not."""
+        """Register an arrived tensor; False if not wanted. A step that is not open yet must be opened by `deadline`."""
         if not self.wants(number, name):
             return False
         step = self._steps.get(number) or self._new(number, deadline)
@@ -155,7 +165,7 @@ class GraphSchedule:
         return True
 
     def start(self) -> Task | None:
-        """The segment to run next; it counts as running."""
+        """Return the next segment to run, and mark it as running; None if none is ready."""
         for number in sorted(self._steps):
             step = self._steps[number]
             if step.is_open and step.ready:
@@ -163,9 +173,9 @@ class GraphSchedule:
         return None
 
     def finish(self, task: Task) -> tuple[tuple[str, ...], bool]:
-        """A segment has run: its inputs are used once more, its outputs are there.
+        """Register that a segment has run: its inputs are used, its outputs have arrived.
 
-        Returns the tensors of the step that no segment of ours takes any more, and whether all of them have run.
+        Returns the step's tensors that no segment of this rank needs any more, and whether all its segments have run.
         """
         step, segment = self._steps[task.step], self._routes.segments[task.segment]
         for name in segment.inputs:
@@ -179,7 +189,7 @@ class GraphSchedule:
         return tuple(done_with), step.left == 0
 
     def end(self, number: int) -> None:
-        """Forget a step, whatever its state: it is answered, or was given up."""
+        """Forget a step, whatever its state, because it was answered or aborted."""
         if self._is_over(number):
             return
         self._steps.pop(number, None)
@@ -188,7 +198,7 @@ class GraphSchedule:
         self._ended.append(number)
 
     def late(self, now: float) -> list[Late]:
-        """The steps whose time is up. They stay until `end`."""
+        """The steps past their deadlines. They are kept until `end`."""
         return [self._late(number, step) for number, step in self._steps.items() if step.deadline <= now]
 
     def _late(self, number: int, step: _Step) -> Late:
@@ -216,7 +226,7 @@ class GraphSchedule:
                 heapq.heappush(step.ready, index)
 
     def _is_over(self, number: int) -> bool:
-        """Steps count up, so what is older than all that is remembered is over, unless it is still held."""
+        """Whether a step has ended. Numbers increase, so a step older than all remembered ones has ended unless it is held."""
         return number not in self._steps and (number < self._oldest_known or number in self._ended)
 
 

@@ -1,8 +1,8 @@
-"""The segments of one rank as onnxruntime sessions, made from the chunks in the store.
+"""onnxruntime sessions for one rank's segments, created from the chunks in the store.
 
-Weights are mapped, never read whole: a segment's protobuf is written beside the chunks and names their files as its
-external data, so onnxruntime maps each and lets go of it once it has packed the weight for its kernels. Handing them over
-as values (`add_external_initializers`) was measured to keep each weight twice. A segment is loaded after the other.
+Weights are memory-mapped: a segment's protobuf is written into the store with the chunk files as its external data, so
+onnxruntime maps each weight and unmaps it once it is packed for a kernel. Passing weights as values
+(`add_external_initializers`) was measured to keep each weight in memory twice. Segments are loaded one at a time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 Provider = tuple[str, dict[str, Any]]
 
-_PART_SUFFIX = ".part"  # the store removes these at its start, should we be killed before we do
-_COPY_BYTES = 1 << 20
-_ERRORS_ONLY = 3
-# The element types that travel (see `hearth.wire.framing`), as onnxruntime names them.
+_PART_SUFFIX = ".part"  # the store removes such files when it starts, in case this process is killed
+_COPY_BYTES = 1 << 20  # buffer size for joining chunks
+_ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
+# Element types that can be sent (see `hearth.wire.framing`), by onnxruntime's names.
 DTYPES = {
     "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64", "tensor(int64)": "int64",
     "tensor(int32)": "int32", "tensor(int16)": "int16", "tensor(int8)": "int8", "tensor(uint8)": "uint8",
@@ -44,7 +44,7 @@ DTYPES = {
 
 
 class ArrayType(NamedTuple):
-    """`shape` has None where any size may stand."""
+    """Type of a tensor. None in `shape`: any size."""
 
     dtype: str
     shape: tuple[int | None, ...]
@@ -61,7 +61,7 @@ class ArrayType(NamedTuple):
 
 
 class RunControl:
-    """Lets another thread end a run."""
+    """Lets another thread terminate a run."""
 
     def __init__(self) -> None:
         self.options = ort.RunOptions()
@@ -72,10 +72,10 @@ class RunControl:
 
 
 class SegmentSession:
-    """One segment, loaded. `name` is for messages to people."""
+    """A loaded segment. `name` is used in error messages."""
 
     def __init__(self, session: ort.InferenceSession, name: str, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Raises BadPlan when it does not take and make these tensors, or one of a type that cannot travel."""
+        """Raises BadPlan if the model's inputs or outputs are not these, or one has a type that cannot be sent."""
         self.name = name
         self.provider: str = session.get_providers()[0]
         self.inputs = {each.name: _array_type(each, name) for each in session.get_inputs()}
@@ -86,17 +86,17 @@ class SegmentSession:
         made = {each.name: each for each in session.get_outputs()}
         for output in outputs:
             if output not in made:
-                raise BadPlan(reason=f"{name} does not make {output}")
+                raise BadPlan(reason=f"{name} does not produce {output}")
             _array_type(made[output], name)
 
     def run(self, feeds: Mapping[str, Array], control: RunControl | None = None) -> list[Array]:
-        """The outputs, in their order. No array is copied on the way in or out, on a CPU.
+        """Run the segment and return its outputs in order. On a CPU, neither inputs nor outputs are copied.
 
-        Raises StepFailed when onnxruntime cannot compute it, or was told to stop.
+        Raises StepFailed if onnxruntime fails or the run was terminated.
         """
         try:
             outputs: list[Array] = self._session.run(self._outputs, feeds, control.options if control else None)
-        except Exception as error:  # onnxruntime's errors have no root of their own
+        except Exception as error:  # onnxruntime's errors have no common base class
             raise StepFailed(device=self.name, reason=brief(error)) from None
         return outputs
 
@@ -110,15 +110,15 @@ def load_segment(
     num_threads: int,
     compute_device: ComputeDevice,
 ) -> tuple[SegmentSession, int]:
-    """A segment, and how many bytes its weights have.
+    """Load a segment. Returns it, and the bytes of its protobuf and weights.
 
-    Raises ChunkCorrupt, StoreFull, BadPlan when it is not what onnxruntime takes.
+    Raises ChunkMissing, ChunkCorrupt, StoreFull, and BadPlan if onnxruntime does not accept it.
     """
     data = b"".join(_chunk_path(store, chunk).read_bytes() for chunk in files.graph)
     try:
         model = onnx.ModelProto.FromString(data)
     except DecodeError:
-        raise BadPlan(reason=f"{name} is no ONNX model") from None
+        raise BadPlan(reason=f"{name} is not an ONNX model") from None
     num_bytes = len(data)
     placeholders = {tensor.name: tensor for tensor in placeholders_of(model)}
     if missing := placeholders.keys() - {weight.name for weight in files.initializers}:
@@ -132,7 +132,7 @@ def load_segment(
         path.write_bytes(model.SerializeToString())
         del data, model, placeholders
         session = make_session(path, name, num_threads, providers_for(compute_device, store))
-    give_back_freed_buffers()  # as much as the weights: onnxruntime rewrote them
+    give_back_freed_buffers()  # as much as the weights, which onnxruntime has repacked
     return SegmentSession(session, name, inputs, outputs), num_bytes
 
 
@@ -143,12 +143,12 @@ def make_session(
     providers: Sequence[Provider],
     change: Callable[[ort.SessionOptions], None] = lambda options: None,
 ) -> ort.InferenceSession:
-    """A session from an ONNX file. Raises BadPlan."""
+    """Create a session from an ONNX file. Raises BadPlan."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _ERRORS_ONLY
-    # Beside compute there is communication: threads that wait for the next run must not spin meanwhile.
+    # Idle threads must not spin between runs, because communication needs the cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     change(options)
     try:
@@ -158,9 +158,9 @@ def make_session(
 
 
 def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
-    """What this build of onnxruntime offers for the device, the fastest first; each takes what the one before cannot.
+    """This build's execution providers for the device, fastest first; each runs the operators that earlier ones cannot.
 
-    TensorRT compiles a segment for minutes on a small board, so it keeps what it made in the store's folder.
+    TensorRT takes minutes to compile a segment on a small board, so its engines are cached in the store's folder.
     """
     wanted: list[Provider] = [("CPUExecutionProvider", {})]
     if compute_device == "cuda":
@@ -174,7 +174,7 @@ def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
 
 
 def check_input(session: SegmentSession, name: str, array: Array) -> None:
-    """Raises BadRequest for an array that the segment does not take."""
+    """Raise BadRequest if the array does not have the type and shape of the segment's input."""
     wanted = session.inputs[name]
     if not wanted.fits(array):
         found = ArrayType(str(array.dtype), array.shape)
@@ -185,7 +185,7 @@ def check_input(session: SegmentSession, name: str, array: Array) -> None:
 
 
 def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: Scratch) -> int:
-    """Have a placeholder point to its weight's file; its bytes. Weights of several chunks are joined on the disk first."""
+    """Point a placeholder to its weight's file, after joining several chunks on the disk. Returns the weight's bytes."""
     paths = [_chunk_path(store, chunk) for chunk in weight.chunks]
     num_bytes = sum(path.stat().st_size for path in paths)
     if num_bytes != data_bytes(tensor):
@@ -200,19 +200,19 @@ def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: 
 
 
 def placeholders_of(model: onnx.ModelProto) -> list[onnx.TensorProto]:
-    """The initialisers whose bytes are not in the protobuf."""
+    """The initialisers whose data are not in the protobuf."""
     return [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
 
 
 def refer(tensor: onnx.TensorProto, location: str, offset: int, num_bytes: int) -> None:
-    """Have a placeholder point to its data: in a file, relative to the model's."""
+    """Point a placeholder to its data in a file; `location` is relative to the model file."""
     del tensor.external_data[:]
     for key, value in (("location", location), ("offset", str(offset)), ("length", str(num_bytes))):
         tensor.external_data.add(key=key, value=value)
 
 
 def data_bytes(tensor: onnx.TensorProto) -> int:
-    """Bytes that the type and the shape of a tensor take."""
+    """Size of a tensor's data in bytes, from its type and shape."""
     num_values: int = math.prod(tensor.dims)
     return num_values * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
@@ -242,8 +242,8 @@ Scratch = Callable[[str, Path], Path]
 
 @contextmanager
 def _scratch(store: Path) -> Iterator[Scratch]:
-    """Names for files of ours in the store, gone afterwards; onnxruntime's maps of them live on."""
-    for left in store.glob(f"*{_PART_SUFFIX}"):  # of a worker that was killed while it loaded
+    """Temporary files in the store, removed at the end of the block. onnxruntime's mappings of them stay valid."""
+    for left in store.glob(f"*{_PART_SUFFIX}"):  # of a worker that was killed while loading
         left.unlink(missing_ok=True)
     made: list[Path] = []
 
@@ -262,14 +262,14 @@ def _scratch(store: Path) -> Iterator[Scratch]:
 
 
 def _array_type(value: Any, where: str) -> ArrayType:
-    """Raises BadPlan for what cannot travel."""
+    """The type of an input or output. Raises BadPlan if it cannot be sent."""
     dtype, shape = DTYPES.get(value.type), value.shape or ()
     if dtype is None or len(shape) > MAX_DIMS:
         kind = f"{value.type} of {len(shape)} dimensions"
-        raise BadPlan(reason=f"{where} takes or makes {value.name}, a {kind}, which cannot travel between devices")
+        raise BadPlan(reason=f"{where} takes or produces {value.name}, a {kind}, which cannot be sent between devices")
     return ArrayType(dtype, tuple(size if isinstance(size, int) else None for size in shape))
 
 
 def brief(error: Exception) -> str:
-    """onnxruntime's message without its prefix and its stack, on one line."""
+    """onnxruntime's error message on one line, at most 500 characters."""
     return " ".join(str(error).split())[:500]

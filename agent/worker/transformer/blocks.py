@@ -1,7 +1,7 @@
-"""The arithmetic of one layer on one device, without communication.
+"""The computations of one layer on one device, without communication.
 
-T rows in all, s some of them, H hidden, a heads of this rank, d head_dim, w = a*d, k = KV width of this rank, q = w + 2k,
-c MLP columns of this rank.
+Shapes: T rows of the step, s some of them, H hidden size, a heads of this rank, d head_dim, w = a*d, k KV width of this rank,
+q = w + 2k, c MLP columns of this rank.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class PackedRows:
     """The sequences of a step, packed without padding: sequence n has the rows `sequences[n]`.
 
-    Its first row stands at the position `starts[n]`, and what came before it is in `caches[n]` (None: there was nothing,
-    and nothing is kept). `turns` are the cosines and sines of the rotary embedding [T, rotary_dim / 2].
+    Its first row has the position `starts[n]`; the keys and values of earlier rows are in `caches[n]` (None: no KV cache).
+    `turns` are the RoPE tables: cosines and sines [T, rotary_dim / 2].
     """
 
     token_ids: Tensor  # [T] int64
@@ -49,7 +49,7 @@ class PackedRows:
         return int(self.token_ids.shape[0])
 
     def part(self, span: Span) -> PackedRows:
-        """Some rows of the step, as a micro-batch: what comes before them is in the caches when they are attended."""
+        """Some rows of the step, as a micro-batch. Earlier rows must be in the KV caches when attention is computed."""
         found = [
             (n, start, stop)
             for n, sequence in enumerate(self.sequences)
@@ -73,7 +73,7 @@ def pack(
     caches: Sequence[SequenceCache | None],
     device: torch.device,
 ) -> PackedRows:
-    """The rows of a step: token ids [T] int64 of all sequences, one after the other."""
+    """Pack the rows of a step. `token_ids` [T] int64 are those of all sequences, concatenated."""
     starts = tuple(cache.length if cache is not None else 0 for cache in caches)
     positions = torch.cat(
         [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
@@ -98,7 +98,7 @@ def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) 
 
 @lru_cache(maxsize=1024)
 def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
-    """As `rotary.frequencies`; kept, since every token needs them."""
+    """As `rotary.frequencies`, cached, since every step needs them."""
     found = frequencies(rotary, head_dim, max_positions, length)
     return torch.tensor(found.inverse, dtype=torch.float32), found.scale
 
@@ -107,19 +107,19 @@ def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: 
 
 
 def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
-    """LayerNorm, or RMS norm where there is no bias; over the last dimension."""
+    """LayerNorm, or RMS norm if the norm has no bias, over the last dimension."""
     if norm.bias is None:
         return F.rms_norm(x_sH, (x_sH.shape[-1],), norm.weight, eps)
     return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
 
 
 def enter(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
-    """What attention or MLP sees: with pre-norm the normalised rows, else the rows themselves."""
+    """Pre-norm: the input of attention or MLP. With post-norm, the rows are returned unchanged."""
     return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "pre" else x_sH
 
 
 def leave(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """The connective: the row-parallel bias (added here, once), the residual, and with post-norm the norm."""
+    """The connective: add the row-parallel bias (here, so that it is added once) and the residual; apply post-norm."""
     x_sH = x_sH + (y_sH if bias is None else y_sH + bias)
     return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "post" else x_sH
 
@@ -130,7 +130,7 @@ def leave(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm
 def project_qkv(
     spec: ModelSpec, layer: LayerShard, block: int, x_sH: Tensor, rows: PackedRows, span: Span, out: Tensor
 ) -> None:
-    """Q, K and V of the heads of a block, for the rows `span` of the step: out [s,q], with their positions in them."""
+    """Compute Q, K and V of one block of heads for the rows `span` of the step into `out` [s,q], with RoPE applied."""
     heads = layer.qkv_blocks[block].size
     part = layer.qkv_rows(spec, block)
     bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
@@ -146,7 +146,7 @@ def project_qkv(
 
 
 def turn(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Rotary embedding, in place: dimension i turns with dimension i + half."""
+    """Apply RoPE in place: dimension i is rotated together with dimension i + half."""
     half = cosines.shape[-1]
     first, second = x_sad[..., :half], x_sad[..., half : 2 * half]
     turned = first * cosines - second * sines
@@ -155,13 +155,13 @@ def turn(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
 
 
 def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of Q [s,w], K and V [s,k]."""
+    """Split `qkv` into views of Q [s,w], K and V [s,k]."""
     q, k, v = qkv.split([spec.q_width(heads), spec.kv_width(heads), spec.kv_width(heads)], dim=1)
     return q, k, v
 
 
 def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
-    """Put the keys and values of all rows of the step into their sequences' caches."""
+    """Store the keys and values of all rows of the step in their sequences' KV caches."""
     k, v = (x.unflatten(-1, (-1, spec.head_dim)) for x in (k_Tk, v_Tk))
     for span, start, cache in zip(rows.sequences, rows.starts, rows.caches, strict=True):
         if cache is not None:
@@ -173,8 +173,8 @@ def attention(
 ) -> Tensor:
     """Attention of the query rows `span` of the step over their own sequences: [s,w].
 
-    An encoder's rows see all rows of their sequence; a decoder's see those before them and themselves, those in the
-    caches included, or of these the last `window`.
+    An encoder's rows attend to all rows of their sequence. A decoder's rows attend to earlier rows, including those in the
+    KV cache, and themselves; with a sliding window, to the last `window` of these.
     """
     context_sw = torch.empty(q_sw.shape, dtype=q_sw.dtype, device=q_sw.device)
     if q_sw.shape[1] == 0:
@@ -203,9 +203,9 @@ def whole_attention(
     rows: PackedRows,
     kept: Callable[[int], None] = lambda layer: None,
 ) -> Tensor:
-    """The attention block of the heads that the layer has, over all rows of the step: their part of the sum [T,H].
+    """The attention block for the layer's heads and all rows of the step: a partial sum [T,H].
 
-    `kept(index)` is called once keys and values are in the caches.
+    `kept(index)` is called once keys and values are in the KV caches.
     """
     everything, heads = Span(0, rows.num_rows), layer.qkv_blocks[0].size
     qkv = x_TH.new_empty(rows.num_rows, spec.qkv_width(heads))
@@ -219,7 +219,7 @@ def whole_attention(
 def _keys_and_values(
     spec: ModelSpec, index: int, n: int, k_Tk: Tensor, v_Tk: Tensor, rows: PackedRows
 ) -> tuple[Tensor, Tensor]:
-    """Of sequence n [kv heads, length, d]."""
+    """Keys and values of sequence n [kv heads, length, d], from its KV cache if it has one."""
     cache, sequence = rows.caches[n], slice(*rows.sequences[n])
     if cache is not None:
         return cache.keys_and_values(index, rows.starts[n] + rows.sequences[n].size)
@@ -235,7 +235,7 @@ def _causal(
     window: int | None,
     masks: dict[tuple[int, int, int, int | None], Tensor],
 ) -> Tensor:
-    """Queries [kv heads, group, s, d] at the positions from `first` on."""
+    """Causal attention of queries [kv heads, group, s, d] at the positions from `first` on."""
     num = q.shape[2]
     length = first + num
     oldest = 0 if window is None else max(first - window + 1, 0)
@@ -256,7 +256,7 @@ def _causal(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """A KV head serves its group of query heads without being copied."""
+    """Grouped-query attention. Each KV head is expanded to its group of query heads without a copy."""
     group = q.shape[1]
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
@@ -266,7 +266,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal:
 
 
 def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """The MLP between its GEMMs: [s,c]."""
+    """The first half of the MLP, up to the activation: [s,c]."""
     act = ACTIVATIONS[spec.activation]
     up_sc = layer.up_weight.times(x_sH, layer.up_bias)
     if layer.gate_weight is None:
@@ -275,12 +275,12 @@ def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
 
 
 def whole_mlp(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """The MLP of the columns that the layer has: their part of the sum [s,H]."""
+    """The MLP for the layer's columns: a partial sum [s,H]."""
     return layer.down_weight.times(mlp_up(spec, layer, x_sH))
 
 
 def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:
-    """Add position and type embeddings to the word rows; an encoder normalises them."""
+    """Add position and type embeddings to the word embeddings; for an encoder, also normalise."""
     x_sH = word_sH
     if embedding.token_type is not None:
         x_sH = x_sH + embedding.token_type[0]

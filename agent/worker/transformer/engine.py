@@ -1,4 +1,4 @@
-"""One rank of one deployed plan: runs steps over its shard. Knows no sockets and no processes."""
+"""Execution of an encoder's steps on one rank of a plan. Independent of sockets and processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hearth.wire.messages import Run, RunDone
 
 
 class Engine:
-    """Runs one step at a time. `communicator` is started already, and owned by the caller."""
+    """Runs one step at a time. The caller owns `communicator` and has started it."""
 
     def __init__(
         self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
@@ -41,7 +41,7 @@ class Engine:
     ) -> tuple[RunDone, np.ndarray[Any, Any]]:
         """Run one step; see `Run` and `RunDone` for the payloads.
 
-        Raises BadRequest for ids or lengths that the model cannot take, StepFailed when a peer does not answer.
+        Raises BadRequest for invalid token ids or lengths, StepFailed if a tile of a peer does not arrive in time.
         """
         began = time.monotonic()
         recorder = Recorder(request.trace)
@@ -67,7 +67,7 @@ class Engine:
         return done, array
 
     def _formats(self, values: Values | None) -> dict[int, Values] | None:
-        """In which format this step's tiles go to each peer; None: as the plan says."""
+        """The value format of this step's tiles for each peer; None: the plan's."""
         if values is None:
             return None
         body, peers = self._plan.body, range(self._plan.num_ranks)
@@ -94,7 +94,7 @@ class Engine:
 
 
 def _sum_per_sequence(hidden_sH: Tensor, sequences: Sequence[tuple[int, int]], first_row: int) -> Tensor:
-    """Sums of our rows of each sequence [N,H]: the coordinator adds the ranks' sums and divides by the lengths."""
+    """Sums of this rank's rows of each sequence [N,H]. The coordinator adds the ranks' sums and divides by the lengths."""
     sums_NH = hidden_sH.new_zeros(len(sequences), hidden_sH.shape[1])
     last_row = first_row + hidden_sH.shape[0]
     for n, (start, stop) in enumerate(sequences):

@@ -1,6 +1,6 @@
-"""Weight matrices in the format that a plan keeps them in: what is multiplied is always activations in float32.
+"""Weight matrices in the plan's weight format, multiplied with float32 activations.
 
-[n,k]: n outputs, k inputs, as checkpoints store them.
+Shapes: [n,k] for n outputs and k inputs, as in checkpoints; s rows of activations.
 """
 
 from __future__ import annotations
@@ -17,41 +17,44 @@ from torch import Tensor
 from hearth.errors import StepFailed, UnsupportedWeights
 from hearth.plan.model_spec import INT4_DEVICES, WeightFormat
 
-_FEW_ROWS = 8  # up to this many the int8 kernel is faster than a GEMM on converted weights
-_INT8_KERNEL_INPUTS = 32  # torch 2.13's kernel on x86 reads its inputs in groups of this size
-_FLOAT16_SAFE = 1000.0  # of an activation: sums of its products stay far below 65504
-_GROUP = 32  # inputs that share a scale in int4; every shard's grains end on such a border
-_PACKED_OUTPUTS = 16  # the int4 layout takes so many at once
-_SMALLEST = 1e-30
-_PACKED_FROM = 1 << 14  # elements; a smaller matrix is in the caches in any layout
-_PACKED_FOR_ROWS = 64  # of activations: a hint for the layout, which serves any number of them
-_PACKED_ROWS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)  # that one kernel takes at once
-_ROWS_PER_BLOCK = 6  # reading the weights anew for a block takes as long as computing so many rows
+_FEW_ROWS = 8  # up to this many rows, the int8 kernel is faster than a GEMM on converted weights
+_INT8_KERNEL_INPUTS = 32  # torch 2.13's int8 kernel on x86 reads its inputs in groups of this size
+_FLOAT16_SAFE = 1000.0  # largest activation for which sums of float16 products stay far below float16's limit of 65504
+_GROUP = 32  # inputs that share a scale in int4; grain borders of shards are multiples of it
+_PACKED_OUTPUTS = 16  # the int4 layout groups this many outputs
+_SMALLEST = 1e-30  # minimum of a scale, so that a zero row or group does not divide by zero
+_PACKED_FROM = 1 << 14  # elements; a smaller matrix fits into the CPU's caches in any layout
+_PACKED_FOR_ROWS = 64  # rows of activations: a hint to oneDNN; the layout works for any number
+_PACKED_ROWS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)  # row counts for which kernels are created
+_ROWS_PER_BLOCK = 6  # reading the weights again for another block costs as much as computing this many rows
 
 
 class Loss(NamedTuple):
-    """What a format lost of a matrix: sums of squares of the differences, and of the weights."""
+    """Quantisation error of a matrix: sums of squares of the differences and of the weights."""
 
     squared_error: float = 0.0
     squared_norm: float = 0.0
 
     def plus(self, kept: Tensor, given: Tensor) -> Loss:
-        """`kept` is what stands for `given`."""
+        """Add the error of storing the weights `given` as `kept`."""
         given = given.float()
         error = float((kept.float() - given).square().sum())
         return Loss(self.squared_error + error, self.squared_norm + float(given.square().sum()))
 
 
 class Pieces(NamedTuple):
-    """Of what parts a matrix is ever used: of its outputs (axis 0) or inputs (axis 1) between two of these borders."""
+    """The parts in which a matrix is used: ranges of outputs (axis 0) or inputs (axis 1) between these borders."""
 
     axis: int
     borders: tuple[int, ...]  # from 0 to the matrix's size
 
 
 class Floats:
-    """float32, bfloat16 or float16. Activations are rounded to bfloat16, as `transformers` computes in that type; float16
-    has too small a range for that, and is multiplied as such only with single rows, for which it is faster."""
+    """A matrix in float32, bfloat16 or float16.
+
+    For bfloat16, activations are rounded to bfloat16, as `transformers` does. float16 has too small a range for that: it is
+    multiplied in float16 only with single rows, for which that is faster, and otherwise converted.
+    """
 
     def __init__(self, weight_nk: Tensor) -> None:
         self.weight = weight_nk
@@ -59,30 +62,30 @@ class Floats:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[n,k]."""
+        """Outputs and inputs [n,k]."""
         return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it consists of in memory."""
+        """The tensors that hold the matrix in memory."""
         return (self.weight,)
 
     def fill(self, rows: slice, columns: slice, values: Tensor) -> None:
-        """Every element must be filled once before the first use."""
+        """Set a part of the matrix. Every element must be set exactly once before the first use."""
         kept = self.weight[rows, columns].copy_(values)
         if kept.dtype not in (values.dtype, torch.float32):
             self.loss = self.loss.plus(kept, values.to(kept.device))
 
     def rows(self, part: slice) -> Floats:
-        """A view of some outputs."""
+        """A view of a range of outputs."""
         return Floats(self.weight[part])
 
     def columns(self, part: slice) -> Floats:
-        """A view of some inputs."""
+        """A view of a range of inputs."""
         return Floats(self.weight[:, part])
 
     def times(self, x_sk: Tensor, bias_n: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x W^T + bias: [s,n], written to `out` where it is given."""
+        """Return x W^T + bias [s,n]; written to `out` if given."""
         weight = self.weight
         if weight.dtype == torch.float16 and not (x_sk.shape[0] == 1 and x_sk.abs().max() < _FLOAT16_SAFE):
             weight = weight.to(x_sk.dtype)
@@ -96,7 +99,7 @@ class Floats:
 
 
 class _Collected:
-    """What a format of its own is made of at once: in float32 until all of a matrix is there."""
+    """Base of formats that are converted in one go: collects float32 values until the whole matrix is filled."""
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         self.loss = Loss()
@@ -119,13 +122,16 @@ class _Collected:
 
 
 class Packed(_Collected):
-    """float32 on x86 processors, in the blocked layout of oneDNN's kernels: a GEMM reads its weights one after the other,
-    packs nothing, and takes 5 to 35 % less time than on rows. There are views of whole pieces only."""
+    """A float32 matrix on x86 processors, in the blocked layout of oneDNN's kernels.
+
+    A GEMM reads the weights sequentially without packing them first, and takes 5 to 35 % less time than with plain rows.
+    Views of whole pieces only.
+    """
 
     def __init__(self, num_outputs: int, num_inputs: int, used: Pieces) -> None:
         super().__init__(num_outputs, num_inputs, torch.device("cpu"))
         self._used = used
-        self._packed: list[Tensor] = []  # a piece each
+        self._packed: list[Tensor] = []  # one tensor per piece
 
     @staticmethod
     def takes(num_outputs: int, num_inputs: int, device: torch.device) -> bool:
@@ -157,7 +163,7 @@ class Packed(_Collected):
         if stop - start == size:
             return self
         if start < stop and (axis != self._used.axis or not {start, stop} <= set(borders)):
-            raise StepFailed(device="this device", reason="a packed matrix is used by other pieces than it is made of")
+            raise StepFailed(device="this device", reason="a packed matrix cannot be used in other pieces than its own")
         inside = [index for index, (a, b) in enumerate(pairwise(borders)) if start <= a and b <= stop and a < stop]
         shape = list(self.shape)
         shape[axis] = stop - start
@@ -184,8 +190,11 @@ class Packed(_Collected):
 
 
 def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor:
-    """oneDNN makes a kernel for every number of rows, which takes milliseconds and stays, up to half a MiB each. So rows go
-    in blocks of a few heights, the last of them filled up: [s,n], a view where one block holds them."""
+    """Multiply in blocks of rows: [s,n], a view if there is one block.
+
+    oneDNN creates a kernel for every number of rows, which takes milliseconds and keeps up to half a MiB each. So only a few
+    block heights are used, and the last block is padded.
+    """
     rows = x_sk.shape[0]
     num_blocks, height = _packed_blocks(rows)
     if num_blocks == 1:
@@ -200,7 +209,7 @@ def _times_packed(x_sk: Tensor, packed: Tensor, bias_n: Tensor | None) -> Tensor
 
 @lru_cache(maxsize=1024)
 def _packed_blocks(rows: int) -> tuple[int, int]:
-    """How many blocks of what height compute `rows` soonest."""
+    """The number and the height of the blocks that compute `rows` fastest."""
     fewest = max(-(-rows // _PACKED_ROWS[-1]), 1)
     choices = [
         (num_blocks, next(height for height in _PACKED_ROWS if num_blocks * height >= rows))
@@ -221,25 +230,25 @@ def _block_times_packed(x_sk: Tensor, height: int, packed: Tensor, bias_n: Tenso
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Address and bytes, of a packed one too."""
+    """Address and size in bytes of a tensor's memory, also for a tensor in oneDNN's layout."""
     if tensor.is_mkldnn:
         return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
     return tensor.data_ptr(), tensor.nbytes
 
 
 class _Quantised(_Collected):
-    """Whole outputs are quantised."""
+    """Base of the quantised formats."""
 
     def _keep(self, weight_nk: Tensor) -> None:
         self.loss = self.loss.plus(self._quantise(weight_nk), weight_nk)
 
     def _quantise(self, weight_nk: Tensor) -> Tensor:
-        """Keep it; returns what is kept, in float32."""
+        """Quantise and store the matrix; returns the dequantised values in float32."""
         raise NotImplementedError
 
 
 class Int8(_Quantised):
-    """Weight-only int8 with one scale for each output (absolute maximum / 127)."""
+    """Weight-only int8 with one scale per output (absolute maximum / 127)."""
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)
@@ -277,15 +286,17 @@ class Int8(_Quantised):
         return _finished(y.to(x_sk.dtype), bias_n, out)
 
     def _suits_kernel(self) -> bool:
-        """Whether torch's int8 kernel may run: with another number of inputs it reads past the end of the weights."""
+        """Whether torch's int8 kernel is safe: for other numbers of inputs it reads past the end of the weights."""
         values = self._values
         whole: bool = values.numel() > 0 and values.shape[1] % _INT8_KERNEL_INPUTS == 0
         return whole and values.is_contiguous() and values.device.type == "cpu"
 
 
 class Int4(_Quantised):
-    """Weight-only int4 with a scale and a zero point for every 32 inputs of an output, in torch's packed layout for CPUs:
-    so there are no views of it."""
+    """Weight-only int4 with a scale and a zero point for every 32 inputs of an output.
+
+    Stored in torch's packed layout for CPUs, of which there are no views.
+    """
 
     def __init__(self, num_outputs: int, num_inputs: int, device: torch.device) -> None:
         super().__init__(num_outputs, num_inputs, device)
@@ -332,7 +343,7 @@ class Int4(_Quantised):
         return _finished(y.to(x_sk.dtype), bias_n, out)
 
 
-# Filled part by part, then multiplied with. `loss` is what its format cost.
+# A matrix is set in parts by `fill`, then used by `times`. `loss` is its quantisation error.
 Matrix: TypeAlias = Floats | Packed | Int8 | Int4
 
 
@@ -345,8 +356,11 @@ def _finished(y_sn: Tensor, bias_n: Tensor | None, out: Tensor | None) -> Tensor
 def empty_matrix(
     num_outputs: int, num_inputs: int, weights: WeightFormat, device: torch.device, used: Pieces | None = None
 ) -> Matrix:
-    """Memory for a matrix, uninitialised, of which any part may be used or the pieces that are `used`. Where its shape does
-    not suit int4, it is int8. Raises UnsupportedWeights where the device has no int4 at all."""
+    """Allocate an uninitialised matrix. `used`: the only parts that will be used (None: any).
+
+    With int4, a matrix whose shape does not fit the int4 layout is stored as int8. Raises UnsupportedWeights if the device
+    has no int4 kernel.
+    """
     if weights == "int4" and device.type not in INT4_DEVICES:
         raise UnsupportedWeights(device="this device", weights=weights, compute_device=device.type)
     if weights == "int4" and Int4.takes(num_outputs, num_inputs):

@@ -1,7 +1,7 @@
-"""One prefill step as several micro-batches in flight at once: while one waits for its tiles, another computes.
+"""A prefill step split into concurrent micro-batches: while one waits for its tiles, another computes.
 
-Each has a thread of its own, its own tiles and its own step number on the wire. They share nothing but the KV cache: a
-later one attends to the rows of those before it, so in each layer it waits until they are in the cache.
+Each micro-batch has its own thread, tiles and step number on the wire. They share only the KV cache: a micro-batch attends to
+the rows of earlier ones, so in each layer it waits until these rows are in the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from hearth.errors import HearthError, StepFailed
 
 T = TypeVar("T")
-# Fewer rows a micro-batch would cost more in small GEMMs than they hide.
+# Minimum rows of a micro-batch per rank: with fewer, small GEMMs cost more than the overlap saves.
 MIN_ROWS = 32
 
 
 class Turns:
-    """The order in which micro-batches put their rows of a layer into the KV cache."""
+    """Orders the micro-batches of a step: each stores a layer's rows in the KV cache before the next one attends to them."""
 
     def __init__(self, num_layers: int, timeout_seconds: float, before: Turns | None = None) -> None:
         self._kept = [threading.Event() for _ in range(num_layers)]
@@ -29,13 +29,13 @@ class Turns:
         self._failed = False
 
     def kept(self, layer: int) -> None:
-        """Our rows of this layer are in the cache; returns when those before ours are too. Raises StepFailed."""
+        """Signal that this micro-batch's rows of a layer are cached; wait for those of earlier ones. Raises StepFailed."""
         self._kept[layer].set()
         if self._before is not None:
             self._before._await(layer)
 
     def end(self, failed: bool) -> None:
-        """Nothing more comes of this micro-batch: who waits for it learns that."""
+        """Signal the end of this micro-batch to those that wait for it."""
         self._failed = failed
         for event in self._kept:
             event.set()
@@ -50,7 +50,7 @@ class Turns:
 
 
 def run_all(runs: Sequence[Callable[[], T]], abort: Callable[[HearthError], None]) -> list[T]:
-    """Run all at once, the first in this thread. The first error to happen is raised, after `abort` has ended the others."""
+    """Run all concurrently, the first one in this thread. If one fails, `abort` ends the others and its error is raised."""
     num_threads = torch.get_num_threads()
     results: list[T | None] = [None] * len(runs)
     errors: list[BaseException] = []
@@ -63,7 +63,7 @@ def run_all(runs: Sequence[Callable[[], T]], abort: Callable[[HearthError], None
             abort(error if isinstance(error, HearthError) else StepFailed(device="this device", reason=str(error)))
 
     def in_thread(index: int) -> None:
-        torch.set_num_threads(num_threads)  # each thread starts with a team of all cores
+        torch.set_num_threads(num_threads)  # torch's setting is per thread; the default is all cores
         one(index)
 
     threads = [

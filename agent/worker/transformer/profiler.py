@@ -1,7 +1,7 @@
-"""Measures one layer's blocks on this device: `python -m agent.worker.transformer.profiler`, a child that the daemon starts.
+"""Profiler of one layer's blocks on this device: `python -m agent.worker.transformer.profiler`, a child of the daemon.
 
-Galaxy's profiler (section III-C), with the attention block in its three parts, and with the cost of communication for the
-device.
+Galaxy's profiler (section III-C), with two additions: attention is measured in three parts, and so is the CPU cost of
+communication.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspiciou
 from hearth.plan.transformer import Holding
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
-_PARTS = (0.25, 0.5, 1.0)  # of the whole: the sizes that are measured
+_PARTS = (0.25, 0.5, 1.0)  # measured sizes, as fractions of the whole
 _SAMPLE_SECONDS = 0.03
-_SAMPLES = 3
-_REPEATS = 3  # of points that a busy moment spoilt
-# Weights are cycled through copies, as a model's layers are: they come from memory, not cache.
+_SAMPLES = 3  # per point, which is their median
+_REPEATS = 3  # of points that background load disturbed
+# Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4
-# Decoding reads weights only: over more than any cache holds, as far as the model has so much.
+# Decoding is measured over more weights than any cache holds, as far as the model has that many.
 _DECODED_BYTES = 256 << 20
-_LEAST_SHARE = 0.01  # of the products' time goes to reading, be the layer ever so small
+_LEAST_SHARE = 0.01  # minimum fraction of the products' time that counts as reading weights, however small the layer
 
 
 def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
-    """Measure one layer's blocks; every point is the median of several samples after one to warm up."""
+    """Measure one layer's blocks. Each point is the median of several samples after a warm-up run."""
     torch.set_num_threads(num_threads)
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     measure = _Meter(_SAMPLE_SECONDS, synchronise)
-    # First and alone: a device may hold little more than these copies.
+    # Measured first, while nothing else is in memory: a device may hold little more than these copies.
     with torch.inference_mode():
         per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
     give_back_freed_buffers()
@@ -124,7 +124,7 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
 
 
 def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torch.device) -> LayerShard:
-    """A layer with so many MLP columns, as far as `blocks.mlp_up` sees it."""
+    """A layer with this number of MLP columns, for `blocks.mlp_up` only."""
 
     def matrix() -> Matrix:
         return _random_matrix(columns, spec.hidden_size, device, spec.weights)
@@ -139,9 +139,9 @@ def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torc
 
 
 def _decoding(spec: ModelSpec, measure: _Meter, device: torch.device) -> tuple[float, float]:
-    """Seconds of one row per byte of the weights that it reads, and of a layer beside that."""
+    """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
     layers = [random_layer(spec, device) for _ in range(_num_decoded(spec))]
-    # The same calls on a layer so narrow that its weights weigh next to nothing.
+    # The same calls on a layer so narrow that reading its weights takes almost no time.
     thin = spec.model_copy(
         update={
             "num_layers": 1, "num_heads": spec.group_size, "num_kv_heads": 1, "hidden_size": COLUMN_GRAIN,
@@ -161,7 +161,7 @@ def _matrices(layer: LayerShard) -> list[Matrix]:
 
 
 def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
-    """One row times each matrix of a layer; every time another copy's."""
+    """Multiply one row with each matrix of a layer; each call uses the next layer."""
     turn = cycle([_matrices(layer) for layer in layers])
     row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in _matrices(layers[0])}
 
@@ -173,7 +173,7 @@ def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[]
 
 
 def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
-    """One layer for one token of one sequence, on one device."""
+    """Run one layer for one token of one sequence."""
     cache = SequenceCache(
         spec, spec.num_heads, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device
     )
@@ -192,8 +192,10 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
 
 
 class _Meter(Meter):
+    """Measures latency curves of blocks."""
+
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
-        """Measure each size; those that a busy moment spoilt are measured again, and the least time counts."""
+        """Measure each size; suspicious points are measured again, and the least time counts."""
         measured = {size: self.seconds(block(size)) for size in sizes}
         give_back_freed_buffers()
         for _ in range(_REPEATS):
@@ -204,7 +206,7 @@ class _Meter(Meter):
         return fit_curve(measured)
 
     def seconds(self, block: Callable[[], object]) -> float:
-        """The median of several samples after one run to warm up."""
+        """Seconds per run: the median of several samples after a warm-up run."""
         block()
         return statistics.median(self.sample(block) for _ in range(_SAMPLES))
 
@@ -213,6 +215,7 @@ class _Meter(Meter):
 
 
 def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
+    """A whole layer with random matrices, norm weights of 1 and zeros in all other tensors."""
     heads = Span(0, spec.num_heads)
     layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
     for matrix in _matrices(layer):
@@ -228,7 +231,7 @@ def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weig
 
 
 def _randomise(matrix: Matrix, device: torch.device) -> None:
-    """Every output alike: that is quick, and its products take as long as any."""
+    """Fill a matrix with identical rows, which is fast; the values do not affect the time of a product."""
     everything = slice(None)
     matrix.fill(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
 
@@ -240,7 +243,7 @@ def _plain_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
 
 
 def _make_plain(part: LayerShard | EmbeddingShard | Norm) -> None:
-    """Norms that only normalise, and zeros in all other tensors."""
+    """Set norm weights to 1 and all other tensors to 0."""
     for name in part.__dataclass_fields__:
         value = getattr(part, name)
         if isinstance(value, Norm):
@@ -251,7 +254,7 @@ def _make_plain(part: LayerShard | EmbeddingShard | Norm) -> None:
 
 
 def _without_matrices(layer: LayerShard, device: torch.device) -> LayerShard:
-    """Norms and biases: what is measured brings its own matrices."""
+    """A copy of the layer with empty matrices; each measurement brings its own."""
     none = empty_matrix(0, 0, "float32", device)
     gate = None if layer.gate_weight is None else none
     return replace(layer, qkv_weight=none, out_weight=none, gate_weight=gate, up_weight=none, down_weight=none)
@@ -267,12 +270,12 @@ def _num_copies(spec: ModelSpec) -> int:
 
 
 def _num_decoded(spec: ModelSpec) -> int:
-    """Layers that are decoded with in turn."""
+    """Number of layers to cycle through when measuring decoding."""
     return max(1, min(spec.num_layers, -(-_DECODED_BYTES // _layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:
-    """A few sizes up to the whole, on grains."""
+    """The sizes to measure: multiples of the grain, up to the whole."""
     return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _PARTS})
 
 

@@ -1,4 +1,4 @@
-"""The reference that Hearth is compared with: `transformers` on one device, same weights.
+"""The reference for comparisons: `transformers` on one device with the same weights.
 
 `python -m agent.worker.transformer.reference MODEL_DIR` reads a JSON list of texts on stdin and prints one JSON object
 with their normalised mean-pooled embeddings.
@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 
 
 def reference_embeddings(model_dir: str, texts: list[str]) -> torch.Tensor:
-    """Normalised embeddings [N,H], float32, one text at a time: no padding, as Hearth packs them."""
+    """Normalised embeddings [N,H], float32, computed one text at a time: without padding, as in Hearth."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     model = AutoModel.from_pretrained(model_dir, local_files_only=True, dtype=torch.float32).eval()
     with torch.inference_mode():

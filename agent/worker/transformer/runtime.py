@@ -1,4 +1,4 @@
-"""The worker of a transformer: one rank's shard. Steps of an encoder run one at a time, generations side by side."""
+"""The worker runtime for transformers: one rank's shard. An encoder runs one request at a time, a decoder several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("hearth.worker")
 class TransformerRuntime:
     """See `agent.worker.runtime.Runtime`. Requests wait in a queue for the main thread.
 
-    Of a plan for a decoder, rank 0 leads: it takes requests in between two steps. The others follow its orders.
+    For a decoder, rank 0 schedules the steps, and accepts requests between two steps; the other ranks follow its orders.
     """
 
     _shard: Shard  # from `load` on
@@ -88,7 +88,7 @@ class TransformerRuntime:
         self._requests.put((request, message, payload))
 
     def abort(self, step: int | None, reason: str) -> None:
-        """A step belongs to all requests of a generation, so that they all end."""
+        """Abort the running step. For a decoder this fails all requests, since a step belongs to all of them."""
         self._communicator.abort(StepFailed(device=f"rank {self._rank}", reason=reason))
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class TransformerRuntime:
             request, message, payload = self._requests.get()
             try:
                 if not isinstance(message, wire.Run):
-                    raise BadRequest(reason=f"a model that does not generate takes no {type(message).__name__}")
+                    raise BadRequest(reason=f"an encoder does not take {type(message).__name__}")
                 arrays = unpack_arrays(message.names, payload)
                 if arrays.keys() != {"token_ids", "cumulative_lengths"}:
                     raise BadRequest(reason=f"a step takes token_ids and cumulative_lengths, not {list(arrays)}")
@@ -125,12 +125,12 @@ class TransformerRuntime:
                 elif isinstance(message, wire.Cancel):
                     leader.cancel(request)
                 else:
-                    raise BadRequest(reason=f"a model that generates takes no {type(message).__name__}")
+                    raise BadRequest(reason=f"a decoder does not take {type(message).__name__}")
             except Exception as error:
                 self._answer(request, failure_of(type(message).__name__, error), ())
 
     def _follow(self, generation: Generation) -> None:
-        """Execute orders until one fails: rank 0 learns of it when nothing comes, or was told what failed first."""
+        """Execute orders until one fails, then refuse all requests. Rank 0 notices by a timeout, or was aborted as well."""
         try:
             while True:
                 generation.follow()
@@ -138,5 +138,7 @@ class TransformerRuntime:
             log.warning("following rank %d has ended: %s", LEADER, error)
         while True:
             request, message, _ = self._requests.get()
-            refusal = BadRequest(reason=f"rank {LEADER} leads; this rank takes no {type(message).__name__}")
+            refusal = BadRequest(
+                reason=f"rank {LEADER} accepts requests; this rank does not take {type(message).__name__}"
+            )
             self._answer(request, failure_of(type(message).__name__, refusal), ())

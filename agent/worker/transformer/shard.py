@@ -1,7 +1,7 @@
-"""The weights of one rank, put together from the chunks in the store.
+"""The weights of one rank, assembled from the chunks in the store.
 
-H hidden, d head_dim, a heads of this rank (whole KV groups), w = a * d, q = qkv_width(a), c MLP columns of this rank,
-V vocabulary rows of this rank, P positions.
+Shapes: H hidden size, d head_dim, a heads of this rank (whole KV groups), w = a * d, q = qkv_width(a), c MLP columns of this
+rank, V vocabulary rows of this rank, P positions.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from hearth.plan.transformer import Holding
 from hearth.wire.messages import ChunkRef
 
 _Stored = Callable[[str], Tensor]
-# By tensor of a chunk: where this rank keeps it, and the row (of row-parallel weights the column) that is its first here.
+# For each tensor of a chunk: the destination, and the index of its first row (of row-parallel weights: column) on this rank.
 _Places = dict[str, tuple[Matrix | Tensor | None, int]]
 
 
 @dataclass
 class Norm:
+    """The parameters of a LayerNorm or an RMS norm."""
+
     weight: Tensor  # [H], or [d] for one head
-    bias: Tensor | None  # none: RMS norm
+    bias: Tensor | None  # None: RMS norm
 
 
 @dataclass
 class LayerShard:
-    """One layer: `held` says which heads and columns. Row-parallel biases belong to the connective: they are added once.
+    """This rank's part of one layer; `held` gives its heads and columns. Parts that the model does not have are None.
 
-    `qkv_blocks` are the heads of each block of `qkv_weight`: a block is Q, K and V of some heads, one after the other.
-    Sharded, there is one block; replicated, one for each rank, so that what a rank is sent is one GEMM. What the model
-    does not have is None.
+    `qkv_blocks` are the heads of each block of `qkv_weight`; a block holds Q, K and V of its heads, concatenated. A sharded
+    layer has one block. A replicated layer has one per rank, so that one GEMM computes what is sent to a rank. Biases of
+    row-parallel matrices are added in the connective, once.
     """
 
     held: Holding
@@ -63,26 +65,26 @@ class LayerShard:
     norm2: Norm
 
     def qkv_rows(self, spec: ModelSpec, block: int) -> slice:
-        """Where a block lies in `qkv_weight` and `qkv_bias`."""
+        """The rows of a block in `qkv_weight` and `qkv_bias`."""
         start = sum(spec.qkv_width(before.size) for before in self.qkv_blocks[:block])
         return slice(start, start + spec.qkv_width(self.qkv_blocks[block].size))
 
 
 @dataclass
 class EmbeddingShard:
-    """`norm` is the embedding's own (BERT) or the one after the last layer (decoders)."""
+    """This rank's part of the embedding. `norm` is the embedding's norm (BERT), or the final norm (decoders)."""
 
-    vocabulary: Span  # the token ids whose rows are here
+    vocabulary: Span  # the token ids whose rows this rank holds
     word: Tensor  # [V, H]
-    head: Matrix | None  # [V, H]; a decoder's output head, the word rows themselves where they are tied
-    position: Tensor | None  # [P, H]; none: rotary
+    head: Matrix | None  # [V, H]; a decoder's output head; if tied, the word embedding
+    position: Tensor | None  # [P, H]; None: rotary positions
     token_type: Tensor | None  # [types, H]
     norm: Norm
 
 
 @dataclass
 class Shard:
-    """`layers` are those from `first_layer` on: in a pipeline a rank holds some of them, else all."""
+    """All weights of a rank. `layers` begin with `first_layer`: in a pipeline, a rank holds only its stage."""
 
     spec: ModelSpec
     embedding: EmbeddingShard
@@ -90,19 +92,19 @@ class Shard:
     first_layer: int = 0
 
     def num_bytes(self) -> int:
-        """Tied weights count once."""
+        """Memory of all weights in bytes; tied weights count once."""
         tensors = (tensor for part in _parts(self) for tensor in (part if isinstance(part, tuple) else part.tensors))
         return sum(dict(map(memory_of, tensors)).values())
 
     def weight_error(self) -> float:
-        """How far the matrices are off the checkpoint's, for the format that they are kept in: relative, root mean square."""
+        """Relative RMS error of the matrices against the checkpoint, due to their weight format."""
         losses = [part.loss for part in _parts(self) if isinstance(part, Matrix)]
         norm = sum(loss.squared_norm for loss in losses)
         return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
 
 
 class _Empty:
-    """Memory for weights, uninitialised: what is not in the rank's chunks is never read."""
+    """Allocates uninitialised weights; weights that are not in the rank's chunks are never read."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec
@@ -129,8 +131,9 @@ def empty_layer(
     out_parts: tuple[Span, ...] = (),
     mlp_parts: tuple[Span, ...] = (),
 ) -> LayerShard:
-    """Memory for a layer. Where it is not used as a whole only: `out_parts` are the heads whose outputs are projected by
-    themselves, `mlp_parts` the columns that are decoded by themselves."""
+    """Allocate a layer. `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of
+    columns that are used separately; if empty, the matrices are used as a whole.
+    """
     new = _Empty(spec, device)
     H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
     qkv = _pieces(0, qkv_blocks, spec.qkv_width)
@@ -159,14 +162,14 @@ def empty_layer(
 
 
 def _pieces(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] = int) -> Pieces:
-    """Of a matrix that consists of these, one after the other, each so wide."""
+    """The pieces of a matrix that consists of these parts, concatenated; `width` converts a part's size to elements."""
     return Pieces(axis, tuple(accumulate((width(part.size) for part in parts if part.size), initial=0)))
 
 
 def empty_embedding(
     spec: ModelSpec, vocabulary: Span, device: torch.device, beside_words: bool = True
 ) -> EmbeddingShard:
-    """Memory for words and head; for positions, types and norm only with `beside_words`."""
+    """Allocate the word embedding and the head; positions, types and norm only with `beside_words`."""
     new = _Empty(spec, device)
     H = spec.hidden_size
     num_positions = spec.max_positions + spec.position_offset if beside_words else 0
@@ -186,7 +189,7 @@ def empty_embedding(
 
 
 def empty_shard(plan: TransformerPlan, rank: int, device: torch.device) -> Shard:
-    """Memory for all that a rank holds."""
+    """Allocate all weights of a rank."""
     spec, body = plan.model, plan.body
     layers, own = [], body.layers_of(rank, spec.num_layers)
     for index in range(own.start, own.stop):
@@ -209,7 +212,7 @@ def empty_shard(plan: TransformerPlan, rank: int, device: torch.device) -> Shard
 def load_shard(
     plan: TransformerPlan, rank: int, chunks: tuple[ChunkRef, ...], path_of: Callable[[str], Path], device: torch.device
 ) -> Shard:
-    """Fill a shard chunk by chunk; peak memory is the shard and one chunk. Raises ChunkCorrupt."""
+    """Load a shard chunk by chunk, so that peak memory is the shard and one chunk. Raises ChunkCorrupt."""
     shard = empty_shard(plan, rank, device)
     for chunk in chunks:
         path = path_of(chunk.hash)
@@ -269,7 +272,7 @@ def _norm_places(name: str, norm: Norm | None) -> _Places:
 
 
 def _qkv_places(shard: Shard, chunk: ChunkRef) -> _Places:
-    """In the block that has the KV group of the chunk: Q, K and V of all its heads, one after the other."""
+    """Destinations of a `qkv` chunk, in the block that contains its KV group."""
     spec, layer = shard.spec, shard.layers[chunk.layer - shard.first_layer]
     for index, block in enumerate(layer.qkv_blocks):
         if block.start <= chunk.grain * spec.group_size < block.stop:
@@ -283,7 +286,7 @@ def _qkv_places(shard: Shard, chunk: ChunkRef) -> _Places:
 
 
 def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
-    """All matrices, and all tensors that are none."""
+    """All matrices of a part, and all tensors that are not matrices."""
     if isinstance(part, Tensor):
         yield (part,)
     elif isinstance(part, Matrix):

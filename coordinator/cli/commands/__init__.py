@@ -1,1 +1,1 @@
-"""One file for each command of `hearth`."""
+"""The subcommands of `hearth`, one file each."""

@@ -1,4 +1,4 @@
-"""`hearth chat`: a conversation with the model that this home serves."""
+"""`hearth chat`: a conversation with the served model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hearth.client.sync import connect
 from hearth.errors import HearthError
 from hearth.wire.messages import ChatMessage
 
-_HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops the answer"
 
 
 def chat(
-    system: Annotated[str | None, typer.Option(help="System message: instructions before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message: instructions for the model.")] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -32,9 +32,9 @@ def chat(
     mdns_interfaces: options.Interfaces = None,
     key: options.KeyPath = None,
 ) -> None:
-    """Talk with the model that this home serves; it must have a chat template."""
+    """Chat with the served model, which must have a chat template."""
     with suppress(ImportError):
-        import readline  # noqa: F401 (input() has a history and editing with it)
+        import readline  # noqa: F401 (gives input() line editing and a history)
     beginning = [ChatMessage(role="system", content=system)] if system else []
     history = list(beginning)
     with connect(address, key, interfaces=options.interface_list(mdns_interfaces)) as home:
@@ -54,7 +54,7 @@ def chat(
                         top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, timeout_seconds=timeout,
                     )  # fmt: skip
                     text = _print_answer(answer)
-                except HearthError as error:  # this question gets no answer; the next one may
+                except HearthError as error:  # only this question failed: the conversation goes on
                     report(f"\n[red]error:[/] {error.explanation()} {error.next_step()}")
                     continue
                 if text:
@@ -62,7 +62,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """What the person says; None when they have left."""
+    """Read one stripped line; Ctrl-C discards it. None at the end of input (Ctrl-D)."""
     while True:
         try:
             return input("> ").strip()
@@ -74,7 +74,7 @@ def _read_line() -> str | None:
 
 
 def _print_answer(answer: Generation) -> str:
-    """Print it as it comes, up to its end or Ctrl-C. Returns what was printed."""
+    """Print tokens as they arrive, until the answer ends or Ctrl-C. Returns the printed text."""
     text = ""
     with answer:
         try:

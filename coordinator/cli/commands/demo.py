@@ -1,4 +1,4 @@
-"""`hearth demo`: all of it on this machine, in under a minute."""
+"""`hearth demo`: agents, a coordinator and a client on this machine, compared with `transformers`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TOLERANCE = 1e-5
 
 
 def demo(
-    model: Annotated[Path, typer.Option(help="Model directory; `make demo` fetches one.")] = Path(".models/minilm"),
-    num_devices: Annotated[int, typer.Option(help="Agents to start.", min=1, max=8)] = 3,
+    model: Annotated[Path, typer.Option(help="Model directory; `make demo` downloads one.")] = Path(".models/minilm"),
+    num_devices: Annotated[int, typer.Option(help="Number of agents to start.", min=1, max=8)] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Start three agents and a coordinator here, and let them answer smart-home sentences together (by hmp)."""
+    """Run agents and a coordinator on this machine, which match smart-home sentences to commands (strategy hmp)."""
     from coordinator.cli.demo_run import run_demo
 
     read_spec(model)  # raises for a missing or broken model before anything is started
@@ -42,7 +42,7 @@ def demo(
         out.print("", *tables, "", sep="\n")
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)
-        out.print(f"\nlargest difference to transformers: {result.max_abs_difference:.1e}")
+        out.print(f"\nlargest difference from transformers: {result.max_abs_difference:.1e}")
         out.print(
             f"latency of {result.num_texts} sentences: {format_seconds(result.latency_seconds)} on "
             f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one "

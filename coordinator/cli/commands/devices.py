@@ -1,4 +1,4 @@
-"""`hearth devices`: the house, read directly from the agents; needs no coordinator and takes no lease."""
+"""`hearth devices`: the devices of this home, read directly from their agents. Needs no coordinator and takes no lease."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hearth.wire.messages import DeviceInfo
 
 
 def devices(
-    measure: Annotated[bool, typer.Option("--measure", help="Also measure the links between them (home key).")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Also measure the links (needs the home key).")] = False,
     wait: Annotated[
-        float, typer.Option(help="Seconds without a new device after which to stop looking.", min=0.1)
+        float, typer.Option(help="Stop the search after this many seconds without a new device.", min=0.1)
     ] = 1.5,
     static: Devices = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the devices of this home: processor, memory, temperature, GPU, and on request the links between them."""
+    """Show the devices of this home: processor, memory, temperature, GPU, and with --measure the links between them."""
     credential = resolve_credential(key)
     if measure and not isinstance(credential, HomeKey):
         raise NotAuthorised(role=credential.kind, action="measure links")

@@ -1,4 +1,4 @@
-"""`hearth doctor`: what is wrong here, and what to do."""
+"""`hearth doctor`: checks this device and the network, with advice for each problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hearth embed`: sentence embeddings from the running coordinator."""
+"""`hearth embed`: text embeddings from the running coordinator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hearth.trace import chrome_trace, overlap_seconds
 
 
 def embed(
-    texts: Annotated[list[str], typer.Argument(help="Texts; '-' reads one per line from standard input.")],
+    texts: Annotated[list[str], typer.Argument(help="Texts to embed; '-' reads one per line from standard input.")],
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write a timeline of the request (Chrome trace JSON: chrome://tracing, Perfetto)."),
+        typer.Option(help="Write a timeline of the request as a Chrome trace, for Perfetto or chrome://tracing."),
     ] = None,
     timeout: Timeout = 60.0,
     address: Address = None,
@@ -28,14 +28,14 @@ def embed(
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Embed texts with the model that this home serves; prints their similarities, or the vectors with --json."""
+    """Embed texts with the served model. Prints the most similar text of each; with --json, the vectors."""
     if texts == ["-"]:
         texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         result = home.request_embeddings(texts, timeout_seconds=timeout, trace=trace is not None)
     if trace is not None:
         write_file("--trace", trace, json.dumps(chrome_trace(result.traces)))
-        report(f"wrote {trace}: transfers ran under compute for {format_seconds(overlap_seconds(result.traces))}")
+        report(f"wrote {trace}: transfers overlapped compute for {format_seconds(overlap_seconds(result.traces))}")
     if as_json:
         print_json({"embeddings": result.vectors.tolist(), "latency_seconds": result.latency_seconds})
         return

@@ -1,4 +1,4 @@
-"""`hearth generate`: a text that goes on from a prompt, printed as it comes."""
+"""`hearth generate`: continues a prompt and prints tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from hearth.platform.units import format_seconds
 def generate(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="What the text begins with; '-' reads it from standard input.", show_default=False),
+        typer.Argument(help="Prompt to continue; '-' reads it from standard input.", show_default=False),
     ] = None,
-    token_ids: Annotated[
-        str | None, typer.Option(help='Token ids instead of a text, as "1,2,3"; prints token ids.')
-    ] = None,
+    token_ids: Annotated[str | None, typer.Option(help='Prompt as token ids, e.g. "1,2,3"; prints token ids.')] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -30,16 +28,16 @@ def generate(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
-    stop: Annotated[list[str], typer.Option(help="A text that ends the answer; may be repeated.")] = [],  # noqa: B006
+    stop: Annotated[list[str], typer.Option(help="Stop at this text. Repeatable.")] = [],  # noqa: B006
     timeout: options.AnswerTimeout = 600.0,
     address: options.Address = None,
     mdns_interfaces: options.Interfaces = None,
     key: options.KeyPath = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Generate text with the model that this home serves; Ctrl-C ends it."""
+    """Generate text with the served model. Ctrl-C stops it."""
     if (prompt is None) == (token_ids is None):
-        raise BadSetting(setting="PROMPT", reason="give either a text ('-': from standard input) or --token-ids")
+        raise BadSetting(setting="PROMPT", reason="give either a prompt ('-' reads standard input) or --token-ids")
     ids = _read_ids(token_ids) if token_ids is not None else None
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -66,8 +64,8 @@ def generate(
 
 
 def usage_line(usage: Usage) -> str:
-    """One line for people."""
-    ended = "the length was reached" if usage.finish_reason == "length" else "ended by itself"
+    """Token counts, finish reason and rates, in one line."""
+    ended = "length limit reached" if usage.finish_reason == "length" else "stopped"
     rate = f", then {usage.tokens_per_second:.1f} tokens/s" if usage.tokens_per_second else ""
     return (
         f"{usage.num_prompt_tokens} tokens in, {usage.num_tokens} out ({ended}); "
@@ -79,4 +77,4 @@ def _read_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadSetting(setting="--token-ids", reason=f"'{text}' is no list of numbers such as 1,2,3") from None
+        raise BadSetting(setting="--token-ids", reason=f"'{text}' is not a list of numbers such as 1,2,3") from None

@@ -1,4 +1,4 @@
-"""`hearth infer` and `hearth bench-model`: a served graph of operators, asked once or under load."""
+"""`hearth infer` and `hearth bench-model`: run a served operator graph once, or measure it under load."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from hearth.errors import BadSetting, NotAuthorised
 from hearth.plan.plan import GraphPlan, is_graph_plan
 from hearth.platform.units import format_seconds
 
-_DEFAULT_CONCURRENCY = 8  # where the plan may not be looked at
+_DEFAULT_CONCURRENCY = 8  # with an app's key, which may not read the plan
 
 
 def infer(
     inputs: Annotated[
         Path | None,
-        typer.Argument(help="Inputs by name, as numpy.savez writes them. Default: random ones.", show_default=False),
+        typer.Argument(
+            help="Inputs by name, in an .npz file (numpy.savez). Default: random inputs.", show_default=False
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the outputs as .npz.", metavar="FILE")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the outputs to this .npz file.", metavar="FILE")] = None,
     timeout: Timeout = 60.0,
     address: Address = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the served graph once; prints names, types and shapes of its outputs."""
+    """Run the served graph once. Prints name, type, shape and first values of each output."""
     given = _read_npz(inputs) if inputs is not None else None
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         arrays = given if given is not None else random_inputs(home.model_info(timeout).inputs)
@@ -62,12 +64,14 @@ def infer(
 def bench_model(
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Requests at once. Default: as many as fill the pipeline.", min=1, max=200, metavar="N"),
+        typer.Option(help="Concurrent requests. Default: as many as fill the pipeline.", min=1, max=200, metavar="N"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long to ask, after a tenth of it to warm up.", min=0.5)] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(help="Seconds of concurrent load, after half of it one request at a time.", min=0.5)
+    ] = 20.0,
     inputs: Annotated[
         Path | None,
-        typer.Option(help="Inputs as numpy.savez writes them. Default: random ones.", metavar="FILE"),
+        typer.Option(help="Inputs by name, in an .npz file (numpy.savez). Default: random inputs.", metavar="FILE"),
     ] = None,
     timeout: Timeout = 60.0,
     address: Address = None,
@@ -75,7 +79,7 @@ def bench_model(
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the served graph: one request at a time, then many at once; compare with the prediction."""
+    """Measure the served graph with sequential, then with concurrent requests, and show the prediction."""
     given = _read_npz(inputs) if inputs is not None else None
 
     async def run() -> tuple[Load, Load, GraphPlan | None]:
@@ -88,15 +92,15 @@ def bench_model(
                 served = None
             plan = served if is_graph_plan(served) else None
             at_once = concurrency or (in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
-            report(f"asking {info.name} for {seconds:g} s, one request at a time")
+            report(f"measuring {info.name} for {seconds / 2:g} s, one request at a time")
             alone = await measure(home, arrays, 1, seconds / 2, timeout)
-            report(f"asking {info.name} for {seconds:g} s, {at_once} requests at once")
+            report(f"measuring {info.name} for {seconds:g} s, {at_once} concurrent requests")
             return alone, await measure(home, arrays, at_once, seconds, timeout), plan
 
     alone, full, plan = asyncio.run(run())
     if as_json:
-        promise = plan.predicted.model_dump(mode="json") if plan else None
-        print_json({"alone": alone.as_json(), "load": full.as_json(), "predicted": promise})
+        predicted = plan.predicted.model_dump(mode="json") if plan else None
+        print_json({"alone": alone.as_json(), "load": full.as_json(), "predicted": predicted})
         return
     for load in (alone, full):
         out.print(load.describe(), soft_wrap=True)
@@ -109,7 +113,7 @@ def _read_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or "it is no .npz file of plain arrays"
+        reason = getattr(error, "strerror", None) or "it is not an .npz file of plain arrays"
         raise BadSetting(setting="--inputs", reason=f"{path}: {reason}") from None
 
 

@@ -17,10 +17,10 @@ from hearth.platform import security
 
 key_app = typer.Typer(
     no_args_is_help=True,
-    help="Make, move and revoke keys. The home key is everything: whoever has it owns the home until you rotate it.",
+    help="Create, copy and revoke keys. Anyone who has the home key controls the home until you rotate it.",
 )
 
-Force = Annotated[bool, typer.Option("--force", help="Overwrite a key that is there; access to its home is lost.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing key; access to its home is lost.")]
 
 
 def _path(key: Path | None) -> Path:
@@ -30,19 +30,19 @@ def _path(key: Path | None) -> Path:
 def _home(path: Path) -> security.HomeKey:
     credential = security.load_credential(path)
     if not isinstance(credential, security.HomeKey):
-        raise BadKey(source=str(path), reason="this needs the home key, not an admin's or an app's")
+        raise BadKey(source=str(path), reason="this needs the home key, not an admin or app key")
     return credential
 
 
 def new(key: KeyPath = None, force: Force = False) -> None:
-    """Make a new home key on this device."""
+    """Create a new home key on this device."""
     security.save_credential(_path(key), security.new_home_key(), force)
-    out.print(f"made a new home key in {_path(key)}", soft_wrap=True)
+    out.print(f"created a new home key in {_path(key)}", soft_wrap=True)
     out.print("On every other device: `hearth key export` here, `hearth key import` there.")
 
 
 def show(key: KeyPath = None, as_json: AsJson = False) -> None:
-    """Show what key this is: its kind and fingerprints, never the secret."""
+    """Show the kind and fingerprints of the key, never the secret."""
     path = _path(key)
     credential = security.load_credential(path)
     access = security.coordinator_access(credential)
@@ -63,16 +63,16 @@ def show(key: KeyPath = None, as_json: AsJson = False) -> None:
 
 def export(
     role: Annotated[
-        str, typer.Option(help="home: for agents and coordinators. admin: for a person's own computer.")
+        str, typer.Option(help="home: for agents and coordinators. admin: for a person's computer.")
     ] = "home",
     key: KeyPath = None,
 ) -> None:
-    """Print the key as one line, to import elsewhere."""
+    """Print the key as one line, for `hearth key import` on another device."""
     home = _home(_path(key))
     if role not in ("home", "admin"):
         raise BadSetting(setting="--role", reason=f"'{role}' is neither home nor admin")
     if role == "home":
-        report("[yellow]Whoever sees the next line owns this home until `hearth key rotate`.[/]")
+        report("[yellow]Anyone who sees the next line controls this home until `hearth key rotate`.[/]")
     typer.echo(security.format_credential(home if role == "home" else security.admin_key(home)))
 
 
@@ -81,7 +81,7 @@ def import_(
     key: KeyPath = None,
     force: Force = False,
 ) -> None:
-    """Take over a key that was exported elsewhere."""
+    """Import a key that was exported on another device."""
     if source == "-":
         credential = security.parse_credential(sys.stdin.read(), "standard input")
     else:
@@ -91,7 +91,7 @@ def import_(
 
 
 def rotate(key: KeyPath = None) -> None:
-    """Replace the home key. Every device, person and app needs the new one; the old one opens nothing any more."""
+    """Replace the home key. Every device, person and app then needs a new key; the old keys stop working."""
     path = _path(key)
     old = _home(path)
     security.save_credential(path.with_name(path.name + ".old"), old, force=True)
@@ -104,13 +104,13 @@ def rotate(key: KeyPath = None) -> None:
 
 
 def add_app(
-    name: Annotated[str, typer.Argument(help="a-z, 0-9 and -, at most 32 characters.")],
+    name: Annotated[str, typer.Argument(help="Name of the app: a-z, 0-9 and -, at most 32 characters.")],
     address: Address = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key for an app: it may ask for inference, nothing else. Needs the running coordinator."""
+    """Create a key for an app, valid for inference requests only. Needs the running coordinator."""
     credential = security.resolve_credential(key)
     pair = security.new_keypair()
     with connect(address, credential, interfaces=interface_list(mdns_interfaces)) as home:
@@ -121,17 +121,17 @@ def add_app(
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": security.fingerprint(pair.public)})
         return
-    report(f"The app's key, shown this once; give it to {name} as $HEARTH_KEY file or connect(key=...):")
+    report(f"The key is shown only once. Give it to {name} in the file that $HEARTH_KEY names, or as connect(key=...):")
     typer.echo(line)
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(help="The app to shut out.")],
+    name: Annotated[str, typer.Argument(help="Name of the app.")],
     address: Address = None,
     mdns_interfaces: Interfaces = None,
     key: KeyPath = None,
 ) -> None:
-    """Shut an app out, from its next request on. Needs the running coordinator."""
+    """Revoke an app's key, from its next request on. Needs the running coordinator."""
     with connect(address, key, interfaces=interface_list(mdns_interfaces)) as home:
         home.revoke_app(name)
     out.print(f"revoked {name}")

@@ -1,4 +1,4 @@
-"""`hearth plan`: what would run where, how fast, and why; changes nothing on the devices, unless asked to compare."""
+"""`hearth plan`: plans a model and explains the plan. Deploys nothing, except with --compare."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def plan(
     model: Annotated[
         Path,
         typer.Argument(
-            help="Model directory: config.json, *.safetensors, tokenizer.json; or a graph of operators: an ONNX file, or "
-            "JSON without weights (then with --cluster)."
+            help="Model directory (config.json, *.safetensors, tokenizer.json), or an operator graph: an ONNX file, or "
+            "JSON without weights (needs --cluster)."
         ),
     ],
     strategy: options.Strategy = "auto",
     objective: options.Objective = None,
-    dim: options.Dims = [],  # noqa: B006 (typer's way to say "none")
+    dim: options.Dims = [],  # noqa: B006 (typer's form of an empty default)
     time_limit: options.TimeLimit = None,
     no_congestion: options.NoCongestion = False,
     cluster: Annotated[
         Path | None,
         typer.Option(
-            help="(graph) Plan for the devices of this file (TOML or JSON) instead of live ones: mbit_per_second, a "
-            "number or a matrix from row to column; latency_seconds likewise; and devices, each with name, memory, "
-            "flops_per_second, seconds_per_operator, operator_seconds.",
+            help="(graph) Plan for the devices in this file (TOML or JSON) instead of live ones. Its fields: "
+            "mbit_per_second and latency_seconds (a number, or a matrix from row to column); devices, each with name, "
+            "memory, flops_per_second, seconds_per_operator, operator_seconds. See docs/planners.md.",
             metavar="FILE",
         ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="(graph) Draw it coloured by device, as .svg or .png.", metavar="FILE")
+        Path | None, typer.Option(help="(graph) Draw the graph coloured by device (.svg or .png).", metavar="FILE")
     ] = None,
     seq_len: options.SeqLen = None,
     context: options.Context = None,
@@ -61,47 +61,49 @@ def plan(
     exclude: options.Exclude = [],  # noqa: B006
     limit: options.Limit = [],  # noqa: B006
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show every plan that was priced, and why it was not taken.")
+        bool, typer.Option("--explain", help="Show every candidate plan, and why it was not chosen.")
     ] = False,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare",
-            help="Run the plan, and the best one of each other strategy, on the devices; show predicted and measured.",
+            help="Run the plan and the best one of each other strategy on the devices; show predicted and measured times.",
         ),
     ] = False,
     rounds: Annotated[
         int | None,
-        typer.Option(help="Timed steps of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
+        typer.Option(help="Timed runs of each plan with --compare (default 5).", min=1, max=1000, metavar="N"),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the plan as JSON, for `hearth serve --plan`.")] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
-            help="Save the predicted timeline as a Chrome trace, to compare with that of `hearth embed --trace`.",
+            help="Save the predicted timeline as a Chrome trace, like the measured one of `hearth embed --trace`.",
             metavar="FILE",
         ),
     ] = None,
     save_profile: Annotated[
-        Path | None, typer.Option(help="Save what was measured of devices and links as JSON.", metavar="FILE")
+        Path | None, typer.Option(help="Save the measurements of devices and links as JSON.", metavar="FILE")
     ] = None,
     load_profile: Annotated[
-        Path | None, typer.Option(help="Plan from a saved profile: needs no device, network or key.", metavar="FILE")
+        Path | None, typer.Option(help="Plan from a saved profile; needs no device, network or key.", metavar="FILE")
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds without a new device after which to plan.", min=0.1)] = 1.5,
+    wait: Annotated[
+        float, typer.Option(help="Start planning after this many seconds without a new device.", min=0.1)
+    ] = 1.5,
     static: options.Devices = None,
     mdns_interfaces: options.Interfaces = None,
     key: options.KeyPath = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Plan a model on the devices of this home: shares, bytes against budgets, predicted time, alternatives."""
+    """Plan a model for the devices of this home. Shows shares, memory, predicted time and alternatives."""
     kind = options.check_kind(command, model)
     goal = goal_of(kind, model, command.params)
     reach = Reach(key, static or "", mdns_interfaces, wait)
     if rounds is not None and not compare:
         raise BadSetting(setting="--rounds", reason="it needs --compare")
     if compare:
-        options.refuse(command, _NOT_COMPARED, "it does not go with --compare")
+        options.refuse(command, _NOT_COMPARED, "it cannot be combined with --compare")
     if picture is not None:
         check_picture(picture)
     output = Output(explain, as_json, save, timeline, picture, save_profile)

@@ -1,4 +1,4 @@
-"""`hearth serve`: make the plan so, and keep it so."""
+"""`hearth serve`: the coordinator. Deploys a model, keeps it running and answers requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def serve(
     command: typer.Context,
     model: Annotated[
         Path | None,
-        typer.Argument(
-            help="Model directory, or an ONNX file. Default: the model that was served last.", show_default=False
-        ),
+        typer.Argument(help="Model directory or ONNX file. Default: the model served last.", show_default=False),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Use this plan, saved by `hearth plan --save`.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Use the plan in this file, written by `hearth plan --save`.")
+    ] = None,
     strategy: options.Strategy = "auto",
     objective: options.Objective = None,
-    dim: options.Dims = [],  # noqa: B006 (typer's way to say "none")
+    dim: options.Dims = [],  # noqa: B006 (typer's form of an empty default)
     time_limit: options.TimeLimit = None,
     no_congestion: options.NoCongestion = False,
     seq_len: options.SeqLen = None,
@@ -45,21 +45,21 @@ def serve(
     accuracy_budget: Annotated[
         float | None,
         typer.Option(
-            help="Relative error (0.01: one percent) that faster activations may cause; the fastest format within it "
-            "is measured and used.",
+            help="Maximum relative error of the output (0.01: one percent) from a lossy format of activations. Measures "
+            "all formats and uses the fastest within this budget.",
             metavar="X",
         ),
     ] = None,
     exclude: options.Exclude = [],  # noqa: B006
     limit: options.Limit = [],  # noqa: B006
-    min_devices: Annotated[int | None, typer.Option(help="Plan only when this many devices are there.")] = None,
-    port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any).")] = None,
-    state_dir: Annotated[Path | None, typer.Option(help="Where the state is kept.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name shown to people.")] = None,
+    min_devices: Annotated[int | None, typer.Option(help="Wait until this many devices are present.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port for clients (default 47830; 0: any free port).")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Directory of the coordinator's state.")] = None,
+    name: Annotated[str | None, typer.Option(help="Display name of the coordinator.")] = None,
     encrypt_data_plane: Annotated[
         bool | None,
-        typer.Option(  # in a panel of its own: its two long names would leave no room for the help of all others
-            help="Encrypt activations between devices. Off is for measuring, and warns.",
+        typer.Option(  # in its own panel: two long option names would narrow the help column of all others
+            help="Encrypt activations between devices. Turn off for measurements only; prints a warning.",
             metavar="",
             rich_help_panel="Data plane",
         ),
@@ -68,19 +68,19 @@ def serve(
     mdns_interfaces: options.Interfaces = None,
     key: options.KeyPath = None,
 ) -> None:
-    """Serve a model on the devices of this home, and keep it served; without MODEL, the one that was served last."""
+    """Serve a model on the devices of this home until stopped. Without MODEL, serve the last one again."""
     own = ("port", "state_dir", "name", "min_devices", "mdns_interfaces", "encrypt_data_plane")
     settings = load_settings({"devices": static, **{each: command.params[each] for each in own}})
     home = resolve_credential(key)
     if not isinstance(home, HomeKey):
         raise BadKey(source=str(key or "the key file"), reason="a coordinator needs the home key")
     if not settings.encrypt_data_plane:
-        report("[yellow]warning:[/] activations travel unencrypted; anybody on the network can read them")
+        report("[yellow]warning:[/] activations are not encrypted; anyone on the network can read them")
     goal: Goal | None = None
     if model is not None:
         goal = goal_of(options.check_kind(command, model), model, command.params)
     else:
-        options.refuse(command, options.OF_MODEL, "it needs the MODEL that it is for")
+        options.refuse(command, options.OF_MODEL, "it needs a MODEL")
     saved: Plan | None = None
     if plan is not None:
         content = read_content(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))

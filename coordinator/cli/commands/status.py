@@ -1,4 +1,4 @@
-"""`hearth status`: what the coordinator does."""
+"""`hearth status`: the state of the running coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hearth.client.sync import connect
 from hearth.plan.plan import is_graph_plan, is_transformer_plan
 from hearth.platform.units import format_bytes, format_seconds
 
-_SHOWN_MOVES = 12  # a start and a recovery; `--json` has all
+_SHOWN_MOVES = 12  # phases: enough for a start and a recovery; `--json` prints all
 
 
 def status(
@@ -20,7 +20,7 @@ def status(
     key: KeyPath = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the coordinator serves: state, plan, devices, requests, last error (admin or home key)."""
+    """Show the coordinator's state, plan, devices, requests and last error. Needs an admin or home key."""
     with connect(address, key, timeout, interface_list(mdns_interfaces)) as home:
         now, devices = home.status(timeout), home.devices(timeout)
     if as_json:
@@ -42,7 +42,7 @@ def status(
         saved = 1 - now.wire.sent_bytes / max(now.wire.raw_bytes, 1)
         out.print(
             f"activations: {now.wire.num_tiles} tiles, {format_bytes(now.wire.sent_bytes)} sent "
-            f"({saved:.0%} saved, {now.wire.lz4_tiles} by lz4), {now.dropped_messages} dropped"
+            f"({saved:.0%} saved, {now.wire.lz4_tiles} tiles by lz4), {now.dropped_messages} messages dropped"
         )
     if now.last_error:
         out.print(f"last error: {now.last_error}", soft_wrap=True)

@@ -1,1 +1,1 @@
-"""`hearth plan`: where a profile comes from, the plan for it, and what is saved and shown; the kinds of model side by side."""
+"""`hearth plan`: profile, plan, save and show, for both kinds of model."""

@@ -1,4 +1,4 @@
-"""The steps of `hearth plan`, the same for every kind of model: profile, plan, save, show. The kinds fill them in."""
+"""The steps of `hearth plan`, common to both kinds of model: profile, plan, save, show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Planning: TypeAlias = TransformerPlanning | GraphPlanning
 
 @dataclass(frozen=True)
 class Output:
-    """What to show of a plan, and files to write (None: not this one)."""
+    """How to print a plan, and the files to write (None: not written)."""
 
     explain: bool
     as_json: bool
@@ -33,7 +33,7 @@ class Output:
 async def plan_model(
     planning: Planning, profile: Path | None, devices: Path | None, reach: Reach, output: Output
 ) -> None:
-    """Plan for the devices of a saved profile, of a cluster file, or for live ones. Raises HearthError."""
+    """Plan for the devices of a saved profile, of a cluster file (`devices`), or for live ones. Raises HearthError."""
     cluster: Any = planning.read(profile, devices)
     if cluster is None:
         async with reached(planning.goal, reach, load_settings({})) as live:
@@ -55,4 +55,4 @@ async def plan_model(
         return
     planned.show(output.explain)
     if output.picture is not None:
-        out.print(f"drew {output.picture}")
+        out.print(f"wrote {output.picture}")

@@ -1,4 +1,4 @@
-"""Plans for graphs of operators (ONNX, or JSON without weights), as `hearth plan` makes, shows and times them."""
+"""Planning of operator graphs (ONNX, or JSON without weights) for `hearth plan`: profiles, plans, output, timing."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from hearth.platform.asyncio_tools import all_or_first_error
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
 
-NUM_OTHERS = 4  # candidates that are shown without --explain
+NUM_OTHERS = 4  # candidates shown without --explain
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A plan, with what its planner knows of it."""
+    """A plan with all candidates, and the request that it answers."""
 
     found: Planned[GraphPlan]
     request: GraphRequest
@@ -93,7 +93,7 @@ class PlannedGraph:
             out.print(graph_tables.candidates_table(self.found, objective, "s", NUM_OTHERS))
 
     async def best_of_each_strategy(self) -> list[GraphPlan]:
-        """This plan first. Strategies that found the same plan share one, whose `planner` names them all."""
+        """This plan, then the best one of each other strategy. Equal plans become one, whose `planner` names all strategies."""
         found = self.found
         if self.request.strategy != "auto":
             found = await solve(replace(self.request, strategy="auto"), report_strategy)
@@ -110,22 +110,22 @@ class PlannedGraph:
 
 
 class GraphPlanning:
-    """One graph, and how it is profiled, planned and timed. Raises BadModelFile, DynamicShape, BadSetting, ..."""
+    """Profiles, plans and times one graph. Raises BadModelFile, DynamicShape, BadSetting, ..."""
 
     def __init__(self, goal: GraphGoal) -> None:
         self.goal = goal
         self.graph = open_graph(Path(goal.model_file), goal.dims)
 
     def read(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
-        """The cluster in a saved profile or a cluster file; None: live devices are to be measured. Raises BadSetting."""
+        """The cluster of a saved profile or a cluster file; None: measure live devices. Raises BadSetting."""
         if devices is not None:
             if profile is not None:
-                raise BadSetting(setting="--load-profile", reason="the devices are those of --cluster")
+                raise BadSetting(setting="--load-profile", reason="--cluster already names the devices")
             return read_cluster(devices, self.graph.spec)
         if profile is not None:
             return read_graph_profile(profile, self.graph)
         if self.graph.model is None:
-            reason = f"{self.graph.path} has no weights to run anywhere; name a cluster"
+            reason = f"{self.graph.path} has no weights to run on live devices; name a cluster file"
             raise BadSetting(setting="--cluster", reason=reason)
         self.graph.check_types()
         return None
@@ -155,7 +155,7 @@ class GraphPlanning:
         return segment_weights(self._chunks, plan)
 
     async def measured_seconds(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
-        """For latency, of requests one after the other, after one that warms up; for throughput, see `_full_pipeline`."""
+        """Seconds of sequential requests after one warm-up request; for throughput, see `_full_pipeline`."""
         inputs = random_inputs(self.graph.spec.inputs)
         if deployment.plan.body.objective == "throughput":
             return await _full_pipeline(deployment, inputs, rounds)
@@ -166,9 +166,9 @@ class GraphPlanning:
 async def _full_pipeline(
     deployment: GraphDeployment, inputs: Mapping[str, np.ndarray[Any, Any]], rounds: int
 ) -> tuple[float, ...]:
-    """Seconds for each request of a full pipeline. Each round is as many answers as run at once.
+    """Seconds per request of a full pipeline, one value per round. A round has as many answers as requests in flight.
 
-    The first round fills the pipeline, one more lets it drain.
+    A first round fills the pipeline and a last one drains it; both are not counted.
     """
     clock, size = asyncio.get_running_loop().time, deployment.max_in_flight
     requests, ended = iter(range((rounds + 2) * size)), list[float]()
@@ -184,5 +184,5 @@ async def _full_pipeline(
 
 
 def report_strategy(strategy: str) -> None:
-    """Planning has come to this strategy."""
+    """Report the strategy that is being planned."""
     report(f"planning: {strategy}")

@@ -1,4 +1,4 @@
-"""The devices of this home, as far as `hearth plan` needs them."""
+"""Access of `hearth plan` to the live devices of this home."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _D = TypeVar("_D", bound=Named)
 
 @dataclass(frozen=True)
 class Reach:
-    """How a command reaches the devices."""
+    """How to reach the devices."""
 
     key: Path | None
-    devices: str  # host[:port],... where multicast is blocked
+    devices: str  # addresses host[:port],... where multicast is blocked
     interfaces: str | None
-    wait_seconds: float  # without a new device, after which all are thought to be there
+    wait_seconds: float  # discovery ends after this time without a new device
 
 
 @dataclass(frozen=True)
 class Live:
-    """Devices that answered, less the excluded ones."""
+    """Devices that answered, without the excluded ones."""
 
     fleet: Fleet
     profiler: Profiler
@@ -51,9 +51,9 @@ async def reached(
     lease_name: str | None = None,
     on_change: Callable[[Device], None] | None = None,
 ) -> AsyncIterator[Live]:
-    """The devices that `goal` allows; with `lease_name`, held until the context ends.
+    """Connect to the devices that `goal` allows; with `lease_name`, hold a lease on each until the context ends.
 
-    Raises NoDevices, AgentBusy when another coordinator holds one that is wanted, BadSetting for an unknown name.
+    Raises NoDevices, AgentBusy if another coordinator holds a wanted device, BadSetting for an unknown name.
     """
     credential = resolve_credential(reach.key)
     if not isinstance(credential, HomeKey):
@@ -65,7 +65,7 @@ async def reached(
         if not fleet.devices:
             await fleet.settle(reach.wait_seconds, 1, limit)
         for device in allowed(goal, fleet.devices.values()):
-            if device.health == "busy":  # asked once more, it says who holds it, unless it has become free
+            if device.health == "busy":  # asking again raises AgentBusy with the holder, unless the device is free now
                 request = AcquireLease(holder=fleet.holder, holder_name=lease_name or "", seconds=LEASE_SECONDS)
                 await fleet.ask(device.device_id, request, LeaseGranted)
         if not fleet.usable():
@@ -76,7 +76,7 @@ async def reached(
 
 
 def wanted(goal: Goal, devices: Collection[_D], known: Collection[Named]) -> list[_D]:
-    """The devices that `goal` allows. Raises BadSetting where none is left, and for a name that is not `known`."""
+    """The devices that `goal` allows. Raises BadSetting if none is left, and for a name that no `known` device has."""
     require_known("--limit", [limit.device for limit in goal.limits], known)
     require_known("--exclude", goal.exclude, known)
     left = allowed(goal, devices)

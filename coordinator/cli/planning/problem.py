@@ -1,4 +1,4 @@
-"""Published placement problems, as `hearth plan` solves and shows them. Their devices and times are in the file."""
+"""Planning of published placement problems for `hearth plan`; devices and times come from the file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hearth.errors import BadSetting
 
 
 async def plan_problem(goal: GraphGoal, output: Output) -> None:
-    """The unit of its times is not named in the file. Raises HearthError."""
+    """Solve a placement problem and print the result, without a unit: the file names none. Raises HearthError."""
     path = Path(goal.model_file)
     if goal.objective != "latency":
-        reason = f"{path} is a placement problem, for latency, with its own devices"
+        reason = f"{path} is a placement problem with its own devices; only latency is supported"
         raise BadSetting(setting="--objective", reason=reason)
     problem = read_instance(path, goal.congestion)
     planned = await solve_instance(goal, report_strategy)
@@ -45,4 +45,4 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     out.print(proof_line(planned.chosen, ""))
     out.print(candidates_table(planned, "latency", "", None if output.explain else NUM_OTHERS))
     if output.picture is not None:
-        out.print(f"drew {output.picture}")
+        out.print(f"wrote {output.picture}")

@@ -1,4 +1,4 @@
-"""Plans for transformers, as `hearth plan` makes, shows and times them."""
+"""Planning of transformers for `hearth plan`: profiles, plans, output, timing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import DeviceTrace, GenerationEnded, Sampling
 
-_NUM_OTHERS = 3  # alternatives that are shown without --explain
+_NUM_OTHERS = 3  # alternatives shown without --explain
 _SEED = 20240525
-_ANSWER_SECONDS = 600.0  # between two tokens
+_ANSWER_SECONDS = 600.0  # timeout of the wait for one token
 
 
 @dataclass(frozen=True)
 class PlannedTransformer:
-    """A plan, with what its planner knows of it."""
+    """A plan with all candidates, and the request that it answers."""
 
     found: Planned[TransformerPlan]
     request: PlanRequest
@@ -66,7 +66,7 @@ class PlannedTransformer:
         predicted = plan.predicted
         out.print(*tables.plan_tables(plan), sep="\n")
         out.print(
-            f"predicted: {format_seconds(predicted.latency_seconds)} a step "
+            f"predicted: {format_seconds(predicted.latency_seconds)} per step "
             f"(busiest device {format_seconds(predicted.compute_seconds)}, "
             f"busiest link {format_seconds(predicted.transfer_seconds)})"
         )
@@ -78,23 +78,23 @@ class PlannedTransformer:
             out.print(f"\n{why_won(self.found, cluster, self.request.strategy)}")
             out.print(tables.candidates_list(self.found, cluster))
         elif plan.alternatives:
-            title = f"Not taken ({unit_of(plan)})" if plan.body.generation else "Not taken"
+            title = f"Not chosen ({unit_of(plan)})" if plan.body.generation else "Not chosen"
             out.print(tables.others_table(self.found, _NUM_OTHERS, "predicted", title))
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:
-        """This plan first."""
+        """This plan, then the best one of each other strategy."""
         return best_of_each_strategy(self.found)
 
 
 class TransformerPlanning:
-    """One transformer, and how it is profiled, planned and timed. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
+    """Profiles, plans and times one transformer. Raises BadCheckpoint, UnsupportedArchitecture, BadSetting."""
 
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
         self.model = open_model(goal)
 
     def read(self, profile: Path | None = None, devices: Path | None = None) -> ClusterProfile | None:
-        """The cluster in a saved profile; None: live devices are to be measured. Raises BadSetting."""
+        """The cluster of a saved profile; None: measure live devices. Raises BadSetting."""
         return read_transformer_profile(profile, self.model.spec) if profile is not None else None
 
     async def profile(self, live: Live) -> ClusterProfile:
@@ -118,13 +118,13 @@ class TransformerPlanning:
         return shard_weights(self.model.directory, plan, cache_dir)
 
     async def measured_seconds(self, deployment: TransformerDeployment, rounds: int) -> tuple[float, ...]:
-        """Of each step (of a decoder: of each request) on random tokens, after one that warms up."""
+        """Seconds of each step (decoder: request) on random tokens, after one warm-up run."""
         seconds = [await _seconds(deployment, seed) for seed in range(_SEED, _SEED + rounds + 1)]
         return tuple(seconds[1:])
 
 
 def timed_tokens(plan: TransformerPlan) -> tuple[int, int]:
-    """Rows of the prompt or step, and tokens to generate: 0 for an encoder."""
+    """Rows of the prompt (encoder: of the step), and tokens to generate (encoder: 0)."""
     limits, seq_len = plan.body.generation, plan.body.seq_len
     if limits is None:
         return seq_len, 0
@@ -142,4 +142,4 @@ async def _seconds(deployment: TransformerDeployment, seed: int) -> float:
         async for answer in answers:
             if isinstance(answer, GenerationEnded):
                 return answer.prefill_seconds + answer.decode_seconds
-    raise StepFailed(device=plan.devices[0].name, reason="its answer had no end")
+    raise StepFailed(device=plan.devices[0].name, reason="the answer ended without GenerationEnded")

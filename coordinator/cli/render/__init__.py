@@ -1,1 +1,1 @@
-"""Devices, links, plans and graphs as text, tables and pictures for people."""
+"""Text, tables and pictures of devices, links, plans and graphs."""

@@ -1,4 +1,4 @@
-"""Plans for graphs as tables and lines for people."""
+"""Tables and text lines for plans of operator graphs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes, format_seconds
 
-_NUM_TRANSFERS = 12  # that are listed, the largest first
-_SAME = 0.0005  # relative difference of seconds that rounds to 0.0%
+_NUM_TRANSFERS = 12  # listed by --explain, the largest first
+_SAME = 0.0005  # relative difference that prints as 0.0%
 
 
 def graph_plan_tables(plan: GraphPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
-    """Per device: what it runs and its busy time for a request; and its bytes against the budget (`memory_table`)."""
+    """Per device: operators, segments and busy time per request; and bytes against the budget (`memory_table`)."""
     title = f"Plan: {plan.model.name} by {plan.planner} {on_devices(plan)}, for {plan.body.objective}"
     segments = [plan.body.segments_of(rank) for rank in range(plan.num_ranks)]
     work: dict[str, Iterable[object]] = {
         "operators": [sum(len(segment.operators) for segment in own) for own in segments],
         "segments": [len(own) for own in segments],
-        "busy for a request": [format_seconds(device.compute_seconds) for device in plan.devices],
+        "busy per request": [format_seconds(device.compute_seconds) for device in plan.devices],
     }
     return work_table(plan, title, work), memory_table(plan, ("weights", "activations", "workspace"), peaks)
 
@@ -40,21 +40,21 @@ def prediction_line(plan: GraphPlan) -> str:
     predicted = plan.predicted
     rate = 1 / predicted.bottleneck_seconds if predicted.bottleneck_seconds > 0 else float("inf")
     return (
-        f"predicted: {format_seconds(predicted.latency_seconds)} for one request; a full pipeline takes "
-        f"{format_seconds(predicted.bottleneck_seconds)} for each ({rate:.3g} a second)"
+        f"predicted: {format_seconds(predicted.latency_seconds)} for one request alone; "
+        f"{format_seconds(predicted.bottleneck_seconds)} per request of a full pipeline ({rate:.3g} per second)"
     )
 
 
 def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
-    """The planner's own solution and its proof; where the plan's prediction differs from that, by how much."""
+    """The planner's objective value and proof, and how much the plan's prediction differs from it."""
     solution = chosen.solution
     assert solution is not None
     value, took = _amount(solution.value, unit), f"found in {format_seconds(solution.seconds)}"
     more = chosen.seconds / solution.value - 1 if chosen.plan is not None and solution.value > 0 else 0.0
     if abs(more) >= _SAME:
-        value += " by its own objective (operators and transfers alone)"
+        value += " by its own objective (operators and transfers only)"
         side = "above" if more > 0 else "below"
-        took += f"; the prediction, with whole segments and the workers' overheads, is {abs(more):.1%} {side} that"
+        took += f"; the prediction, with whole segments and the workers' overheads, is {abs(more):.1%} {side} it"
     if solution.proven:
         return f"{chosen.strategy}: {value}, proven optimal, {took}"
     if solution.bound > 0:
@@ -64,28 +64,28 @@ def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
 
 
 def one_device_line(planned: Planned[GraphPlan]) -> str:
-    """Say so where one device is as good as several; empty otherwise."""
+    """A note if one device is as good as several; otherwise empty."""
     found = [each for each in planned.candidates if each.plan is not None]
     shared = [each for each in found if each.num_devices > 1]
     if planned.chosen.num_devices > 1 or all(each.strategy == LOCAL for each in found):
         return ""
     if not shared:
-        return "one device is faster: every strategy that may share the work keeps it on one"
+        return "one device is faster: every strategy places the whole graph on one device"
     best, alone = min(shared, key=lambda each: each.seconds), planned.chosen.seconds
     if alone <= best.seconds:
         factor = f"{best.seconds / alone:.2f}x as long" if alone > 0 else "longer"
         return f"one device is faster: the best plan on several ({best.label}) takes {factor}"
     took = format_seconds(best.seconds)
-    return f"one device is as fast but for a hair: the best plan on several ({best.label}) takes {took}"
+    return f"one device is nearly as fast: the best plan on several ({best.label}) takes {took}"
 
 
 def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: str, most: int | None = None) -> Table:
-    """All candidates, the chosen one first; with `most`, only that number of the others."""
+    """All candidates, the chosen one first; with `most`, that many of the others instead."""
     heading = "one request" if objective == "latency" else "per request"
     if most is not None:
-        return others_table(planned, most, heading, "Not taken", partial(_amount, unit=unit))
+        return others_table(planned, most, heading, "Not chosen", partial(_amount, unit=unit))
     numbers = (right(heading, no_wrap=True), right("devices"), right("planned in"))
-    found = table("strategy", *numbers, "why", title="Priced, all by the same simulator")
+    found = table("strategy", *numbers, "why", title="Candidates, priced by the same simulator")
     for each in planned.candidates:
         why = "[green]chosen[/]" if each is planned.chosen else each.reason
         if each.solution is None:
@@ -97,23 +97,23 @@ def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: st
 
 
 def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:
-    """What the time goes to, and what travels."""
+    """The bottleneck, and the largest transfers."""
     busiest = priced.bottleneck[0]
     names = [device.name for device in plan.devices]
     what = {
         ResourceKind.COMPUTE: "the compute of",
-        ResourceKind.SEND: "what is sent by",
-        ResourceKind.RECEIVE: "what is received by",
+        ResourceKind.SEND: "the outgoing transfers of",
+        ResourceKind.RECEIVE: "the incoming transfers of",
     }[busiest.kind]
     share = priced.bottleneck_seconds / priced.latency_seconds if priced.latency_seconds > 0 else 0.0
     lines = [
-        f"busiest in a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} for a request "
-        f"({share:.0%} of the time that one alone takes)"
+        f"bottleneck of a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} per "
+        f"request ({share:.0%} of the time of one request alone)"
     ]
     transfers = sorted(transfers_of(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)
     if transfers:
         total = sum(each.num_bytes for each in transfers)
-        lines.append(f"{len(transfers)} transfers of {format_bytes(total)} in all for a request:")
+        lines.append(f"{len(transfers)} transfers per request, {format_bytes(total)} in total:")
         lines += [
             f"  {names[each.source]} to {names[each.target]}: {each.tensor}, {format_bytes(each.num_bytes)}"
             for each in transfers[:_NUM_TRANSFERS]
@@ -124,7 +124,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[s
 
 
 def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
-    """Each segment in the order in which they run."""
+    """One line per segment, in execution order."""
     lines = []
     for index, segment in enumerate(plan.body.segments):
         first, last = (spec.operators[segment.operators[end]].name for end in (0, -1))
@@ -139,7 +139,7 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
 def planned_as_json(
     planned: Planned[GraphPlan], asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
 ) -> dict[str, Any]:
-    """For programs."""
+    """The JSON output of `hearth plan` for a graph."""
     chosen, solution = planned.chosen, planned.chosen.solution
     assert solution is not None
     return {
@@ -171,7 +171,7 @@ def planned_as_json(
 
 
 def title_of(plan: GraphPlan) -> str:
-    """Of a picture."""
+    """Title of a picture."""
     what = "one request" if plan.body.objective == "latency" else "per request"
     return f"{plan.model.name} by {plan.planner}: {format_seconds(seconds_of(plan))} {what}"
 

@@ -1,4 +1,4 @@
-"""A graph coloured by device, as SVG, or as PNG where matplotlib is installed."""
+"""Draws a graph coloured by device, as SVG, or as PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from coordinator.cli.output import write_file
 from coordinator.cli.render.picture_layout import Layout, Part, lay_out, parts_of
 from hearth.errors import BadSetting
 
-# Light enough for black text, and apart also for the colour-blind (after Okabe and Ito, then Tol).
+# Light enough for black text, and distinguishable for colour-blind readers (after Okabe and Ito, then Tol).
 _COLOURS = (
     "#8ec7ee", "#f6c26b", "#8fd6b0", "#f4a6a0", "#cdb4e8", "#f1e27a", "#b5b5b5", "#e8b4d4", "#b9d77e", "#7fd0d3",
     "#d9b38c", "#a9b4f0",
 )  # fmt: skip
 _MARGIN = 24.0
-_HEAD = 22.0  # height of a line above the graph
+_HEAD = 22.0  # height of a line of the legend, in pixels
 _MAX_TEXT = 26
 _RADIUS = 4.0  # of the corners of boxes
 
@@ -30,7 +30,7 @@ Corner: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Drawing:
-    """`devices` are lines of the legend: a name, and what it does."""
+    """What to draw. `devices` are the lines of the legend, one per device."""
 
     title: str
     devices: tuple[str, ...]
@@ -45,29 +45,29 @@ def drawing_of(
     assignment: Sequence[int],
     edges: Sequence[tuple[int, int]],
 ) -> Drawing:
-    """Operators with these names and kinds (kinds may be empty), on the devices that `assignment` says."""
+    """Lay out operators with these names and kinds (kinds may be empty); `assignment` gives the device of each."""
     parts, between = parts_of(assignment, edges)
     labels = [_label(part, names, kinds) for part in parts]
     return Drawing(title, tuple(devices), lay_out(labels, [part.device for part in parts], between))
 
 
 def save_picture(path: Path, drawing: Drawing) -> None:
-    """In the format that the file's ending names (see `check_picture`). Raises BadSetting where it cannot be written."""
+    """Write the drawing in the format of the suffix (see `check_picture`). Raises BadSetting if it cannot be written."""
     write_file("--picture", path, rendered(drawing, path.suffix))
 
 
 def check_picture(path: Path) -> None:
-    """Raises BadSetting for what could not be drawn, before anything is planned."""
+    """Raise BadSetting for a file format that cannot be drawn, before anything is planned."""
     suffix = path.suffix.lower()
     if suffix not in (".svg", ".png"):
-        raise BadSetting(setting="--picture", reason=f"{path} ends neither in .svg nor in .png")
+        raise BadSetting(setting="--picture", reason=f"{path} must end in .svg or .png")
     if suffix == ".png" and find_spec("matplotlib") is None:
-        reason = "PNG needs matplotlib, which is not installed here; SVG needs nothing"
+        reason = "PNG needs matplotlib, which is not installed; use .svg"
         raise BadSetting(setting="--picture", reason=reason)
 
 
 def rendered(drawing: Drawing, suffix: str) -> bytes:
-    """The file's content: the same shapes in both formats."""
+    """The content of the file; both formats have the same shapes."""
     layout = drawing.layout
     top = _MARGIN + _HEAD * (len(drawing.devices) + 1) + 12
     head = max(len(text) for text in (drawing.title, *drawing.devices)) * 8.0
@@ -91,8 +91,8 @@ def rendered(drawing: Drawing, suffix: str) -> bytes:
 
 
 def _bends(points: Sequence[Corner]) -> Iterator[tuple[Corner, Corner, Corner]]:
-    """Control points and end of a cubic curve to each next point: soft on the way down; straight where it goes back up, to
-    the next column."""
+    """Control points and end of a cubic curve to each next point: rounded downwards, straight upwards (to the next
+    column)."""
     for (x, y), (x2, y2) in zip(points, points[1:], strict=False):
         bend = max((y2 - y) / 2, 0.0)
         yield (x, y + bend), (x2, y2 - bend), (x2, y2)
@@ -127,7 +127,7 @@ class _Svg:
 
 
 class _Png:
-    """Drawn by matplotlib, in pixels."""
+    """A matplotlib canvas with coordinates in pixels."""
 
     def __init__(self, width: float, height: float) -> None:
         from matplotlib.figure import Figure
@@ -168,7 +168,7 @@ class _Png:
 
 
 def _label(part: Part, names: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
-    """One operator: its kind and name. Several: how many of which kinds, the commonest first."""
+    """One operator: kind and name. Several: their number and most common kinds."""
     first = part.operators[0]
     if len(part.operators) == 1:
         return (_cut(kinds[first]), _short(names[first])) if kinds else (_short(names[first]),)
@@ -184,7 +184,7 @@ def _cut(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """The end of a name says more than its start."""
+    """Cut a name at its start: its end is more specific."""
     return text if len(text) <= _MAX_TEXT else f"…{text[-_MAX_TEXT + 1 :]}"
 
 

@@ -1,6 +1,6 @@
-"""Where the boxes of a drawn graph lie: layers by the longest path, few crossings, columns where it would get too tall. Pure.
+"""Layered layout of a drawn graph: layers by longest path, few edge crossings, several columns for tall graphs. Pure.
 
-A graph of many operators is drawn coarser, until it can be read: chains on one device become one box, then whole parts.
+Large graphs are drawn coarser: first chains of operators on one device become one box, then larger parts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-MOST_BOXES = 140  # more cannot be read on a page
-_SWEEPS = 6  # of ordering each layer by its neighbours
+MOST_BOXES = 140  # more are unreadable on one page
+_SWEEPS = 6  # passes that order each layer by its neighbours
 _MAX_ROUTED = 8  # an edge over more layers than this is drawn straight
 _LINE, _GAP_X, _GAP_Y, _PAD = 15.0, 14.0, 26.0, 14.0
-_CHARACTER = 6.3  # width of a label's, at 11 px
+_CHARACTER = 6.3  # width of a label's character at 11 px
 _COLUMN_HEIGHT = 1500.0
 _COLUMN_GAP = 46.0
-_THREAD = 10.0  # width that an edge takes where it passes a layer
+_THREAD = 10.0  # width reserved for an edge that passes through a layer
 
 
 class Point(NamedTuple):
@@ -38,7 +38,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Edge:
-    """A line through `points`. `crosses`: from one device to another."""
+    """A line through `points`. `crosses`: it connects different devices."""
 
     points: tuple[Point, ...]
     crosses: bool
@@ -53,7 +53,7 @@ class Layout:
 
 
 class Part(NamedTuple):
-    """Operators that are drawn as one box; all on one device."""
+    """Operators drawn as one box; all on one device."""
 
     operators: tuple[int, ...]
     device: int
@@ -62,7 +62,8 @@ class Part(NamedTuple):
 def parts_of(
     assignment: Sequence[int], edges: Sequence[tuple[int, int]], most: int = MOST_BOXES
 ) -> tuple[list[Part], list[tuple[int, int]]]:
-    """As fine as can be read: operators; else chains on one device; else all that a device does between two exchanges."""
+    """Group operators into at most `most` boxes if possible: single operators, else chains on one device, else all that a
+    device computes between two exchanges."""
     num_operators = len(assignment)
     for grouping in (list(range(num_operators)), _chains(assignment, edges), _stages(assignment, edges)):
         members: dict[int, list[int]] = {}
@@ -77,7 +78,7 @@ def parts_of(
 
 
 def _chains(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """By operator, the first one of its chain."""
+    """For each operator, the first operator of its chain (one device, one edge in and out)."""
     out, into = Counter(a for a, _ in edges), Counter(b for _, b in edges)
     group = list(range(len(assignment)))
     for a, b in sorted(edges, key=lambda edge: edge[1]):
@@ -87,9 +88,9 @@ def _chains(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list
 
 
 def _stages(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """By operator, the first one of its device and stage: as many exchanges lie before all of them.
+    """For each operator, the first operator of its group: same device, and same number of device changes before it.
 
-    From a stage one gets only to later ones, or stays on its device, so that groups never wait for each other in turn.
+    Edges lead to a group with more device changes or stay in the group, so groups cannot depend on each other in a cycle.
     """
     stage = [0] * len(assignment)
     for a, b in sorted(edges, key=lambda edge: edge[1]):
@@ -102,12 +103,12 @@ def _stages(assignment: Sequence[int], edges: Sequence[tuple[int, int]]) -> list
 
 
 def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Boxes with these lines of text, from top to bottom; every edge leads to a later box, or down."""
+    """Place boxes with these lines of text in layers; every edge leads to a lower layer."""
     level = _levels(len(labels), edges)
     layers: list[list[int]] = [[] for _ in range(max(level, default=0) + 1)]
     for node, on in enumerate(level):
         layers[on].append(node)
-    # An edge that passes layers is a thread of points, one in each, which take their place among the boxes.
+    # An edge that passes through layers gets a point in each of them, which is ordered like the boxes.
     routes: list[list[int]] = []
     num_nodes = len(labels)
     neighbours: list[tuple[int, int]] = []
@@ -129,7 +130,7 @@ def lay_out(labels: Sequence[Sequence[str]], devices: Sequence[int], edges: Sequ
 
 
 def _levels(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Longest path from a source; numbers of parts are in no topological order."""
+    """Length of the longest path from a source to each node. Node numbers need not be in topological order."""
     before: list[list[int]] = [[] for _ in range(num_nodes)]
     for a, b in edges:
         before[b].append(a)
@@ -140,7 +141,7 @@ def _levels(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _reduce_crossings(layers: list[list[int]], neighbours: Sequence[tuple[int, int]], num_nodes: int) -> None:
-    """Sort each layer by where its nodes' neighbours stand in the layer before, then after, in turn (barycentres)."""
+    """Barycentre heuristic: sort each layer by the mean position of its neighbours above, then below, in turns."""
     before: list[list[int]] = [[] for _ in range(num_nodes)]
     after: list[list[int]] = [[] for _ in range(num_nodes)]
     for a, b in neighbours:
@@ -167,7 +168,7 @@ def _place(
     widths: Sequence[float],
     height: float,
 ) -> Layout:
-    """Coordinates; layers that do not fit below each other go on in the next column."""
+    """Compute coordinates; layers that exceed the height continue in the next column."""
     step = height + _GAP_Y
     per_column = max(int(_COLUMN_HEIGHT // step), 1)
     num_columns = -(-len(layers) // per_column)

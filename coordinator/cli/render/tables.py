@@ -1,4 +1,4 @@
-"""Devices, links and plans as tables for people."""
+"""Tables of devices, links and plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MEMORY = {
 }  # fmt: skip
 
 
-# Empty tables as all of them look, and columns of numbers.
+# The common style of all tables, and right-aligned columns for numbers.
 table = partial(Table, title_justify="left", caption_justify="left", show_edge=False)
 right = partial(Column, justify="right")
 
@@ -33,7 +33,7 @@ right = partial(Column, justify="right")
 
 
 def device_table(devices: Sequence[DeviceInfo]) -> Table:
-    """Fits a terminal of 80 columns."""
+    """Devices with state and telemetry; fits a terminal of 80 columns."""
     name_column, free = Column("device", no_wrap=True, min_width=21), right("may use\n[dim]free[/]")
     found = table(name_column, "state", "processor", "load", free, "GPU, temp", title="Devices")
     for device in devices:
@@ -56,7 +56,7 @@ def device_table(devices: Sequence[DeviceInfo]) -> Table:
 
 
 def history_table(history: Sequence[PhaseEntered]) -> Table:
-    """The life cycle of a deployment, the newest move last."""
+    """The phases of a deployment, oldest first."""
     found = table(
         right("ago", no_wrap=True), Column("phase", no_wrap=True), Column("because", overflow="fold"), title="History"
     )
@@ -67,7 +67,7 @@ def history_table(history: Sequence[PhaseEntered]) -> Table:
 
 
 def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
-    """A matrix: rows send, columns receive; rate and round trip of each ordered pair."""
+    """Rate and round trip of each ordered pair of devices: rows send, columns receive."""
     by_ends = {(link.source, link.target): link for link in links}
     ends = [device for device in names if any(device in pair for pair in by_ends)]
     found = table("", *(right(names[device]) for device in ends), title="Links, from row to column (rate, round trip)")
@@ -84,7 +84,7 @@ def link_table(links: Iterable[Link], names: dict[str, str]) -> Table:
 
 
 def work_table(plan: Plan, title: str, work: Mapping[str, Iterable[object]]) -> Table:
-    """What each device does: `work` has a column of values, by rank, for each heading."""
+    """Work of each device. `work` maps each heading to a column of values, by rank."""
     found = table(Column("device", overflow="fold"), *map(right, work), title=title)
     for device, *cells in zip(plan.devices, *work.values(), strict=True):
         found.add_row(device.name, *map(str, cells))
@@ -94,9 +94,9 @@ def work_table(plan: Plan, title: str, work: Mapping[str, Iterable[object]]) -> 
 def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> Table:
     """Bytes of these kinds on each device, against its budget.
 
-    `peaks` are the most bytes that a device's worker had in memory so far, by the device's id.
+    `peaks` are the peak bytes of each device's worker so far, by device id.
     """
-    # A decoder's plan has one kind more, and one column less, so that it fits a terminal of 80 columns.
+    # A decoder's plan has a KV cache column; total and budget then share one column, to fit a terminal of 80 columns.
     together = "kv_cache" in kinds
     headings = [*(_MEMORY[kind] for kind in kinds), *(("total\n[dim]budget[/]",) if together else ("total", "budget"))]
     if peaks:
@@ -116,7 +116,7 @@ def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> 
 def others_table(
     planned: Planned[Any], most: int, heading: str, title: str, amount: Callable[[float], str] = format_seconds
 ) -> Table:
-    """The best `most` candidates that were not taken."""
+    """The best `most` candidates that were not chosen."""
     left = len(planned.others) - most
     caption = f"and {left} more; --explain shows all" if left > 0 else None
     found = table("strategy", right(heading, no_wrap=True), "why", title=title, caption=caption)
@@ -133,11 +133,11 @@ def on_devices(plan: Plan) -> str:
 
 
 def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[Table, Table]:
-    """Per device: its shares and its busy time in a step; and its bytes by kind against the budget (`memory_table`)."""
+    """Per device: shares and busy time in a step; and bytes against the budget (`memory_table`)."""
     body, ranks = plan.body, range(plan.num_ranks)
     title = (
         f"Plan: {plan.model.name} by {body.title} {on_devices(plan)}, "
-        f"{body.seq_len} rows a step, predicted {format_seconds(plan.predicted.latency_seconds)}"
+        f"{body.seq_len} rows per step, predicted {format_seconds(plan.predicted.latency_seconds)}"
     )
     if rate := decoding_rate(plan):
         title += f", then {rate}"
@@ -157,22 +157,22 @@ def plan_tables(plan: TransformerPlan, peaks: Mapping[str, int] = {}) -> tuple[T
 
 
 def formats_line(plan: TransformerPlan) -> str:
-    """The value formats on the links, where they differ."""
+    """The value formats of links, for a plan in which they differ."""
     names = [device.name for device in plan.devices]
     if len(plan.body.exact_links) == len(names) * (len(names) - 1):
         return f"activations: exact on all links: {plan.wire.values} would save no time"
     links = ", ".join(f"{names[source]} to {names[target]}" for source, target in plan.body.exact_links)
-    return f"activations: {plan.wire.values}, but exact where that costs no time: {links}"
+    return f"activations: {plan.wire.values}; exact on links where that costs no time: {links}"
 
 
 def generation_lines(plan: TransformerPlan) -> list[str]:
-    """What a plan for a decoder promises and predicts; nothing for an encoder."""
+    """KV cache capacity and predicted decoding rate of a decoder's plan; empty for an encoder."""
     generation = plan.body.generation
     if generation is None:
         return []
     context = generation.context or generation.kv_tokens
     room = (
-        f"KV cache: {generation.kv_tokens} tokens, for {generation.kv_tokens // context} sequences of {context} at once"
+        f"KV cache: {generation.kv_tokens} tokens: {generation.kv_tokens // context} concurrent sequences of {context}"
     )
     if rate := decoding_rate(plan):
         return [f"decoding: {rate} for one sequence; {format_seconds(seconds_of(plan))} {unit_of(plan)}", room]
@@ -180,7 +180,7 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
 
 
 def candidates_list(planned: Planned[TransformerPlan], cluster: ClusterProfile) -> Table:
-    """Every priced plan, the chosen one first: its time, what bounds it, and why it was not chosen."""
+    """Every candidate, the chosen one first: its time, its bottlenecks, and why it was not chosen."""
     found = Table.grid(padding=(0, 2))
     found.add_column(justify="right", no_wrap=True, min_width=9)
     found.add_column(overflow="fold")

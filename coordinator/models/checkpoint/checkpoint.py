@@ -1,7 +1,7 @@
-"""safetensors checkpoints as mapped files: a single file, or shards with an index. Nothing is read before it is needed.
+"""safetensors checkpoints as memory-mapped files: a single file, or shards with an index. Data is read when needed.
 
-The header is read here rather than by the library because its numpy loader knows no bfloat16 and a coordinator loads no
-torch; the format (8 bytes of length, JSON, raw data) is documented and fixed.
+The header is parsed here and not by the library, because the library's numpy loader does not support bfloat16 and the
+coordinator does not load torch. The format (8 bytes of length, JSON, raw data) is documented and fixed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 from hearth.errors import BadCheckpoint
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
-# Parts of mapped files that stay resident: the tensors of a layer, from which many chunks are cut one after the other.
+# Mapped pages that may stay resident: the tensors of a layer, from which many chunks are cut one after the other.
 _RESIDENT_BYTES = 64 << 20
-_BLOCK_BYTES = 4 << 20  # of a tensor that is larger: what is resident at a time
-# The format's names: ours, and the numpy type of the raw bytes.
+_BLOCK_BYTES = 4 << 20  # resident at a time while a tensor larger than that is copied
+# The format's dtype -> our name, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
 SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
 _CAN_LET_GO = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
@@ -53,14 +53,14 @@ class _File:
             raise self._unreadable(error) from None
 
     def close(self) -> None:
-        """Unmap, unless arrays still look into it: then the last of them does."""
+        """Unmap the file. If arrays still refer to it, it is unmapped with the last of them."""
         with suppress(BufferError):
             self.map.close()
 
     def read(self, start: int, into: np.ndarray[Any, Any]) -> None:
         """Fill a contiguous array. Raises BadCheckpoint."""
         try:
-            with self.path.open("rb") as file:  # several threads read, each at its own place
+            with self.path.open("rb") as file:  # a separate handle: several threads read at different positions
                 file.seek(start)
                 if file.readinto(into.data) < into.nbytes:
                     raise self._bad("it was cut short while it was read")
@@ -73,7 +73,7 @@ class _File:
             raise self._bad("it is too short for a header")
         header_bytes = int.from_bytes(data[:8], "little")
         if header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
-            raise self._bad("it was cut short, or is no safetensors file")
+            raise self._bad("it was cut short, or is not a safetensors file")
         try:
             header = json.loads(data[8 : 8 + header_bytes])
             found = {
@@ -102,7 +102,7 @@ class _File:
         return _Tensor(self, dtype, shape, data_start + start, data_start + stop)
 
     def let_go(self, start: int, stop: int) -> None:
-        """These bytes are read no more just now: their pages need not be resident for us (the page cache keeps them)."""
+        """Release the pages of these bytes from this process (MADV_DONTNEED); the page cache may keep them."""
         start -= start % mmap.PAGESIZE
         if _CAN_LET_GO and stop > start:
             self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
@@ -115,13 +115,13 @@ class _File:
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """All tensors of a model directory, by name. Raises BadCheckpoint that names the file and the fault."""
+    """All tensors of a model directory, by name. Raises BadCheckpoint, which names the file and the fault."""
 
     def __init__(self, model_dir: Path) -> None:
         self.path = model_dir
         self._files: list[_File] = []
         self._tensors: dict[str, _Tensor] = {}
-        self._recent: dict[_Tensor, None] = {}  # that are resident, the last used last
+        self._recent: dict[_Tensor, None] = {}  # resident tensors, least recently used first
         try:
             for path, promised in _files_of(model_dir).items():
                 self._add(path, promised)
@@ -140,7 +140,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return tuple(file.path for file in self._files)
 
     def close(self) -> None:
-        """Unmap, unless arrays still look into the files: then the last of them does."""
+        """Unmap the files. If arrays still refer to one, it is unmapped with the last of them."""
         for file in self._files:
             file.close()
 
@@ -168,12 +168,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return flat.reshape(tensor.shape)
 
     def copied(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A copy, C-contiguous, of part of `array(name)`; from any thread. Little of the files stays resident, whatever
-        their size. Raises BadCheckpoint."""
+        """A C-contiguous copy of `view`, which is part of `array(name)`. Thread-safe.
+
+        Only a bounded part of the files stays resident, whatever their size. Raises BadCheckpoint.
+        """
         tensor = self._tensor(name)
-        shift = tensor.start - self.array(name).ctypes.data  # from an address in memory to a place in the file
+        shift = tensor.start - self.array(name).ctypes.data  # from a memory address to an offset in the file
         for turned in (view, view.T):
-            if turned.flags.c_contiguous:  # a run of bytes is read, which takes less than mapping it for one use
+            if turned.flags.c_contiguous:  # one run of bytes: reading it is cheaper than paging it in for one use
                 copy = np.empty(turned.shape, turned.dtype)
                 tensor.file.read(turned.ctypes.data + shift, copy)
                 return copy if turned is view else np.ascontiguousarray(copy.T)
@@ -183,9 +185,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return _copied_by_blocks(tensor.file, view, shift)
 
     def _used(self, tensor: _Tensor) -> None:
-        """Other parts of it are wanted soon: it stays resident, and what was used longest ago does not.
+        """Keep this tensor resident, since other parts of it are needed soon, and release the least recently used ones.
 
-        Threads may come at once: each step here is one of the dictionary's own, and letting go twice does no harm.
+        Thread-safe without a lock: each dictionary operation is atomic, and releasing pages twice does no harm.
         """
         self._recent.pop(tensor, None)
         self._recent[tensor] = None
@@ -203,7 +205,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._files.append(file)
         found = file.tensors()
         if missing := promised - found.keys():
-            reason = f"the index promises the tensor {min(missing)}, which is not in it"
+            reason = f"it lacks the tensor {min(missing)}, which the index lists for it"
             raise BadCheckpoint(path=str(path), reason=reason)
         self._tensors.update(found)
 
@@ -215,9 +217,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
 
 def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any], shift: int) -> np.ndarray[Any, Any]:
-    """As `np.array`, of a view that reaches over more of the file than may be resident."""
+    """Like `np.array`, for a view that spans more of the file than may be resident."""
     copy = np.empty(view.shape, view.dtype)
-    slowest = int(np.argmax(view.strides))  # the axis along which the file is passed through once
+    slowest = int(np.argmax(view.strides))  # copying along this axis reads the file from start to end once
     here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
     count = max(_BLOCK_BYTES // there.strides[0], 1)
     for first in range(0, there.shape[0], count):
@@ -230,7 +232,7 @@ def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any], shift: int) -> np
 
 
 def _files_of(model_dir: Path) -> dict[Path, set[str]]:
-    """The files of a checkpoint, with the tensors that an index promises in each."""
+    """The files of a checkpoint, with the tensors that the index lists for each."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.exists():
         return {single: set()}

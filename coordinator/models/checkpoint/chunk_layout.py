@@ -1,4 +1,4 @@
-"""All chunks of a model, their sizes, and which of them a rank needs. Pure."""
+"""All chunks of a model, their sizes, and the chunks that each rank needs. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hearth.wire.messages import ChunkRef
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape that each of our tensors has, outputs first."""
+    """The shape of each tensor, by our name for it; the output axis comes first."""
     H, F, V, d = spec.hidden_size, spec.ffn_size, spec.vocab_size, spec.head_dim
     q, kv = spec.q_width(spec.num_heads), spec.kv_width(spec.num_heads)
     shapes: dict[str, tuple[int, ...]] = {
@@ -46,7 +46,7 @@ def all_chunks(spec: ModelSpec) -> Iterator[tuple[ChunkKind, int, int]]:
 
 
 def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int) -> tuple[ChunkRef, ...]:
-    """Exactly the chunks that this rank needs: not one byte more travels."""
+    """The chunks that this rank needs, and no others."""
     spec, body = plan.model, plan.body
     vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
     held = [body.holding(rank, layer) for layer in range(spec.num_layers)]
@@ -67,7 +67,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int
 
 
 def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:
-    """How many weights a chunk holds, computed from the spec alone: for planners."""
+    """Number of weights in a chunk, computed from the spec alone (for planners)."""
     shapes = tensor_shapes(spec)
     total = 0
     for part in slices(spec, kind, grain):

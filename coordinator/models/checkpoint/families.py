@@ -17,16 +17,16 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.rotary import read_rotary
 from hearth.validation import first_error
 
-# From a config and our fields read so far to more of our fields. Raises ValueError or UnsupportedArchitecture.
+# (config, our fields read so far) -> more of our fields. Raises ValueError or UnsupportedArchitecture.
 Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint keeps one of our tensors, all of whose shapes begin with the outputs.
+    """Where a checkpoint stores one of our tensors, whose first axis is always the output.
 
-    `part` is (index, of): one of equal parts of a fused tensor along its outputs. `transposed`: stored [in, out].
-    `prefixed`: the task head's prefix stands before the name.
+    `part` is (index, of): one of `of` equal parts of a fused tensor along its output axis. `transposed`: stored as
+    [in, out]. `prefixed`: the name is preceded by the task head's prefix.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Source:
     prefixed: bool = True
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored tensor, where ours has `shape`."""
+        """The shape of the stored tensor, if ours has `shape`."""
         whole = (shape[0] * self.part[1], *shape[1:])
         return whole[::-1] if self.transposed else whole
 
     def view(self, stored: Any) -> Any:
-        """Our tensor as a view of the stored one, of numpy or torch."""
+        """Our tensor as a view of the stored one (numpy or torch)."""
         by_output = stored.T if self.transposed else stored
         index, of = self.part
         size = by_output.shape[0] // of
@@ -49,12 +49,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Family:
-    """How one architecture writes its config and names its tensors.
+    """The config fields and tensor names of one architecture.
 
-    `config` maps our field to theirs; `facts` are our fields that the architecture fixes, `rules` find those that no
-    single field says. `required` are settings that only have one value we can compute. `layer` maps our tensor to theirs
-    under `layer_prefix` (with `{}` for the layer); `embedding` likewise. `prefixes` are what task heads put before every
-    name.
+    `config` maps our field to theirs. `facts` are fields that the architecture fixes; `rules` compute fields that do not
+    follow from a single one of theirs. `required` are settings of which only one value is supported. `layer` maps our
+    tensor to theirs under `layer_prefix` (with `{}` for the layer); `embedding` does so outside the layers. `prefixes` are
+    those that task heads put before every name.
     """
 
     config: Mapping[str, str]
@@ -77,7 +77,7 @@ def _gpt2_ffn(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[s
 
 
 def _opt_one_width(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OPT-350m's word embedding is narrower than its layers, with projections between."""
+    """Refuse models such as OPT-350m, whose word embedding is narrower than the layers, with projections in between."""
     found, hidden = config.get("word_embed_proj_dim"), values["hidden_size"]
     if found not in (None, hidden):
         raise _unsupported(config, "word_embed_proj_dim", found, hidden)
@@ -85,7 +85,7 @@ def _opt_one_width(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapp
 
 
 def _rotary(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Whole heads turn: transformers' code of these families knows no share of one."""
+    """Rotary embedding of whole heads: the transformers library has no partial rotary embedding for these families."""
     rotary = read_rotary(config, values["head_dim"], values["max_positions"])
     if rotary.rotated != 1:
         raise _unsupported(config, "partial_rotary_factor", rotary.rotated, 1.0)
@@ -93,7 +93,7 @@ def _rotary(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str
 
 
 def _qwen_windows(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The last layers have a sliding window: from `max_window_layers` on, unless `layer_types` says it by layer."""
+    """The last layers have a sliding window: from `max_window_layers` on, unless `layer_types` lists the kinds by layer."""
     layers, kinds = values["num_layers"], config.get("layer_types")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if kinds is None:
@@ -110,7 +110,7 @@ def _qwen_windows(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mappi
     return {"sliding_window": window, "full_attention_layers": full} if full < layers else {}
 
 
-# What most architectures call these in their configs.
+# The field names in the configs of most architectures.
 _USUAL_CONFIG = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "hidden_size": "hidden_size",
     "ffn_size": "intermediate_size", "vocab_size": "vocab_size", "max_positions": "max_position_embeddings",
@@ -244,7 +244,7 @@ MISTRAL = replace(
     config={**_LLAMA_CONFIG, "sliding_window": "sliding_window"},
     defaults={**_LLAMA_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
     facts={**_LLAMA_FACTS, "qkv_bias": False, "out_bias": False, "mlp_bias": False},
-    required={"layer_types": None},  # of its successors, which were published under its name
+    required={"layer_types": None},  # set by later models that were published under this model type
 )
 
 QWEN2 = replace(
@@ -268,7 +268,7 @@ FAMILIES: Mapping[str, Family] = {
     "bert": BERT, "distilbert": DISTILBERT, "gpt2": GPT2, "opt": OPT,
     "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3,
 }  # fmt: skip
-_REQUIRED = {"quantization_config": None}  # of every family
+_REQUIRED = {"quantization_config": None}  # for every family
 _ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new",
     "relu": "relu", "silu": "silu", "swish": "silu",
@@ -301,7 +301,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
 
 
 def _values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields. Raises ValueError or UnsupportedArchitecture."""
+    """The fields of `ModelSpec` from a config. Raises ValueError or UnsupportedArchitecture."""
     values = dict(family.facts)
     for ours, theirs in family.config.items():
         if theirs not in config and theirs not in family.defaults:
@@ -330,7 +330,7 @@ def _values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(name: str, value: Any) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"{name}: {_short(value)} is no whole number")
+        raise ValueError(f"{name}: {_short(value)} is not a whole number")
     return value
 
 
@@ -347,7 +347,7 @@ def _short(value: Any) -> str:
 
 
 class TensorNames:
-    """Where one checkpoint keeps a family's tensors, with the prefix that its task head gave their names."""
+    """The names of a family's tensors in one checkpoint, including the prefix of its task head."""
 
     def __init__(self, family: Family, checkpoint: Checkpoint) -> None:
         self._family = family
@@ -358,7 +358,7 @@ class TensorNames:
         self._prefix = present[0]
 
     def layer(self, index: int, tensor: str) -> Source:
-        """`tensor` is ours, such as `q.weight`; the source has its full name."""
+        """The source of a layer's tensor. `tensor` is our name, such as `q.weight`; the source has the full name."""
         return self._full(self._family.layer, self._family.layer_prefix.format(index), tensor)
 
     def embedding(self, tensor: str) -> Source:
@@ -376,7 +376,7 @@ def _source(entry: str | Source) -> Source:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises BadCheckpoint."""
+    """Read a JSON object from a file. Raises BadCheckpoint."""
     value = read_content(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"))
     if not isinstance(value, dict):
         raise BadCheckpoint(path=str(path), reason="it does not hold a JSON object")
@@ -384,6 +384,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_name(model_dir: Path, config: Mapping[str, Any]) -> str:
-    """What people call it: the end of the name it was published under, else its directory."""
+    """The name shown to users: the last part of the name under which it was published, or else its directory's name."""
     published = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
     return (published or model_dir.resolve().name)[:256]

@@ -1,4 +1,4 @@
-"""How a model's rows become one vector per text (sentence-transformers' pooling configuration)."""
+"""The pooling of a model's rows to one vector per text (sentence-transformers' pooling configuration)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hearth.errors import UnsupportedArchitecture
 
 
 def read_pooling(model_dir: Path) -> Literal["mean"]:
-    """`mean` where the model says so or says nothing. Raises UnsupportedArchitecture for another pooling."""
+    """`mean`, if the model asks for it or has no pooling configuration. Raises UnsupportedArchitecture otherwise."""
     path = model_dir / "1_Pooling" / "config.json"
     if path.exists():
         config = read_json(path)

@@ -1,4 +1,4 @@
-"""Cuts a checkpoint into chunks: each is a safetensors blob, named by its SHA-256. `hearth.plan.chunks` says what it holds."""
+"""Cut a checkpoint into chunks: safetensors blobs named by their SHA-256. `hearth.plan.chunks` defines their contents."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hearth.plan.chunks import OF_LAYER, ChunkKind, slices
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
 
-_FORMAT_VERSION = 2  # of a chunk's content; raised when it changes, so that cached manifests are made anew
+_FORMAT_VERSION = 2  # of a chunk's content; raised with each change, which invalidates cached manifests
 _MANIFEST: TypeAdapter[tuple[ChunkRef, ...]] = TypeAdapter(tuple[ChunkRef, ...])
 
 
 def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer: int, grain: int) -> bytes:
-    """The chunk's content; the same bytes on every call. Raises BadCheckpoint for a tensor that is missing or misshapen."""
+    """The chunk's content; the same bytes on every call. Raises BadCheckpoint if a tensor is missing or has a wrong shape."""
     names = TensorNames(FAMILIES[spec.family], checkpoint)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for part in slices(spec, kind, grain):
@@ -39,8 +39,8 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
 
 
 def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> bytes:
-    """The safetensors format, written here because a chunk's name hangs on every byte: the library may order or pad
-    otherwise in its next version, and knows bfloat16 only through torch."""
+    """Write the safetensors format. Not by the library, because the chunk's hash depends on every byte: another version may
+    order or pad differently. Also, the library supports bfloat16 only through torch."""
     header, offset = {}, 0
     for name, array in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
@@ -51,7 +51,7 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
 
 
 def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: str) -> np.ndarray[Any, Any]:
-    """Our tensor as a view of the mapped file."""
+    """Our tensor as a view of the mapped file. Raises BadCheckpoint for an unexpected shape or dtype."""
     name = source.name
     expected, found = source.stored_shape(tensor_shapes(spec)[tensor]), checkpoint.shape(name)
     if found != expected:
@@ -68,7 +68,7 @@ def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: st
 
 
 def manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
-    """Hash every chunk; one pass over the checkpoint."""
+    """Hash every chunk, in one pass over the checkpoint."""
     refs = []
     for kind, layer, grain in all_chunks(spec):
         data = chunk_bytes(checkpoint, spec, kind, layer, grain)
@@ -78,7 +78,7 @@ def manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
 
 
 def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) -> tuple[ChunkRef, ...]:
-    """As `manifest`, kept under `cache_dir` until a file of the checkpoint changes."""
+    """Like `manifest`, but cached in `cache_dir` until a file of the checkpoint changes."""
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
     shape = spec.model_dump(exclude={"name"})
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, stamps, shape], sort_keys=True).encode()).hexdigest()[:24]

@@ -1,6 +1,6 @@
-"""Output shapes of the operators that onnxruntime adds to ONNX (domain com.microsoft), which `onnx` does not know. Pure.
+"""Output shapes of onnxruntime's contrib operators (domain com.microsoft), which `onnx` cannot infer. Pure.
 
-Those that exporters, optimisers and quantisers write. For others the model has to say the shapes itself.
+Covers the operators that exporters, optimisers and quantisers write. For others, the model itself must declare the shapes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class TensorType(NamedTuple):
 
 
 Types = Sequence[TensorType | None]
-# Operators fused with an activation: their standard form, which takes no sum to add before it.
+# Operators fused with an activation -> their standard form, which has no input for a sum.
 _FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 _Rule = Callable[[dict[str, Any], Sequence[TensorType]], list[TensorType]]
 
 
 def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
-    """Of the outputs in the node's order; None where there is no rule or the rule does not fit the inputs."""
+    """The types of the outputs, in the node's order; None if there is no rule, or the rule does not fit the inputs."""
     missing = TensorType(TensorProto.UNDEFINED, ())
     try:
         found = _RULES[node.op_type](attributes_of(node), [each or missing for each in inputs])
@@ -40,7 +40,7 @@ def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
 
 
 def without_activation(node: NodeProto) -> NodeProto | None:
-    """The standard operator whose outputs have the same shapes, of one that is fused with an activation."""
+    """For an operator fused with an activation, the standard operator whose outputs have the same shapes; else None."""
     if node.op_type not in _FUSED:
         return None
     attributes = [each for each in node.attribute if not each.name.startswith("activation")]
@@ -54,7 +54,7 @@ def _as_input(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorTyp
 
 
 def _skip_normalisation(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    """Outputs: normalised, mean, inverse deviation, sum of input and skip."""
+    """Outputs: normalised, mean, inverse standard deviation, sum of input and skip."""
     statistics = TensorType(TensorProto.FLOAT, (*inputs[0].shape[:-1], 1))
     return [inputs[0], statistics, statistics, inputs[0]]
 
@@ -77,7 +77,7 @@ def _fused_matmul(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> l
 
 
 def _quantised_matmul(scale: int) -> _Rule:
-    """The result has the type of a scale."""
+    """A product of quantised matrices; the result has the type of the input `scale`."""
     return lambda _, inputs: [TensorType(inputs[scale].element_type, _product(inputs[0].shape, inputs[1].shape))]
 
 
@@ -86,7 +86,7 @@ def _matmul_n_bits(attributes: dict[str, Any], inputs: Sequence[TensorType]) -> 
 
 
 def _quantised_elementwise(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    """A, its scale and zero point, then those of B."""
+    """Inputs: A, its scale and zero point, then B with its scale and zero point."""
     return [TensorType(inputs[0].element_type, np.broadcast_shapes(inputs[0].shape, inputs[3].shape))]
 
 
@@ -112,7 +112,7 @@ def _multi_head_attention(_: dict[str, Any], inputs: Sequence[TensorType]) -> li
 
 
 def _embedding(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    """Word embeddings are the third input; outputs: embeddings, length of each mask, sum before the normalisation."""
+    """The third input are the word embeddings. Outputs: embeddings, length of each mask, sum before the normalisation."""
     tokens, words = inputs[0], inputs[2]
     found = TensorType(words.element_type, (*tokens.shape, words.shape[1]))
     return [found, TensorType(TensorProto.INT32, tokens.shape[:1]), found]

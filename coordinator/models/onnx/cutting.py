@@ -1,20 +1,21 @@
-"""From an assignment of operators to devices to segments that can run one after another. Pure.
+"""Cut a graph, whose operators are assigned to devices, into segments that can run one after another. Pure.
 
-A segment starts when all its inputs are there and gives its outputs when all its operators are done, so segments may not
-need each other in a circle. Both ways of cutting here rule that out by construction:
+A segment starts when all its inputs are available, and its outputs are available when all its operators are done. So the
+segments must not depend on each other in a cycle. Both methods of cutting rule this out by construction:
 
-- *fewest*: operators are put in one order in which they can run, a device's operators following each other as long as
-  possible; each run is a segment. Every cycle-free grouping is the runs of some such order, so the fewest segments are the
-  fewest runs. A run is always as long as it can be (an operator moved into an earlier run of its device never adds one).
-  Which device comes next is decided by the longest chain of device changes that waits behind its operators; every device
-  is tried as the first, and the best order kept. With two devices that is optimal: they alternate. With more it is a
-  heuristic, as the problem then contains the shortest common supersequence.
+- *fewest*: put the operators in a topological order in which operators of one device follow each other as long as
+  possible; each run is a segment. Every acyclic grouping is the runs of some such order, so the fewest segments are the
+  fewest runs. A run is always as long as possible (moving an operator into an earlier run of its device never adds a run).
+  The next device is the one whose ready operators have the longest chain of device changes after them; every device is
+  tried as the first, and the best order is kept. With two devices this is optimal: they alternate. With more it is a
+  heuristic, since the problem then contains the shortest common supersequence problem.
 - *eager*: no result that another device needs waits for an operator that it does not depend on, and no operator waits for
-  a transfer that it does not need. Operators of one device are together iff they depend on the same transfers and the same
-  transfers depend on them. Along every path the former set never shrinks, and grows with each transfer, so it
-  is the same all around a cycle, which then has no transfer in it, and one set of the second kind: it is one segment.
+  a transfer that it does not need. Operators of one device are in one segment if and only if they depend on the same
+  transfers and the same transfers depend on them. Proof that there is no cycle: along every path the first set never
+  shrinks, and it grows with each transfer. Around a cycle it is therefore constant, so the cycle contains no transfer;
+  the second set is then constant too, and the whole cycle lies in one segment.
 
-Fewest suits pipelines, where devices are busy anyway; eager suits latency, where branches shall overlap.
+Fewest suits pipelines, where devices are busy anyway; eager suits latency, where branches should overlap.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from hearth.plan.graph_spec import GraphSpec
 
 
 def cut(spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False) -> tuple[Segment, ...]:
-    """Segments in an order in which they can run; `assignment` gives each operator's rank.
+    """The segments in an order in which they can run; `assignment` is the rank of each operator.
 
-    As few as possible; with `eager`, no result waits for an operator that it does not depend on.
-    Raises BadPlan when an operator has no rank.
+    By default as few segments as the search finds; with `eager`, no result waits for an operator that it does not depend
+    on. Raises BadPlan if an operator has no rank.
     """
     if len(assignment) != spec.num_operators:
         raise BadPlan(reason=f"it places {len(assignment)} of {spec.num_operators} operators")
@@ -44,12 +45,12 @@ def cut(spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False) -> t
 
 
 def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[Segment, ...]:
-    """The segments of a given grouping, in the given order as far as they can run in it; `ranks` has one for each group.
+    """The segments of a given grouping, in the given order as far as dependencies allow; `ranks` has one for each group.
 
-    Raises BadPlan for an operator that stands nowhere or twice, and for segments that need each other, with the cycle.
+    Raises BadPlan for an operator that is in no group or in two, and for segments that depend on each other in a cycle.
     """
     where = _group_of(spec, groups)
-    needs: list[dict[int, str]] = [{} for _ in groups]  # by group, those it depends on, with a tensor of each
+    needs: list[dict[int, str]] = [{} for _ in groups]  # by group, the groups it depends on, with a tensor of each
     for tensor in spec.tensors:
         for consumer in tensor.consumers:
             if tensor.source is not None and where[consumer] != where[tensor.source]:
@@ -70,7 +71,7 @@ def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]
 
 
 def check_segments(spec: GraphSpec, segments: Sequence[Segment]) -> None:
-    """That segments (of a plan from a file) are a cut of this graph. Raises BadPlan with the first thing that is not."""
+    """Check that the segments of a plan from a file are a cut of this graph. Raises BadPlan with the first fault."""
     rightly = group(spec, [segment.operators for segment in segments], [segment.rank for segment in segments])
     by_operators = {segment.operators: segment for segment in rightly}
     for index, segment in enumerate(segments):
@@ -84,7 +85,7 @@ def check_segments(spec: GraphSpec, segments: Sequence[Segment]) -> None:
 
 
 def _eager_groups(spec: GraphSpec, assignment: Sequence[int]) -> list[list[int]]:
-    """Sets of transfers are bits of an integer; a transfer is a tensor on its way to one other device."""
+    """The groups of the eager method. Sets of transfers are bit masks; a transfer is a tensor sent to one other device."""
     arrives, departs = [0] * spec.num_operators, [0] * spec.num_operators
     bits: dict[tuple[str, int], int] = {}
 
@@ -108,7 +109,7 @@ def _eager_groups(spec: GraphSpec, assignment: Sequence[int]) -> list[list[int]]
 
 
 def _fewest_groups(spec: GraphSpec, assignment: Sequence[int]) -> list[list[int]]:
-    changes = [0] * spec.num_operators  # on the worst path from an operator to the end
+    changes = [0] * spec.num_operators  # device changes on the worst path from an operator to the end
     for operator in reversed(range(spec.num_operators)):
         for successor in spec.successors[operator]:
             changed = assignment[operator] != assignment[successor]
@@ -118,9 +119,9 @@ def _fewest_groups(spec: GraphSpec, assignment: Sequence[int]) -> list[list[int]
 
 
 def _runs(spec: GraphSpec, assignment: Sequence[int], changes: Sequence[int], first: int) -> list[list[int]]:
-    """An order of all operators, as the runs of operators of one device; `first` names the device of the first run."""
+    """An order of all operators, as runs of operators of one device; `first` is the rank of the first run."""
     waits_for = [len(before) for before in spec.predecessors]
-    # By rank, what can run now: most changes behind it first.
+    # By rank, the operators that can run now: those with most device changes after them first.
     ready: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def add(operator: int) -> None:
@@ -154,15 +155,15 @@ def _group_of(spec: GraphSpec, groups: Sequence[Sequence[int]]) -> list[int]:
             if not 0 <= operator < spec.num_operators:
                 raise BadPlan(reason=f"operator {operator} does not exist: {spec.name} has {spec.num_operators}")
             if where[operator] >= 0:
-                raise BadPlan(reason=f"operator {_name(spec, operator)} stands in two segments")
+                raise BadPlan(reason=f"operator {_name(spec, operator)} is in two segments")
             where[operator] = index
     if missing := [operator for operator, index in enumerate(where) if index < 0]:
-        raise BadPlan(reason=f"operator {_name(spec, missing[0])} stands in no segment")
+        raise BadPlan(reason=f"operator {_name(spec, missing[0])} is in no segment")
     return where
 
 
 def _cycle(needs: Sequence[dict[int, str]], left: set[int], ranks: Sequence[int]) -> str:
-    """Follow needs among the groups that cannot be ordered, until one comes again."""
+    """Describe a cycle: follow dependencies among the groups that cannot be ordered, until a group is repeated."""
     path: list[int] = []
     index = min(left)
     while index not in path:
@@ -173,11 +174,11 @@ def _cycle(needs: Sequence[dict[int, str]], left: set[int], ranks: Sequence[int]
         f"segment {one} (rank {ranks[one]}) needs {needs[one][other]} of segment {other}"
         for one, other in zip(path, [*path[1:], path[0]], strict=True)
     ]
-    return "its segments need each other in a circle: " + ", ".join(steps)
+    return "its segments depend on each other in a cycle: " + ", ".join(steps)
 
 
 def _boundaries(spec: GraphSpec, where: Sequence[int], num_groups: int) -> tuple[list[list[str]], list[list[str]]]:
-    """By group, the tensors that it takes and gives, in the graph's order."""
+    """By group, its input and output tensors, in the graph's order."""
     inputs: list[list[str]] = [[] for _ in range(num_groups)]
     outputs: list[list[str]] = [[] for _ in range(num_groups)]
     for tensor in spec.tensors:

@@ -1,9 +1,9 @@
-"""An ONNX file whose weights stay where they are: parsed without them, read one by one from the mapped file.
+"""An ONNX file parsed without its weights, which are read one by one from the mapped file.
 
-An ONNX file is one protobuf message with the weights in it, so parsing it loads them all. Here the message is walked
-through first (its format is simple: field number, wire type, length) and every tensor above `INLINE_BYTES` becomes a
-reference to its place in the file, before protobuf sees it. Tensors in files beside the model ("external data") are
-references already; small ones are brought in.
+An ONNX file is one protobuf message that contains the weights, so parsing it loads all of them. This module first scans the
+message (the format is simple: field number, wire type, length) and replaces every tensor above `INLINE_BYTES` by a
+reference to its place in the file; protobuf parses the result. Tensors in separate files ("external data") are references
+already; small ones are read and inlined.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from coordinator.models.onnx.nodes import bodies
 from hearth.errors import BadModelFile
 
-# Larger weights stay in the file, and go to devices as chunks of their own; smaller ones travel within the segment.
+# Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment.
 INLINE_BYTES = 16 << 10
 # Keys of our references, among the entries of a tensor's external data.
 _RAW, _MESSAGE = "hearth.raw", "hearth.message"
-_HASH_BLOCK_BYTES = 4 << 20
+_HASH_BLOCK_BYTES = 4 << 20  # read at a time
 
-# Where tensors can be in the message: by message type, the fields to follow and the type found there (onnx.proto).
+# Where tensors occur in the message: by message type, the fields to follow and the type of each (onnx.proto).
 _FIELDS: dict[str, dict[int, str]] = {
     "model": {7: "graph", 25: "function"},
     "graph": {1: "node", 5: "tensor"},
@@ -38,7 +38,7 @@ _TENSOR_STRINGS, _TENSOR_RAW = 6, 9
 _TENSOR_DATA = {4, 5, 7, _TENSOR_RAW, 10, 11}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-# Several to a byte: neither numpy nor onnxruntime's OrtValue takes them by their bytes, so they stay inline in a segment.
+# Types with several values per byte: neither numpy nor onnxruntime's OrtValue accepts their raw bytes, so they stay inline.
 _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
@@ -48,7 +48,7 @@ def dtype_name(element_type: int) -> str:
 
 
 def is_packed(element_type: int) -> bool:
-    """Whether several values share a byte: there is no way to hand such a weight to onnxruntime by itself."""
+    """Whether several values share a byte. Such a weight cannot be passed to onnxruntime separately."""
     return dtype_name(element_type) in _PACKED_BITS
 
 
@@ -58,7 +58,7 @@ def num_bytes_of(element_type: int, shape: tuple[int, ...]) -> int:
 
 
 class OnnxFile:
-    """`proto` has every node, and references in place of large tensors. Raises BadModelFile."""
+    """An ONNX file. `proto` has every node, with references in place of large tensors. Raises BadModelFile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -68,11 +68,11 @@ class OnnxFile:
             slim = _slim("model", data, 0, len(data))
             self.proto = ModelProto.FromString(slim)
         except (DecodeError, RecursionError, _Corrupt):
-            raise self.bad("it is no ONNX model, or was cut short") from None
+            raise self.bad("it is not an ONNX model, or was cut short") from None
         if not self.proto.HasField("graph") or not self.proto.opset_import:
-            raise self.bad("it is no ONNX model: it has no graph or names no operator set")
+            raise self.bad("it is not an ONNX model: it has no graph or names no operator set")
         if not _all_texts_readable(self.proto):
-            raise self.bad("it has names that are no text (UTF-8)")
+            raise self.bad("it has names that are not valid UTF-8")
         for tensor in tensors_of(self.proto):
             self._check(tensor)
 
@@ -80,7 +80,7 @@ class OnnxFile:
         return BadModelFile(path=str(self.path), reason=reason)
 
     def read(self, tensor: TensorProto) -> memoryview:
-        """The little-endian bytes of a tensor: a view into the mapped file, where they lie there as such."""
+        """The little-endian bytes of a tensor: a view into the mapped file, if they are stored there in this form."""
         reference = _reference(tensor)
         if reference is None:
             return memoryview(raw_bytes(tensor))
@@ -89,7 +89,7 @@ class OnnxFile:
         return memoryview(raw_bytes(TensorProto.FromString(view.tobytes()))) if is_message else view
 
     def inlined(self, tensor: TensorProto) -> TensorProto:
-        """The tensor with its data in it."""
+        """The tensor with its data inlined."""
         if _reference(tensor) is None:
             return tensor
         return helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, self.read(tensor).tobytes(), raw=True)
@@ -102,7 +102,7 @@ class OnnxFile:
         found = hashlib.sha256()
         for path in (self.path, *sorted(paths - {self.path})):
             found.update(len(self._map(path)).to_bytes(8, "little"))
-            with path.open("rb") as file:  # not through the map, whose pages would stay with us
+            with path.open("rb") as file:  # not through the mapping, whose pages would stay resident
                 while block := file.read(_HASH_BLOCK_BYTES):
                     found.update(block)
         return found.hexdigest()
@@ -121,20 +121,20 @@ class OnnxFile:
         return self._maps[path]
 
     def _check(self, tensor: TensorProto) -> None:
-        """That its data is there, and as long as its shape says; a small one is brought in."""
+        """Check that the tensor's data exists and has the size that its shape implies. Inline a small one."""
         reference = _reference(tensor)
         if tensor.data_type not in helper.get_all_tensor_dtypes() or any(size < 0 for size in tensor.dims):
             raise self.bad(f"the weight {tensor.name} has no valid type and shape")
         if tensor.data_type == TensorProto.STRING:
             if reference is not None:
-                raise self.bad(f"the weight {tensor.name} holds texts in a file of their own, which ONNX does not know")
+                raise self.bad(f"the weight {tensor.name} stores strings as external data, which ONNX does not allow")
             return
         expected = num_bytes_of(tensor.data_type, tuple(tensor.dims))
         if reference is None:
             try:
                 length, is_message = len(raw_bytes(tensor)), False
             except ValueError:
-                raise self.bad(f"the weight {tensor.name} is not of its type and shape") from None
+                raise self.bad(f"the data of the weight {tensor.name} does not match its type and shape") from None
         else:
             _, _, length, is_message = self._place(reference, tensor)
         if not is_message and length != expected:
@@ -143,7 +143,7 @@ class OnnxFile:
             tensor.CopyFrom(self.inlined(tensor))
 
     def _place(self, reference: dict[str, str], tensor: TensorProto) -> tuple[Path, int, int, bool]:
-        """File, offset, length, and whether a whole tensor message lies there."""
+        """File, offset and length in bytes, and whether these bytes are a whole tensor message."""
         path, is_message = self.path, _MESSAGE in reference
         try:
             if _RAW in reference or is_message:
@@ -156,21 +156,21 @@ class OnnxFile:
                 offset = int(reference.get("offset", 0))
                 length = int(reference.get("length", num_bytes_of(tensor.data_type, tuple(tensor.dims))))
         except (KeyError, ValueError):
-            raise self.bad(f"it does not say clearly where the weight {tensor.name} is") from None
+            raise self.bad(f"its reference to the data of the weight {tensor.name} is invalid") from None
         if min(offset, length) < 0 or offset + length > len(self._map(path)):
-            raise self.bad(f"the weight {tensor.name} is not all there: {path.name} was cut short")
+            raise self.bad(f"the weight {tensor.name} is incomplete: {path.name} was cut short")
         return path, offset, length, is_message
 
 
 def raw_bytes(tensor: TensorProto) -> bytes:
-    """Little-endian, of a tensor with its data in it."""
+    """The little-endian bytes of a tensor with inline data."""
     if not tensor.HasField("raw_data"):
         tensor = numpy_helper.from_array(numpy_helper.to_array(tensor), tensor.name)
     return bytes(tensor.raw_data)
 
 
 def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor: initialisers and attributes, of functions and of the bodies of control flow too."""
+    """Every tensor: initialisers and attributes, including those in functions and in bodies of control flow."""
     yield from proto.graph.initializer
     todo = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     while todo:
@@ -185,7 +185,7 @@ def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
 
 
 def _all_texts_readable(message: Message) -> bool:
-    """protobuf gives bytes for a text that it cannot decode."""
+    """Whether all strings are valid UTF-8: protobuf returns bytes for a string that it cannot decode."""
     for field, content in message.ListFields():
         contents = [content] if isinstance(content, str | bytes | Message) else content
         if field.type == field.TYPE_STRING and not all(isinstance(each, str) for each in contents):
@@ -205,11 +205,11 @@ def _reference(tensor: TensorProto) -> dict[str, str] | None:
 
 
 class _Corrupt(Exception):
-    """Not raised out of this file."""
+    """The protobuf message is damaged. Never leaves this module."""
 
 
 def _slim(kind: str, data: memoryview, start: int, stop: int) -> bytes:
-    """A message again, with references in place of the large tensors in it."""
+    """The encoded message with references in place of its large tensors."""
     if stop - start <= INLINE_BYTES:
         return bytes(data[start:stop])
     if kind == "tensor":
@@ -228,7 +228,7 @@ def _slim(kind: str, data: memoryview, start: int, stop: int) -> bytes:
 def _slim_tensor(data: memoryview, start: int, stop: int) -> bytes:
     kept, key, place = bytearray(), _MESSAGE, (start, stop - start)
     for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
-        if number == _TENSOR_STRINGS:  # texts have no fixed size; they are never weights
+        if number == _TENSOR_STRINGS:  # strings have no fixed size, and are never weights
             return bytes(data[start:stop])
         if number not in _TENSOR_DATA:
             kept += data[field_start:value_stop]
@@ -240,7 +240,7 @@ def _slim_tensor(data: memoryview, start: int, stop: int) -> bytes:
 
 
 def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of one message: field number, wire type, where the field starts, where its value starts and ends."""
+    """The fields of a message: field number, wire type, start of the field, start and end of its value."""
     position = start
     while position < stop:
         field_start = position

@@ -1,9 +1,9 @@
 """Floating-point operations of ONNX operators, from the shapes of their tensors. Pure.
 
-- Products of matrices (Conv, Gemm, MatMul, Einsum, recurrent and attention operators, their quantised forms): 2 for each
-  multiply-add, groups respected, bias not counted.
-- Pooling: the elements of all windows. Reductions, softmax and normalisations: the elements that are read.
-- What only renames or reshapes its input: 0.
+- Matrix products (Conv, Gemm, MatMul, Einsum, recurrent and attention operators, their quantised forms): 2 per multiply-add;
+  groups are considered, bias is not counted.
+- Pooling: the elements of all windows. Reductions, softmax and normalisations: the elements of the input.
+- Operators that only rename or reshape their input: 0.
 - All others: the elements of the outputs.
 """
 
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 class Call(NamedTuple):
-    """One use of an operator. Inputs and outputs that are left out have no shape."""
+    """One use of an operator. Optional inputs and outputs that are absent have the shape None."""
 
     attributes: Mapping[str, Any]
     inputs: Sequence[Shape | None]
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 def flops_of(node: NodeProto, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> float:
-    """Of an operator without a body; `inputs` and `outputs` in the node's order."""
+    """FLOPs of an operator without a body; `inputs` and `outputs` are shapes in the node's order."""
     call = Call(attributes_of(node), inputs, outputs)
     return float(_RULES.get(node.op_type, _written)(call))
 
@@ -54,7 +54,7 @@ def _nothing(_: Call) -> int:
 
 
 def _pooling(call: Call) -> int:
-    """A window may be larger than what it looks at."""
+    """A window may be larger than its input; then only the input's elements count."""
     window = [
         min(size, length) for size, length in zip(call.attributes["kernel_shape"], call.input(0)[2:], strict=False)
     ]
@@ -67,7 +67,7 @@ def _convolution(weight: int) -> Callable[[Call], int]:
 
 
 def _transposed_convolution(call: Call) -> int:
-    """W is [in, out / groups, kernel...]: each input element goes to all but the first axis."""
+    """W is [in, out / groups, kernel...]: each input element is multiplied with all but the first axis."""
     return 2 * math.prod(call.input(0)) * math.prod(call.input(1)[1:])
 
 
@@ -83,7 +83,7 @@ def _gemm(call: Call) -> int:
 
 
 def _einsum(call: Call) -> int:
-    """A multiply-add for each combination of indices, whatever order it is computed in."""
+    """A multiply-add for each combination of indices, regardless of the order of computation."""
     equation = call.attributes["equation"].decode().replace(" ", "")
     sizes: dict[str, int] = {}
     for term, shape in zip(equation.split("->")[0].split(","), call.inputs, strict=False):
@@ -105,8 +105,8 @@ def _recurrent(call: Call) -> int:
 
 
 def _attention(call: Call) -> int:
-    """Scores, and their product with V, taken to be as wide as Q. Keys are [batch, heads, length, size] or
-    [batch, length, heads x size]; with those of the past they are the second output.
+    """Scores and their product with V, which is assumed to be as wide as Q. Keys are [batch, heads, length, size] or
+    [batch, length, heads x size]; if there are past keys, the second output holds all of them.
     """
     present = call.outputs[1] if len(call.outputs) > 1 else None
     keys = present or call.input(1) or call.input(0)
@@ -120,7 +120,7 @@ def _packed_attention(call: Call) -> int:
 
 
 def _either_attention(call: Call) -> int:
-    """The standard operator takes Q, K and V; onnxruntime's of the same name takes them packed."""
+    """The standard operator takes Q, K and V; onnxruntime's operator of the same name takes them packed."""
     return _packed_attention(call) if len(call.input(1)) == 2 else _attention(call)
 
 

@@ -1,8 +1,8 @@
-"""GraphSpec from a JSON description: operators with their costs, and edges. For planning; there are no weights to run.
+"""Read a GraphSpec from a JSON description: operators with their costs, and edges. For planning; it has no weights to run.
 
 `{"name", "nodes": [{"id", "op", "name", "out_shape", "out_bytes", "param_bytes", "flops"}], "edges": [[source, target]]}`:
-ids are 0..n-1 in topological order, an edge carries the `out_bytes` of its source, and what no edge leaves is an output.
-An input layer is an operator like others, which costs nothing: the source of its graph.
+ids are 0..n-1 in topological order, an edge carries the `out_bytes` of its source, and a node without outgoing edges is an
+output. An input layer is an ordinary operator without cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hearth.errors import BadModelFile
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 from hearth.validation import first_error
 
-_MAX_NODES = 100_000
+_MAX_NODES = 100_000  # larger graphs are refused
 
 
 class _Node(BaseModel):
@@ -36,7 +36,7 @@ class _Graph(BaseModel):
 
 
 def read_json(path: Path) -> GraphSpec:
-    """Raises BadModelFile that names the field, node or edge that is wrong."""
+    """Read the graph. Raises BadModelFile, which names the faulty field, node or edge."""
 
     def bad(reason: str) -> BadModelFile:
         return BadModelFile(path=str(path), reason=reason)
@@ -55,7 +55,7 @@ def read_json(path: Path) -> GraphSpec:
         if not 0 <= source < target < len(graph.nodes):
             raise bad(f"the edge [{source}, {target}] does not go from a node to a later one")
         if target in consumers[source]:
-            raise bad(f"the edge [{source}, {target}] stands in it twice")
+            raise bad(f"the edge [{source}, {target}] appears twice")
         consumers[source].add(target)
     operators, tensors, weights = [], [], list[Parameter]()
     for node, taken_by in zip(graph.nodes, consumers, strict=True):

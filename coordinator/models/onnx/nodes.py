@@ -1,4 +1,4 @@
-"""Names in ONNX graphs: what a node uses, its bodies included; renaming; large weights out of bodies; order."""
+"""Helpers for ONNX nodes: the tensors that a node and its bodies use, renaming, hoisting of large weights, ordering."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def attributes_of(node: NodeProto) -> dict[str, Any]:
 
 
 def bodies(node: NodeProto) -> list[GraphProto]:
-    """Of control flow: the branches of If, the body of Loop and Scan."""
+    """The bodies of a control-flow node: the branches of If, the body of Loop and Scan."""
     found: list[GraphProto] = []
     for attribute in node.attribute:
         if attribute.HasField("g"):
@@ -25,7 +25,7 @@ def bodies(node: NodeProto) -> list[GraphProto]:
 
 
 def uses(node: NodeProto) -> list[str]:
-    """The tensors that a node takes, each once; with those that its bodies take from outside."""
+    """The tensors that a node uses, each once, including those that its bodies capture from outside."""
     found = dict.fromkeys(name for name in node.input if name)
     for body in bodies(node):
         found.update(dict.fromkeys(captured(body)))
@@ -33,7 +33,7 @@ def uses(node: NodeProto) -> list[str]:
 
 
 def captured(body: GraphProto) -> list[str]:
-    """What a body takes from outside."""
+    """The tensors that a body captures from outside."""
     own = {each.name for each in body.input} | {each.name for each in body.initializer}
     for node in body.node:
         own.update(node.output)
@@ -43,7 +43,7 @@ def captured(body: GraphProto) -> list[str]:
 
 
 def rename_uses(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
-    """In inputs, and in bodies as far as they take the tensor from outside."""
+    """Rename tensors in the inputs of nodes, and in their bodies where the tensor is captured from outside."""
     for node in nodes:
         for index, name in enumerate(node.input):
             node.input[index] = names.get(name, name)
@@ -66,7 +66,7 @@ def all_names(graph: GraphProto) -> set[str]:
 
 
 def unused(name: str, taken: set[str]) -> str:
-    """`name`, or with a number behind it; from now on it is taken."""
+    """`name`, with a number appended if it is taken. The result is added to `taken`."""
     candidate, number = name, 0
     while candidate in taken:
         number += 1
@@ -76,7 +76,7 @@ def unused(name: str, taken: set[str]) -> str:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """The tensor that a Constant node gives, under the name of its output; None for a sparse one."""
+    """The tensor of a Constant node, under the name of its output; None for a sparse one."""
     attribute = node.attribute[0] if node.attribute else AttributeProto()
     if attribute.name == "value":
         return _renamed(attribute.t, node.output[0])
@@ -92,10 +92,10 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def hoist_weights(graph: GraphProto, num_inline_bytes: int, taken: set[str]) -> None:
-    """Move the large initialisers and constants of bodies into the graph itself, where weights are looked for.
+    """Move the large initialisers and constants of bodies into the graph itself, where weights are expected.
 
-    A body may take any tensor of the graph around it. Bodies may use one name for different tensors, so each gets one of
-    its own.
+    A body may use any tensor of the enclosing graph. Bodies may use the same name for different tensors, so each moved
+    tensor gets a unique name.
     """
     for node in graph.node:
         for body in bodies(node):
@@ -119,9 +119,9 @@ def _taken_out(body: GraphProto, num_inline_bytes: int, taken: set[str]) -> Iter
     body.initializer.extend(kept_tensors)
     del body.node[:]
     body.node.extend(kept_nodes)
-    # Now they are nowhere in the body, so they count as taken from outside.
+    # They are no longer defined in the body, so they count as captured from outside.
     rename_uses(body.node, names)
-    for output in {each.name for each in body.output}.intersection(names):  # onnxruntime wants a node of the body's own
+    for output in {each.name for each in body.output}.intersection(names):  # onnxruntime wants a node inside the body
         body.node.append(helper.make_node("Identity", [names[output]], [output]))
     for name, tensor in large.items():
         yield _renamed(tensor, names[name])
@@ -141,7 +141,7 @@ def _is_large(tensor: TensorProto, num_inline_bytes: int) -> bool:
 
 
 def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-    """As they can run; the file's order where it is one. Nodes on a cycle are left out."""
+    """The nodes in topological order, which is the file's order if that is one. Nodes on a cycle are left out."""
     source = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     needs = [[source[name] for name in uses(node) if name in source] for node in nodes]
     return [nodes[index] for index in topological_order(needs)]

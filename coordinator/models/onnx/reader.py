@@ -1,8 +1,8 @@
-"""GraphSpec from an ONNX file: operators that can be placed, the tensors between them, the weights they use.
+"""Read a GraphSpec from an ONNX file: operators that can be placed, the tensors between them, and the weights they use.
 
-Constants, and what is computed from constants alone, belong to the operators that use them and never travel. Functions are
-inlined; control flow is one operator with its bodies. Every shape is known after reading: dimensions that the file leaves
-open are given by the caller.
+Constants, and tensors computed from constants alone, belong to the operators that use them and are never sent between
+devices. Functions are inlined; a control-flow node is one operator with its bodies. Every shape is known after reading: the
+caller gives the dimensions that the file leaves open.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from hearth.errors import BadSetting, DynamicShape
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
-# A graph of more operators is refused before any work is done on it.
-_MAX_NODES = 100_000
+_MAX_NODES = 100_000  # a graph with more operators is refused before any work is done on it
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,13 @@ class OnnxModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the file, its external data and the dimensions given: what a plan of this model is for."""
+        """SHA-256 of the file, its external data and the given dimensions: identifies the model that a plan is for."""
         dims = ",".join(f"{name}={size}" for name, size in sorted(self.dims.items()))
         return hashlib.sha256(f"{self.file.digest()} {dims}".encode()).hexdigest() if dims else self.file.digest()
 
 
 def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
-    """Read a model and fix its open dimensions: {"batch": 1}, or {"images.0": 1} for an axis that has no name.
+    """Read a model and fix its open dimensions: {"batch": 1}, or {"images.0": 1} for an axis without a name.
 
     Raises BadModelFile (damaged, weights missing), DynamicShape (a dimension without a value), UnsupportedOperator,
     BadSetting (a value for a dimension that is not open).
@@ -92,7 +91,7 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
 
 
 def _inlined(file: OnnxFile) -> ModelProto:
-    """The model without functions of its own, and with one name for the standard operators."""
+    """The model with its functions inlined, and with one domain name for the standard operators."""
     model: ModelProto = file.proto
     if model.functions:
         try:
@@ -117,7 +116,7 @@ def _use_standard_name(nodes: Iterable[NodeProto]) -> None:
 def _input_types(
     file: OnnxFile, model: ModelProto, weights: set[str], dims: Mapping[str, int]
 ) -> dict[str, TensorType]:
-    """Of the graph's inputs, with open dimensions fixed. An input that has a default among the weights is a weight."""
+    """The types of the graph's inputs, with open dimensions fixed. An input with a default value is a weight."""
     found: dict[str, TensorType] = {}
     can_be_given: dict[str, None] = {}
     missing: dict[str, tuple[str, int]] = {}
@@ -126,7 +125,7 @@ def _input_types(
             continue
         kind = info.type.tensor_type
         if not info.type.HasField("tensor_type") or kind.elem_type in (TensorProto.UNDEFINED, TensorProto.STRING):
-            raise file.bad(f"its input {info.name} is no tensor of numbers")
+            raise file.bad(f"its input {info.name} is not a tensor of numbers")
         if not kind.HasField("shape"):
             raise file.bad(f"it does not say how many axes its input {info.name} has")
         shape = []
@@ -146,7 +145,7 @@ def _input_types(
             raise BadSetting(setting=f"--dim {name}={size}", reason="a dimension is at least 1")
         if name not in can_be_given:
             those = f"only {', '.join(can_be_given)}" if can_be_given else "none"
-            raise BadSetting(setting=f"--dim {name}={size}", reason=f"of its dimensions, the model leaves open {those}")
+            raise BadSetting(setting=f"--dim {name}={size}", reason=f"dimensions that the model leaves open: {those}")
     if missing:
         tensor, axis = next(iter(missing.values()))
         raise DynamicShape(tensor=tensor, axis=axis, options=" ".join(f"--dim {name}=1" for name in missing))
@@ -157,18 +156,18 @@ def _check_outputs(file: OnnxFile, outputs: list[str], resolved: Resolved) -> No
     if not outputs or len(set(outputs)) < len(outputs):
         raise file.bad("it has no outputs" if not outputs else "two of its outputs have the same name")
     if missing := [name for name in outputs if name not in resolved.types]:
-        raise file.bad(f"nothing makes its output {missing[0]}")
+        raise file.bad(f"no node produces its output {missing[0]}")
 
 
 def _make_constant_outputs(
     resolved: Resolved, outputs: list[str], inputs: Mapping[str, TensorType], taken: set[str]
 ) -> None:
-    """An output that is a constant gets an operator that gives it out, so that some device does."""
+    """Add an Identity operator for each output that is a constant, so that some device produces it."""
     for name in outputs:
         if name not in resolved.constants and name not in resolved.derived:
             continue
         inner = unused(f"{name}__constant", taken)
-        derived = {id(node): node for node in resolved.derived.values()}  # once, by whichever output
+        derived = {id(node): node for node in resolved.derived.values()}  # each node once, even with several outputs
         rename_uses([*resolved.nodes, *derived.values()], {name: inner})
         resolved.types[inner] = resolved.types[name]
         if name in resolved.constants:
@@ -184,7 +183,7 @@ def _make_constant_outputs(
 
 
 def _drop_unneeded(resolved: Resolved, outputs: list[str]) -> None:
-    """Operators that no output depends on."""
+    """Remove operators that no output depends on."""
     needed, kept = set(outputs), []
     for node, flops in zip(reversed(resolved.nodes), reversed(resolved.flops), strict=True):
         if needed.intersection(node.output):

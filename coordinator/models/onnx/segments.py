@@ -1,7 +1,7 @@
-"""A segment of a graph as an ONNX model of its own, with the weights that it uses.
+"""A segment of a graph as a separate ONNX model, with the weights that it uses.
 
-The model is small: weights above `INLINE_BYTES` are placeholders in it, and go to devices by themselves, so that a weight
-that several segments use, or that stays where it is after a new plan, is sent once.
+The model is small: weights above `INLINE_BYTES` are placeholders in it, and are sent to devices separately. So a weight
+that several segments use, or that stays on its device under a new plan, is sent only once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hearth.plan.graph import Segment
 
 
 class SegmentModel(NamedTuple):
-    """`proto` is an ONNX model in which each of `weights` is external data without a file. `OnnxFile.read` has its bytes.
+    """`proto` is an ONNX model in which each of `weights` is external data without a file; `OnnxFile.read` gives its bytes.
 
-    Weights go to onnxruntime by `SessionOptions.add_external_initializers`. For a type that numpy lacks (bfloat16), make
-    the value by `OrtValue.ortvalue_from_numpy_with_onnx_type` from unsigned integers of its width.
+    Pass weights to onnxruntime with `SessionOptions.add_external_initializers`. For a type that numpy lacks (bfloat16),
+    make the value with `OrtValue.ortvalue_from_numpy_with_onnx_type` from unsigned integers of the same width.
     """
 
     proto: bytes
@@ -28,7 +28,7 @@ class SegmentModel(NamedTuple):
 
 
 def segment_model(model: OnnxModel, segment: Segment) -> SegmentModel:
-    """Of a plan that is a cut of this model, as `cutting.check_segments` makes sure."""
+    """The ONNX model of a segment. The plan must be a cut of this model; `cutting.check_segments` checks that."""
     nodes = [model.graph.nodes[index] for index in sorted(segment.operators)]
     constants, derived = model.graph.needs(name for node in nodes for name in uses(node))
     graph = GraphProto(name=f"{model.spec.name}-{segment.operators[0]}")

@@ -1,9 +1,9 @@
-"""Every tensor of an ONNX graph with its type and static shape, and what of the graph is constant.
+"""Infer the type and static shape of every tensor of an ONNX graph, and find the constant parts of the graph.
 
-Nodes are visited in order. The shapes of a node's outputs follow from those of its inputs (by `onnx`, or by our rules for
-onnxruntime's own operators and for control flow), and small values that follow from shapes and constants alone are computed
-on the way, since other shapes depend on them: that is how a dimension fixed at an input reaches the whole graph.
-A branch whose condition turns out constant takes the place of its If.
+Nodes are visited in topological order. The shapes of a node's outputs follow from those of its inputs (by `onnx`, or by our
+rules for onnxruntime's own operators and for control flow). Small values that depend only on shapes and constants are
+computed on the way, since other shapes depend on them: so a dimension fixed at an input propagates through the whole graph.
+If the condition of an If is constant, the chosen branch replaces the If.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from coordinator.models.onnx.nodes import attributes_of, bodies, constant_value,
 from hearth.errors import UnsupportedOperator
 
 CONTRIB_DOMAIN = "com.microsoft"
-# The result differs from run to run, so nobody may compute it beforehand, or twice.
+# Results differ from run to run, so they must not be precomputed, nor computed twice.
 _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
-_MAX_CONSTANTS_BYTES = INLINE_BYTES
+_MAX_CONSTANTS_BYTES = INLINE_BYTES  # a node with larger outputs is not evaluated here
 # Operators of onnxruntime that its exporters and its optimiser write without a domain.
 _IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 _CONTROL_FLOW = {"If", "Loop", "Scan"}
@@ -39,10 +39,10 @@ Values = MutableMapping[str, TensorProto]
 
 @dataclass
 class Resolved:
-    """`nodes` are the operators in an order in which they can run, with their FLOPs.
+    """A graph with all types resolved. `nodes` are the operators in topological order, with their FLOPs.
 
-    `constants` are initialisers and computed values. `derived` computes more from constants alone; by output, it goes
-    to every segment that needs it.
+    `constants` are initialisers and computed values. `derived` are the nodes that compute more tensors from constants
+    alone, by output; they are copied to every segment that needs them.
     """
 
     types: dict[str, TensorType]
@@ -52,7 +52,7 @@ class Resolved:
     derived: dict[str, NodeProto] = field(default_factory=dict)
 
     def needs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto]]:
-        """The constants behind these tensors, and the nodes that derive more from constants."""
+        """The constants that these tensors depend on, and the nodes that derive them from constants."""
         todo, seen = list(names), set[str]()
         constants: list[str] = []
         derived: dict[int, NodeProto] = {}
@@ -77,9 +77,10 @@ def resolve(
     declared: Mapping[str, TensorType],
     taken: set[str],
 ) -> Resolved:
-    """`inputs` are the graph's, without initialisers; `declared` are shapes that the file gives for inner tensors.
+    """Resolve all types of a graph. `inputs` are its inputs without initialisers; `declared` are the types that the file
+    gives for inner tensors and outputs. `taken` are the names in use, to which new ones are added.
 
-    Raises BadModelFile, UnsupportedOperator.
+    Raises BadModelFile and UnsupportedOperator.
     """
     resolver = _Resolver(file, model, declared)
     found = Resolved(types=dict(inputs))
@@ -107,7 +108,7 @@ def resolve(
 
 
 def tensor_type(proto: TypeProto, dims: Mapping[str, int]) -> TensorType | None:
-    """None where it is no tensor or its shape is not fixed even with these dimensions."""
+    """The type with these dimensions; None if it is not a tensor, or if its shape is still not fixed."""
     if not proto.HasField("tensor_type") or not proto.tensor_type.HasField("shape"):
         return None
     shape = [
@@ -118,20 +119,23 @@ def tensor_type(proto: TypeProto, dims: Mapping[str, int]) -> TensorType | None:
 
 
 def _ordered(file: OnnxFile, graph: GraphProto, known: Mapping[str, Any]) -> list[NodeProto]:
-    """`known` are the tensors that no node of the graph makes."""
+    """The nodes in topological order. `known` are the tensors that exist besides the outputs of the graph's nodes.
+
+    Raises BadModelFile.
+    """
     made: set[str] = set()
     for node in graph.node:
         for name in filter(None, node.output):
             if name in made:
-                raise file.bad(f"two of its nodes make the tensor {name}")
+                raise file.bad(f"two of its nodes produce the tensor {name}")
             made.add(name)
     for node in graph.node:
         if missing := [name for name in uses(node) if name not in made and name not in known]:
-            raise file.bad(f"{_title(node)} takes the tensor {missing[0]}, which nothing makes")
+            raise file.bad(f"{_title(node)} uses the tensor {missing[0]}, which no node produces")
     nodes = in_order(graph.node)
     if len(nodes) < len(graph.node):
         left = next(node for node in graph.node if not any(node is each for each in nodes))
-        raise file.bad(f"its nodes need each other in a circle, {_title(left)} among them")
+        raise file.bad(f"its nodes depend on each other in a cycle, {_title(left)} among them")
     return nodes
 
 
@@ -147,7 +151,7 @@ def _constant_branch(node: NodeProto, values: Mapping[str, TensorProto]) -> Grap
 
 
 def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeProto]:
-    """The nodes of a branch in place of its If: inner names made unique, results under the names of the If's outputs."""
+    """The nodes of a branch that replace its If: inner names are made unique; results get the names of the If's outputs."""
     constants = [helper.make_node("Constant", [], [each.name], value=each) for each in branch.initializer]
     nodes = [*constants, *(NodeProto.FromString(each.SerializeToString()) for each in branch.node)]
     names = {name: unused(name, taken) for each in nodes for name in each.output if name}
@@ -162,7 +166,7 @@ def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeP
 
 
 def _any_array(element_type: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """One value at all places, which takes no memory."""
+    """An array of this type and shape that takes almost no memory: one value, broadcast."""
     return np.broadcast_to(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), shape)
 
 
@@ -210,7 +214,7 @@ class _Resolver:
         if _is_contrib(node):
             return
         if node.domain:
-            raise self._unsupported(node, f"nothing is known of its domain '{node.domain}'")
+            raise self._unsupported(node, f"its domain '{node.domain}' is not supported")
         if "" not in self._opsets:
             raise self._file.bad("it names no version of the standard operators")
         if not defs.has(node.op_type, self._opsets[""], ""):
@@ -229,13 +233,13 @@ class _Resolver:
             if name not in found and name in self._declared:
                 found[name] = self._declared[name]
             if name not in found:
-                raise self._unsupported(node, f"the shape of its output {name} is known only when it has run")
+                raise self._unsupported(node, f"the shape of its output {name} is known only at run time")
         found.pop("", None)
         shapes = [None if each is None else each.shape for each in inputs]
         return found, flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
 
     def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
-        """By the shape inference of onnx. What it leaves open is left out."""
+        """Output types by the shape inference of `onnx`. Outputs whose shape it leaves open are left out."""
         try:
             inferred = infer_shapes(self._alone(node, types, values), check_type=True, strict_mode=True).graph
         except (InferenceError, ValueError, RuntimeError) as error:
@@ -244,13 +248,13 @@ class _Resolver:
         outputs: dict[str, TensorType] = {}
         for info in inferred.value_info:
             if not info.type.HasField("tensor_type"):
-                raise self._unsupported(node, f"its output {info.name} is no tensor")
+                raise self._unsupported(node, f"its output {info.name} is not a tensor")
             if (known := tensor_type(info.type, {})) is not None:
                 outputs[info.name] = known
         return outputs
 
     def _alone(self, node: NodeProto, types: Types, values: Values) -> ModelProto:
-        """A model of this one node. Known values are initialisers."""
+        """A model with only this node. Known values are initialisers."""
         model = ModelProto()
         model.CopyFrom(self._header)
         model.graph.name = "node"
@@ -274,13 +278,13 @@ class _Resolver:
             return []
         model = self._alone(node, types, values)
         model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in found.items())
-        # The operators that look at a shape only take any array of that shape.
+        # Operators that depend only on a shape accept any array of that shape.
         feeds = {each.name: _any_array(*types[each.name]) for each in model.graph.input}
         try:
             results = ReferenceEvaluator(model).run(None, feeds)
             arrays = [np.asarray(result) for result in results]
             tensors = [numpy_helper.from_array(array, name) for array, name in zip(arrays, found, strict=True)]
-        except Exception:  # whatever the reference cannot do is left to the device
+        except Exception:  # what the reference evaluator cannot compute is left to the device
             return []
         same = all(TensorType(each.data_type, tuple(each.dims)) == found[each.name] for each in tensors)
         return tensors if same else []
@@ -295,7 +299,7 @@ class _Resolver:
         return {name: each for name, each in zip(node.output, outputs, strict=False) if name}, flops
 
     def _if(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
-        """Both branches have to give the same shapes; the dearer one counts."""
+        """Both branches must give the same shapes; the FLOPs are those of the more expensive one."""
         (first, first_flops, _), (second, second_flops, _) = (
             self._body(body, [], types, values) for body in bodies(node)
         )
@@ -304,25 +308,25 @@ class _Resolver:
         return first, max(first_flops, second_flops)
 
     def _loop(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
-        """State keeps its shape; what a round gives out is stacked, which needs a known number of rounds."""
+        """The state keeps its shape. Outputs per iteration are stacked, which needs a known number of iterations."""
         (body,) = bodies(node)
         state = [types[name] for name in node.input[2:]]
         scalars = [TensorType(TensorProto.INT64, ()), TensorType(TensorProto.BOOL, ())]
         outputs, flops, inner = self._body(body, [*scalars, *state], types, values)
         if outputs[1 : 1 + len(state)] != state:
-            raise self._unsupported(node, "the shape of its state changes from round to round")
+            raise self._unsupported(node, "the shape of its state changes between iterations")
         most, condition = self._scalar(node.input[0], values), (*node.input, "")[1]
         runs_all = (not condition or self._scalar(condition, values) == 1) and self._goes_on(body, inner)
         stacked = outputs[1 + len(state) :]
         if stacked and (most is None or not runs_all):
             raise self._unsupported(
-                node, "how often it runs, and so the shape of its outputs, is known only when it has run"
+                node, "the number of its iterations, and so the shape of its outputs, is known only at run time"
             )
         rounds = 1 if most is None else max(most, 0)
         return [*state, *(TensorType(each.element_type, (rounds, *each.shape)) for each in stacked)], flops * rounds
 
     def _goes_on(self, body: GraphProto, inner: Values) -> bool:
-        """Whether a loop's body never ends the loop: it gives True, or the condition that it got."""
+        """Whether a loop's body never ends the loop: it returns True, or the condition that it received."""
         again = body.output[0].name
         copies = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
         while again in copies and again not in inner:
@@ -336,7 +340,7 @@ class _Resolver:
         given = [types[name] for name in node.input]
         num_state = len(given) - num_scanned
         if self._opsets[""] < 9:
-            raise self._unsupported(node, "its form before version 9 of the standard operators is not known here")
+            raise self._unsupported(node, "its form before version 9 of the standard operators is not supported")
         in_axes = attributes.get("scan_input_axes") or [0] * num_scanned
         slices, lengths = [], []
         for each, axis in zip(given[num_state:], in_axes, strict=True):
@@ -345,7 +349,7 @@ class _Resolver:
             lengths.append(each.shape[axis])
         outputs, flops, _ = self._body(body, [*given[:num_state], *slices], types, values)
         if outputs[:num_state] != given[:num_state]:
-            raise self._unsupported(node, "the shape of its state changes from round to round")
+            raise self._unsupported(node, "the shape of its state changes between iterations")
         stacked = outputs[num_state:]
         out_axes = attributes.get("scan_output_axes") or [0] * len(stacked)
         for index, (each, axis) in enumerate(zip(stacked, out_axes, strict=True)):

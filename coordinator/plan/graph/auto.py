@@ -1,6 +1,7 @@
-"""From a graph and a cluster to plans: a strategy places operators, the graph is cut by it, the simulator prices the cut.
+"""Plan a graph for a cluster: a strategy places the operators, the graph is cut to match, the simulator prices the cut.
 
-`auto` takes the best under the simulator, "one device" included. Pure: `clock` returns seconds and is an argument.
+`auto` takes the plan that the simulator predicts to be the fastest; one device alone is always among the candidates.
+Pure: `clock` returns seconds and is an argument.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
-_A_HAIR = 1.01  # one more device is one more that can fail
-_MAX_REFITS = 4  # what a device holds beside weights is known only when it is known what runs there
-_PROVEN = 1 + 1e-6
+_A_HAIR = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
+_MAX_REFITS = 4  # attempts per strategy: memory other than weights is known only once the operators are placed
+_PROVEN = 1 + 1e-6  # ratio of value to bound up to which a plan counts as proven optimal
 Clock = Callable[[], float]
 Found = Candidate[GraphPlan]
 
@@ -42,10 +43,10 @@ Found = Candidate[GraphPlan]
 def plan_graph(
     request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None
 ) -> Planned[GraphPlan]:
-    """The plan that was asked for, beside "one device" and what else was looked at. A single device is taken whatever
-    strategy was asked for.
+    """Plan with the requested strategy, or with the best one for `auto`; return the plan and all other candidates.
 
-    Raises ModelDoesNotFit, BadSetting.
+    With a single device in the cluster, the result is that device alone, whatever the strategy.
+    Raises ModelDoesNotFit, NoPlacement and BadSetting.
     """
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     shares = len(request.cluster.devices) > 1
@@ -66,7 +67,7 @@ def plan_graph(
 
 
 def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
-    """A bound that any planner has proven holds for all of them."""
+    """The chosen candidate with the best lower bound: a bound proven by one planner holds for all of them."""
     solution, plan = chosen.solution, chosen.plan
     assert solution is not None
     bound = min(max(each.solution.bound for each in found if each.solution), solution.value)
@@ -86,7 +87,7 @@ def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[Assi
 
 
 def _why_none(request: GraphRequest, found: Iterable[Found]) -> HearthError:
-    """Nothing fits, or the one strategy that was asked for has no answer."""
+    """The error to raise: nothing fits, or the requested strategy found no placement."""
     spec = request.spec
     weights = spec.parameter_bytes(range(spec.num_operators))
     missing = weights - sum(device.room_bytes(weights) for device in _with_rooms(request).cluster.devices)
@@ -98,7 +99,7 @@ def _why_none(request: GraphRequest, found: Iterable[Found]) -> HearthError:
 
 
 def _locals(request: GraphRequest) -> Iterator[Found]:
-    """The whole graph on each device."""
+    """One candidate per device: the whole graph on that device."""
     for index, device in enumerate(request.cluster.devices):
         label = f"{LOCAL} on {device.name}"
         seconds = sum(row[index] for row in request.cluster.seconds)
@@ -112,7 +113,10 @@ def _locals(request: GraphRequest) -> Iterator[Found]:
 
 
 def _candidate(request: GraphRequest, asked: Method, options: SearchOptions) -> Found:
-    """Ask one strategy; where its plan holds more than weights and finds no room, once more with less of it."""
+    """Run one strategy. If its plan exceeds a device's budget, reserve the excess there and run it again.
+
+    Strategies budget for weights alone; activations and other memory are known only once the plan is built.
+    """
     name = asked.name
     request = _with_rooms(request)
     try:
@@ -129,17 +133,17 @@ def _candidate(request: GraphRequest, asked: Method, options: SearchOptions) -> 
             request = replace(request, cluster=request.cluster.with_rooms(reserved))
     except (ModelDoesNotFit, NoPlacement) as error:
         return _without_plan(name, error)
-    return Candidate(name, name, reason="does not fit: what it holds beside weights finds no room")
+    return Candidate(name, name, reason="does not fit: no room for the memory it needs besides the weights")
 
 
 def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
-    """What forbids a cut on real devices: one message has room for one tensor."""
+    """Why live devices cannot run the plan: a tensor must fit in one message. Empty if they can."""
     if not request.cluster.measured:
         return ""
     largest = max(transfers_of(request.spec, plan.body.segments), key=lambda each: each.num_bytes, default=None)
     if largest is None or largest.num_bytes <= MAX_PAYLOAD_FRAME_BYTES:
         return ""
-    return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} are more than a message takes"
+    return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} exceed the size limit of a message"
 
 
 def _without_plan(name: str, error: ModelDoesNotFit | NoPlacement) -> Found:
@@ -154,8 +158,11 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
 
 
 def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[Assigned]:
-    """For latency, operators that onnxruntime runs as one are placed as one, and bounds are of such placements. Raises
-    ModelDoesNotFit, NoPlacement."""
+    """Assign operators to devices with one strategy.
+
+    For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
+    Raises ModelDoesNotFit and NoPlacement.
+    """
     spec, cluster, rates = request.spec, request.cluster, request.cluster.bytes_per_second
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
@@ -172,8 +179,11 @@ def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solu
 
 
 def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
-    """[n][K]: seconds of each operator; of those that take the graph's inputs or make its outputs, with what it costs live
-    devices to get them from the coordinator, or to hand them over."""
+    """[n][K]: seconds of each operator on each device.
+
+    On live devices, operators that consume the graph's inputs or produce its outputs also pay for the transfer from or
+    to the coordinator.
+    """
     seconds = [list(row) for row in cluster.seconds]
     if cluster.measured:
         ends = [(min(tensor.consumers), tensor) for tensor in spec.inputs if tensor.consumers]
@@ -185,8 +195,10 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
 
 
 def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[Assigned]:
-    """By one strategy for latency. Solvers are imported when they are asked: they take half a second. Raises
-    ModelDoesNotFit, NoPlacement."""
+    """Solve a placement problem with one latency strategy.
+
+    Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
+    """
     if strategy == "moirai":
         from coordinator.plan.graph.latency import moirai
 
@@ -205,8 +217,10 @@ def plan_instance(
     clock: Clock,
     progress: Callable[[str], None] = lambda strategy: None,
 ) -> Planned[GraphPlan]:
-    """As `plan_graph` for a placement problem without a graph: candidates have no plan. Raises ModelDoesNotFit,
-    BadSetting."""
+    """Like `plan_graph`, but for a placement problem without a graph: candidates have no plan.
+
+    Raises ModelDoesNotFit, NoPlacement and BadSetting.
+    """
     found: list[Found] = []
     for each in GRAPH_METHODS.asked(strategy, "latency"):
         progress(each.name)
@@ -227,9 +241,10 @@ def plan_instance(
 
 
 def _build(request: GraphRequest, solution: Solution[Assigned], planner: str) -> GraphPlan:
-    """Cut the graph by the assignment; ranks are the devices in use, in the order in which they begin.
+    """Cut the graph by the assignment; ranks are the devices in use, in the order of their first operators.
 
-    For latency, of a cut into few segments and one in which no result waits the faster; a pipeline is busy anyway.
+    For latency, take the faster of two cuts: few segments, or an eager cut whose results are sent as soon as they exist.
+    For throughput, devices are busy anyway: take the first.
     """
     spec, cluster = request.spec, request.cluster
     members = list(dict.fromkeys(solution.assignment.devices))

@@ -14,7 +14,7 @@ def members(bits: int) -> Iterator[int]:
 
 
 def reached(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[int]:
-    """By vertex, all that edges lead to from it, directly or not. In the `order` a vertex comes after its neighbours."""
+    """For each vertex, the set of vertices reachable from it. `order` lists every vertex after its neighbours."""
     found = [0] * len(neighbours)
     for vertex in order:
         for other in neighbours[vertex]:

@@ -1,4 +1,4 @@
-"""The devices that a graph is planned for: memory, seconds of every operator, links. Pure."""
+"""The devices that a graph is planned for: memory, seconds per operator, links. Pure."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ClusterDevice:
-    """`budget_bytes` is what a worker may hold in all; of that, `reserved_bytes` are no room for weights."""
+    """Memory of one device, in bytes. A worker may hold `budget_bytes`; of those, `reserved_bytes` are not for weights."""
 
     device_id: str
     name: str
     budget_bytes: int
     reserved_bytes: int = 0
     process_bytes: int = 0  # a worker that holds no model
-    load_bytes: int = 0  # the whole graph in it, more than its file where kernels pack weights their own way
-    loading_bytes: int = 0  # what comes and goes while it is loaded
-    run_bytes: int = 0  # what running it takes beside that
+    load_bytes: int = 0  # the whole graph once loaded; more than its file where kernels repack weights
+    loading_bytes: int = 0  # temporary, while the graph is loaded
+    run_bytes: int = 0  # on top of `load_bytes`, while the graph runs
     wire: WireCost = field(default_factory=WireCost)
 
     def room_bytes(self, graph_bytes: int) -> int:
-        """For weights as the file has them, of a graph that has so many."""
+        """Room for weights, in bytes as they are in the file; `graph_bytes` is the weight size of the whole graph."""
         factor = max(self.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
         return int(max(self.budget_bytes - self.reserved_bytes, 0) / factor)
 
 
 @dataclass(frozen=True)
 class GraphCluster:
-    """K devices as a planner of one graph of n operators sees them.
+    """K devices, as the planner of a graph of n operators sees them.
 
     `seconds` [n][K]; `bytes_per_second` [K][K] from row to column, infinite on the diagonal; `latency_seconds` [K][K] of
-    the first byte. `measured`: these are live devices, so that all bytes of a worker count; without, weights alone do, as
+    the first byte. `measured`: the devices are live, and all memory of a worker counts. Otherwise only weights count, as
     in the papers.
     """
 
@@ -57,7 +57,7 @@ class GraphCluster:
         return replace(self, devices=devices)
 
     def members(self, plan: GraphPlan) -> list[int]:
-        """By rank, the index here of the plan's device."""
+        """For each rank of the plan, the index of its device in this cluster."""
         index = {device.device_id: index for index, device in enumerate(self.devices)}
         return [index[device.device_id] for device in plan.devices]
 
@@ -106,6 +106,6 @@ def linked_cluster(
 
 
 def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:
-    """The cluster with the budgets of `coordinator.plan.limits.budgets`."""
+    """The cluster with the budgets that `coordinator.plan.limits.budgets` computes."""
     of = budgets(cluster.devices, limits, deployed)
     return replace(cluster, devices=tuple(replace(each, budget_bytes=of[each.device_id]) for each in cluster.devices))

@@ -1,4 +1,4 @@
-"""Every byte that a device will hold under a cut graph. Pure."""
+"""Memory of each device under a cut graph, in bytes. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import MemoryUse
 
-CHUNK_BYTES = 8 << 20  # the largest piece of a segment that lies beside it while it is loaded
+CHUNK_BYTES = 8 << 20  # largest chunk of a segment, held in memory on top of it while it is loaded
 
 
 def memory_use(
     spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int]
 ) -> tuple[MemoryUse, ...]:
-    """By rank; `members[r]` is the index in the cluster of rank r's device.
+    """Memory of each rank; `members[r]` is the index in the cluster of rank r's device.
 
-    Weights count once for each segment that uses them, for each is a session of its own, and as much as they took on
-    the device when it was profiled. Activations are what running took then, as much of it as the largest segment has
-    tensors alive at once; and what comes and goes for each request in flight, twice where it leaves, for encryption
-    copies it. What loading took beside counts for the largest segment. On devices out of a file weights alone count, as
-    in the papers.
+    - Weights count once per segment that uses them, since each segment is a separate session; they are scaled by what
+      the whole graph took on the device when it was profiled.
+    - Activations are the memory that running took in the profile, scaled to the peak of live tensors in the rank's
+      largest segment, plus inputs and outputs of every request in flight. What is sent counts twice: encryption copies it.
+    - Temporary memory of loading is scaled to the largest segment.
+
+    On devices from a cluster file only weights count, as in the papers.
     """
     whole = max(peak_bytes(spec, range(spec.num_operators)), 1)
     graph_bytes = spec.parameter_bytes(range(spec.num_operators))
@@ -55,7 +57,7 @@ def memory_use(
 
 
 def reserved_bytes(spec: GraphSpec, cluster: GraphCluster) -> tuple[int, ...]:
-    """By device, a first guess at what is no room for weights, before it is known what runs there."""
+    """By device, a first estimate of the bytes not available for weights, before operators are placed."""
     if not cluster.measured:
         return (0,) * len(cluster.devices)
     return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.plan.methods import Method, Methods
 
-LOCAL = "local"  # the whole graph on one device, which is always priced as well
+LOCAL = "local"  # the whole graph on one device; priced with every strategy
 
 GRAPH_METHODS = Methods(
     (

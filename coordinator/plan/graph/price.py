@@ -1,8 +1,8 @@
-"""What a cut graph takes: its segments and their transfers as tasks of the one simulator. Pure.
+"""Predicted times of a cut graph: its segments and their transfers as tasks of the simulator. Pure.
 
-On live devices the graph's inputs come over the network as well, from the coordinator, and its outputs go there: they keep a
-device's link and its cores as busy as any tensor. The coordinator's own link is not measured; it is taken to be no slower than
-the best that the device has to another.
+On live devices the graph's inputs also come over the network, from the coordinator, and its outputs go back to it; these
+transfers occupy a device's link and cores like those of any tensor. The coordinator's own link is not measured; it is assumed
+to be as fast as the device's fastest link to another device.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from hearth.plan.plan import GraphPlan
 from hearth.plan.value_formats import Values
 from hearth.wire.messages import DeviceTrace
 
-# How often what comes from the coordinator, or goes there, is copied between daemon and worker: out of one, into the other.
+# Copies of a tensor from or to the coordinator between daemon and worker: out of one process, into the other.
 _HANDED_OVER = 2
-# A profile measures the wire over a socket to the device itself, where bytes pass in large pieces. Over a link they come in
-# small ones that each wake a thread: at 60 Mbit/s the threads of the sockets were measured to take 3 to 4.6 times the CPU.
+# A factor on CPU time per byte. Profiles measure the wire over a loopback socket, where bytes pass in large pieces. Over a link
+# they arrive in small pieces that each wake a thread: at 60 Mbit/s, socket threads took 3 to 4.6 times the CPU (measured).
 _SMALL_PIECES = 4.0
-# What a request takes of every rank beside its tensors, in messages' worth of CPU: asked by the coordinator, through the
-# daemon to the worker, opened, answered. Measured: 2.6 ms of a core where a message takes 0.07.
+# CPU time of a request on every rank, besides its tensors, in units of one message: the coordinator's call, passed by the
+# daemon to the worker, decoded and answered. Measured: 2.6 ms of a core where a message takes 0.07 ms.
 _REQUEST_MESSAGES = 36
-_INPUTS, _OUTPUTS = "inputs", "outputs"  # in a timeline, the tensors that travel from and to the coordinator
+_INPUTS, _OUTPUTS = "inputs", "outputs"  # names of the transfers from and to the coordinator in a timeline
 
 
 class Price(NamedTuple):
-    """The seconds of one request alone, and per request of a full pipeline. `busy_seconds` by rank.
+    """Predicted seconds: `latency_seconds` of a single request, `bottleneck_seconds` per request of a full pipeline.
 
-    `bottleneck` is the busiest resource; without congestion also the two ends of the busiest channel.
+    `busy_seconds` is compute time by rank. `bottleneck` is the busiest resource; without congestion it may also be a
+    channel between two devices, given by its two ends.
     """
 
     latency_seconds: float
@@ -48,9 +49,10 @@ class Price(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A tensor goes once to each rank that has a segment that takes it. `segment` is the one that makes it.
+    """A tensor sent to another rank: once to each rank that has a consumer. `segment` is the one that produces it.
 
-    `num_bytes` as it travels; `num_converted` of its values change their format on the way, there and back.
+    `num_bytes` is its size on the wire; `num_converted` is the number of values that are converted to the wire format and
+    back.
     """
 
     tensor: str
@@ -66,7 +68,7 @@ def segment_seconds(cluster: GraphCluster, device: int, segment: Segment) -> flo
 
 
 def transfers_of(spec: GraphSpec, segments: Sequence[Segment], values: Values = "exact") -> list[Transfer]:
-    """Between ranks, in the order of the segments that make them."""
+    """All transfers between ranks, in the order of the segments that produce them."""
     tensors = {tensor.name: tensor for tensor in spec.tensors}
     takers: dict[str, set[int]] = {}
     for segment in segments:
@@ -92,8 +94,8 @@ def tasks_of(
 ) -> list[Task]:
     """The tasks of requests that all arrive at once; `members[r]` is the index in the cluster of rank r's device.
 
-    On devices from a file, the graph's inputs lie where they are used. `values` is the format in which tensors travel.
-    A task's `tile` is the number of its request.
+    On devices from a cluster file, the graph's inputs are assumed to be on the devices that use them. `values` is the wire
+    format of tensors. A task's `tile` is the number of its request.
     """
     fed, given = _fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)
     inputs, outputs = ({tensor.name for tensor in tensors} for tensors in (spec.inputs, spec.outputs))
@@ -108,7 +110,7 @@ def tasks_of(
             seconds, delay = _home_times(cluster, members[rank], num_bytes)
             sides = receive_of(rank)
             tasks.append(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), delay, num_bytes, _INPUTS))
-        makers: dict[int, list[int]] = {}  # by rank, the tasks that make outputs of the graph
+        makers: dict[int, list[int]] = {}  # by rank, the tasks that produce outputs of the graph
         for index, segment in enumerate(segments):
             after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
             seconds = segment_seconds(cluster, members[segment.rank], segment)
@@ -141,12 +143,12 @@ def price(
     congestion: bool = True,
     values: Values = "exact",
 ) -> Price:
-    """Simulate one request. The bottleneck of a full pipeline is the device or side of a link that one keeps longest."""
+    """Simulate one request. A full pipeline's bottleneck is the device or side of a link that one request occupies longest."""
     tasks = tasks_of(spec, segments, cluster, members, values=values)
     timeline = simulate(tasks if congestion else _uncontended(tasks))
     busy: dict[tuple[Resource, ...], float] = {(resource,): seconds for resource, seconds in timeline.busy.items()}
     transfers = transfers_of(spec, segments, values)
-    if not congestion:  # then a link's ends are not shared, but each channel still is
+    if not congestion:  # the ends of links are not shared, but each channel still is
         for transfer in transfers:
             channel = sides_of(transfer.source, transfer.target)
             rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
@@ -183,14 +185,14 @@ def seconds_now(request: GraphRequest, plan: GraphPlan) -> float:
 
 
 def _uncontended(tasks: Sequence[Task]) -> list[Task]:
-    """The same, but transfers occupy no resource."""
+    """The same tasks, with transfers that occupy no resource."""
     return [each._replace(resources=()) if each.tensor else each for each in tasks]
 
 
 def predicted_timeline(
     spec: GraphSpec, plan: GraphPlan, cluster: GraphCluster, congestion: bool = True
 ) -> tuple[DeviceTrace, ...]:
-    """One simulated request; of a plan for throughput, as many as fill the pipeline."""
+    """The simulated timeline of one request; for a throughput plan, of as many requests as fill the pipeline."""
     num_requests = in_flight(plan.body.segments) if plan.body.objective == "throughput" else 1
     tasks = tasks_of(spec, plan.body.segments, cluster, cluster.members(plan), num_requests, plan.wire.values)
     timeline = simulate(tasks if congestion else _uncontended(tasks))
@@ -200,7 +202,7 @@ def predicted_timeline(
 
 
 def num_stages(segments: Sequence[Segment]) -> int:
-    """Segments on the longest chain of them: so many requests keep all devices of a pipeline at work."""
+    """The number of segments on the longest chain: this many requests keep all devices of a pipeline busy."""
     made_by = {name: index for index, segment in enumerate(segments) for name in segment.outputs}
     depth: list[int] = []
     for segment in segments:
@@ -209,8 +211,10 @@ def num_stages(segments: Sequence[Segment]) -> int:
 
 
 def in_flight(segments: Sequence[Segment]) -> int:
-    """Requests at once that fill a pipeline: while one is computed in each stage, another travels to each, and a third waits
-    there, so that a stage that is late at times holds up nobody."""
+    """Concurrent requests that fill a pipeline: per stage one that is computed, one in transfer, and one that waits.
+
+    The waiting requests keep the others busy when a stage is late. At most 256.
+    """
     return min(3 * num_stages(segments), 256)
 
 
@@ -222,7 +226,7 @@ def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
     for tensor in spec.tensors:
         uses = [consumer for consumer in tensor.consumers if consumer in own]
         if tensor.source in own or uses:
-            # What leaves the segment stays until it ends.
+            # Tensors that leave the segment stay alive until it ends.
             leaves = tensor.source in own and (tensor.is_output or len(uses) < len(tensor.consumers))
             last_use = max(own) if leaves or not uses else max(uses)
             ends.setdefault(last_use, []).append(tensor.num_bytes)
@@ -237,9 +241,9 @@ def peak_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
 
 
 def _end_seconds(cluster: GraphCluster, device: int, transfer: Transfer, values: Values, pieces: float = 1.0) -> float:
-    """Compute time that one end of a transfer takes from its device.
+    """CPU seconds of one end of a transfer. `pieces` is the factor for bytes that arrive in small pieces.
 
-    A request alone waits for less of it: what small `pieces` cost is done while the rest of them travels.
+    A single request waits for less than that (`pieces` 1): most pieces are handled while later ones are in transfer.
     """
     cost = cluster.devices[device].wire
     converting = cost.convert_seconds_per_value.get(values, 0.0) / 2 if transfer.num_converted else 0.0
@@ -254,7 +258,7 @@ def _end_seconds(cluster: GraphCluster, device: int, transfer: Transfer, values:
 
 
 def _fed_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
-    """By rank, the bytes of the graph's inputs that it gets; none on devices out of a file, as in the papers."""
+    """By rank, the bytes of the graph's inputs that it receives; none on devices from a cluster file, as in the papers."""
     taken: dict[int, set[str]] = {}
     for segment in segments if cluster.measured else ():
         taken.setdefault(segment.rank, set()).update(segment.inputs)
@@ -263,7 +267,7 @@ def _fed_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphClust
 
 
 def _given_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster) -> dict[int, int]:
-    """By rank, the bytes of the graph's outputs that it makes."""
+    """By rank, the bytes of the graph's outputs that it produces; none on devices from a cluster file."""
     num_bytes = {tensor.name: tensor.num_bytes for tensor in spec.outputs}
     found: dict[int, int] = {}
     for segment in segments if cluster.measured else ():
@@ -273,15 +277,17 @@ def _given_bytes(spec: GraphSpec, segments: Sequence[Segment], cluster: GraphClu
 
 
 def home_seconds(cluster: GraphCluster, member: int, num_bytes: int, pieces: float = _SMALL_PIECES) -> float:
-    """Compute time that a device takes to get values from the coordinator, or to hand them over to it."""
+    """CPU seconds that a device takes to receive values from the coordinator, or to send values to it."""
     cost = cluster.devices[member].wire
     per_byte = pieces * cost.encrypted_seconds_per_byte + _HANDED_OVER * cost.plain_seconds_per_byte
     return num_bytes * per_byte + (1 + _HANDED_OVER) * cost.seconds_per_message
 
 
 def _home_times(cluster: GraphCluster, member: int, num_bytes: int) -> tuple[float, float]:
-    """Seconds that a link between a device and the coordinator is kept busy, and until the bytes are there after that; none
-    of the former for a device without links."""
+    """Seconds that a transfer occupies the link between a device and the coordinator, and the delay until arrival after that.
+
+    The former is 0 for a device without links.
+    """
     rates = [*cluster.bytes_per_second[member], *(row[member] for row in cluster.bytes_per_second)]
     rate = max((rate for rate in rates if not math.isinf(rate)), default=math.inf)
     latencies = [seconds for other, seconds in enumerate(cluster.latency_seconds[member]) if other != member]

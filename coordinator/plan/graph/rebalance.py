@@ -1,8 +1,8 @@
-"""Moves the cuts of a pipeline on live devices until none of them can be moved for the better. Pure.
+"""Local search: move the cuts of a pipeline on live devices while that lowers the bottleneck. Pure.
 
-A planner of pipelines weighs compute and links. What a transfer takes of the cores at its ends hangs on both neighbours of
-a cut, which its search cannot see; the simulator prices it. The middle stages of a pipeline, which receive and send, have
-too much work then, and hand some on.
+The pipeline planners consider compute and links. The CPU cost of a transfer depends on both sides of a cut, which their
+search cannot see; the simulator includes it. With it, the middle stages of a pipeline, which both receive and send, have
+too much work, and moving the cuts passes some of it on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.points import fine_chain
 from coordinator.plan.solution import Assigned, Solution
 
-_FURTHEST = 24  # operators that a cut is moved by at once
-_MOST_SWEEPS = 4
-_GAIN = 0.998  # of the bottleneck: less is not worth a move
+_FURTHEST = 24  # operators; the longest single move of a cut
+_MOST_SWEEPS = 4  # passes over all cuts
+_GAIN = 0.998  # a move must bring the bottleneck below this fraction of its value
 
 
 def balanced(request: GraphRequest, answer: Solution[Assigned], room_bytes: Sequence[int]) -> Solution[Assigned]:
-    """The answer of a pipeline planner with the bottleneck that the simulator gives it, or a better one beside it. Its bound
-    holds: cores that transfers take only add to it."""
+    """A pipeline planner's solution with the bottleneck as simulated, or a better one with moved cuts.
+
+    The planner's bound remains valid: the CPU cost of transfers only adds to the bottleneck.
+    """
     order = fine_chain(request.spec).points
     devices = [answer.assignment.devices[operator] for operator in order]
     ends = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]

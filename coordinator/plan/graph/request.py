@@ -1,4 +1,4 @@
-"""What a planner of graphs is asked."""
+"""The request to a planner of graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 
-DEFAULT_SECONDS = 30.0
+DEFAULT_SECONDS = 30.0  # time limit of a search
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class GraphRequest:
 
 
 def seconds_of(plan: GraphPlan) -> float:
-    """What plans are compared by: one request, or a full pipeline's share of one."""
+    """The seconds by which plans are compared: the latency of one request, or the bottleneck of a full pipeline."""
     predicted = plan.predicted
     return predicted.latency_seconds if plan.body.objective == "latency" else predicted.bottleneck_seconds

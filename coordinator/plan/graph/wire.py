@@ -1,6 +1,6 @@
-"""How many bytes tensors have on the wire, in the format that the user chose for them. Pure.
+"""Sizes of tensors on the wire, in the format that the user chose. Pure.
 
-What lz4 takes off is not in it: that depends on the values, which nobody has seen when the plan is made.
+Savings by lz4 are not included: they depend on the values, which are unknown when the plan is made.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Final
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.value_formats import VALUE_FORMATS, Values
 
-_FLOAT_BYTES: Final = 4
+_FLOAT_BYTES: Final = 4  # of a float32 value
 
 
 def num_converted(tensor: Tensor, values: Values) -> int:
-    """How many values change their format on the way: all or none. Only float32 ever does."""
+    """Number of values that are converted for the wire: all or none. Only float32 tensors are converted."""
     return 0 if values == "exact" or tensor.dtype != "float32" else tensor.num_bytes // _FLOAT_BYTES
 
 
 def wire_bytes(tensor: Tensor, values: Values) -> int:
-    """As `hearth.wire.codec.wire_layout` lays them out: by the format's bytes per value and per row."""
+    """Bytes of a tensor on the wire, as `hearth.wire.codec.wire_layout` encodes it: bytes per value and per row."""
     count = num_converted(tensor, values)
     if not count:
         return tensor.num_bytes
@@ -29,7 +29,7 @@ def wire_bytes(tensor: Tensor, values: Values) -> int:
 
 
 def on_wire(spec: GraphSpec, values: Values) -> GraphSpec:
-    """The graph as a planner of transfers is to see it: every tensor as large as it travels."""
+    """The graph with the size of every tensor as it is on the wire, for planners that weigh transfers."""
     if values == "exact":
         return spec
     tensors = (tensor._replace(num_bytes=wire_bytes(tensor, values)) for tensor in spec.tensors)

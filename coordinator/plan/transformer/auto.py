@@ -1,4 +1,4 @@
-"""The best strategy under the simulator, including "one device is faster", with the reason each other one lost."""
+"""The strategy with the least predicted time, one device alone included, and the reason why each other one lost."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hearth.plan.plan import TransformerPlan
 
 Found = Candidate[TransformerPlan]
 
-TIE_TOLERANCE = 1.04  # one more device is one more that can fail, and predictions are off by more than that
-_MAX_LEAVE_ONE_OUT = 6  # devices; each is one more plan
-_STEP = 1.35  # between numbers of devices: many plans of nearly as many devices tell little
-_MICRO_BATCH_FROM = 2  # plans; each costs a simulation of many layers
-_REPLICATE_FROM = 2  # plans; each costs some twenty simulations
+TIE_TOLERANCE = 1.04  # within 4 %, less than the prediction error, fewer devices win: each is one more that can fail
+_MAX_LEAVE_ONE_OUT = 6  # devices; with more, leaving each one out in turn would add too many plans
+_STEP = 1.35  # ratio between numbers of devices tried: similar numbers give similar plans
+_MICRO_BATCH_FROM = 2  # plans tried with micro-batches; each costs a simulation of many layers
+_REPLICATE_FROM = 2  # plans tried with replication; each costs about twenty simulations
 
 
 def plan_auto(request: PlanRequest) -> Planned[TransformerPlan]:
     """Try `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
-    devices that suit it best. Raises ModelDoesNotFit."""
+    devices that its search chooses. Raises ModelDoesNotFit."""
     found = [_candidate(*trial) for trial in _trials(request)]
     if all(each.plan is None for each in found):
         least = min(found, key=lambda each: each.missing_bytes)
@@ -49,9 +49,10 @@ def plan_auto(request: PlanRequest) -> Planned[TransformerPlan]:
 
 
 def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
-    """The best plan of one strategy over all the request's devices; over the fastest where it takes no more than one.
+    """The best plan of one strategy over all devices of the request, or over the fastest if it is for one device.
 
-    `hmp` is Galaxy's: every group sharded. Raises ModelDoesNotFit, BadSetting for a strategy that is ruled out.
+    `hmp` here is Galaxy's, with every weight group sharded. Raises ModelDoesNotFit, and BadSetting for a strategy that
+    is impossible for the request.
     """
     strategy = STRATEGIES[name]
     if reason := ruled_out(request, strategy):
@@ -62,7 +63,7 @@ def plan_strategy(request: PlanRequest, name: str) -> TransformerPlan:
 
 
 def ruled_out(request: PlanRequest, strategy: Strategy[Any]) -> str:
-    """Why a strategy is impossible for this request; empty where it is not."""
+    """Why a strategy is impossible for this request; empty if it is possible."""
     return request.why_not_by_rows if strategy.whole_prompts and not request.attention_by_rows else ""
 
 
@@ -79,7 +80,7 @@ def _candidate(label: str, strategy: Strategy[Any], make: Callable[[], Transform
 
 
 def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable[[], TransformerPlan]]]:
-    """What is worth pricing: a label, the strategy, and how to plan it."""
+    """The plans to try: a label, the strategy, and a function that makes the plan."""
     devices, spec = request.cluster.devices, request.spec
     usable = [each for each in STRATEGIES.values() if not ruled_out(request, each)]
     sharing = [each for each in usable if each.max_devices(spec) > 1]
@@ -100,7 +101,7 @@ def _trials(request: PlanRequest) -> Iterator[tuple[str, Strategy[Any], Callable
 
 
 def _counts(num_devices: int) -> list[int]:
-    """How many of the fastest devices are tried: each number of a few, and ever larger steps beyond."""
+    """The numbers of fastest devices to try: every small number, then with growing steps, and all devices."""
     counts = {num_devices}
     count = 2
     while count < num_devices:
@@ -110,9 +111,9 @@ def _counts(num_devices: int) -> list[int]:
 
 
 def _replicating(request: PlanRequest, found: Sequence[Found]) -> Iterator[Found]:
-    """The most promising plans, with spare memory spent on less traffic.
+    """The most promising plans, refined to use spare memory for replicated weights and so to reduce traffic.
 
-    With that, more devices pay than without: what is slower sharded may be the fastest in the end.
+    With replication more devices pay off: a plan that is slower when sharded may become the fastest.
     """
     subsets = [
         (on_subset(request, tuple(device.device_id for device in each.plan.devices)), each.plan)
@@ -126,7 +127,7 @@ def _replicating(request: PlanRequest, found: Sequence[Found]) -> Iterator[Found
 
 
 def _in_micro_batches(request: PlanRequest, found: Sequence[Found]) -> Iterator[Found]:
-    """The most promising tensor-parallel plans, with a decoder's prompt in several parts at once."""
+    """The most promising tensor-parallel plans, with a decoder's prompt split into concurrent micro-batches."""
     sharing = [
         (each.label, each.plan)
         for each in sorted(found, key=lambda each: each.seconds)

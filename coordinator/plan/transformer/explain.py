@@ -1,4 +1,4 @@
-"""Why a plan won and every other candidate lost, in words. Pure."""
+"""Explain in words why a plan was chosen and why every other candidate lost. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Found = Candidate[TransformerPlan]
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What most of the time goes to: of a step, or of a decoder's expected request."""
+    """Where the time of a step, or of a decoder's expected request, is spent. Durations in seconds."""
 
-    device: str  # the busiest one
+    device: str  # the busiest device
     device_seconds: float
-    link: str  # the slowest between neighbours of the ring; empty on one device
+    link: str  # the slowest link between neighbours of the ring; empty on one device
     link_seconds: float
-    waiting_seconds: float  # what neither of both explains: round trips, and devices that wait for each other
-    decoding_seconds: float = 0.0  # of the request that a decoder is expected to serve; its prefill is a step
+    waiting_seconds: float  # the remaining time: round trips, and devices that wait for each other
+    decoding_seconds: float = 0.0  # decoding of the expected request; the other fields cover a step (its prefill)
 
     @property
     def sentence(self) -> str:
@@ -42,7 +42,7 @@ def label_of(plan: TransformerPlan) -> str:
 
 
 def best_of_each_strategy(planned: Planned[TransformerPlan]) -> list[TransformerPlan]:
-    """The chosen plan, then the fastest of each other strategy that fits; replicating counts as one more."""
+    """The chosen plan, then the fastest plan of each other strategy that fits; with replication counts as another one."""
     plans: dict[tuple[str, bool], TransformerPlan] = {}
     for each in planned.candidates:
         if each.plan is not None:
@@ -54,7 +54,7 @@ def best_of_each_strategy(planned: Planned[TransformerPlan]) -> list[Transformer
 
 
 def bottleneck(plan: TransformerPlan, cluster: ClusterProfile) -> Bottleneck:
-    """What bounds a plan that was priced under this cluster."""
+    """The bottleneck of a plan that was priced with this cluster."""
     busiest = max(plan.devices, key=lambda device: device.compute_seconds)
     compute, link_seconds = busiest.compute_seconds, plan.predicted.transfer_seconds
     return Bottleneck(
@@ -68,7 +68,7 @@ def bottleneck(plan: TransformerPlan, cluster: ClusterProfile) -> Bottleneck:
 
 
 def _slowest_link(plan: TransformerPlan, cluster: ClusterProfile) -> str:
-    """Neighbours of a ring send the same bytes, so that the slowest link is the busiest."""
+    """The slowest link of the ring. All neighbours send about the same bytes, so the slowest link is the busiest."""
     if plan.num_ranks == 1:
         return ""
     ring = [(device, plan.devices[(rank + 1) % plan.num_ranks]) for rank, device in enumerate(plan.devices)]
@@ -77,7 +77,7 @@ def _slowest_link(plan: TransformerPlan, cluster: ClusterProfile) -> str:
 
 
 def unit_of(plan: TransformerPlan) -> str:
-    """What `seconds_of` is the time of: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
+    """The unit of `seconds_of`: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
     generation = plan.body.generation
     if generation is None:
         return "a step"
@@ -85,20 +85,20 @@ def unit_of(plan: TransformerPlan) -> str:
 
 
 def decoding_rate(plan: TransformerPlan) -> str:
-    """`12.3 tokens/s` of one sequence; empty where nothing is predicted."""
+    """Decoding rate of one sequence, as in `12.3 tokens/s`; empty if there is no prediction."""
     seconds = plan.predicted.decode_seconds
     return f"{1 / seconds:.3g} tokens/s" if seconds else ""
 
 
 def why_lost(candidate: Found, cluster: ClusterProfile) -> str:
-    """`slower by 1.35x, bound by the compute of attic`."""
+    """Why a candidate lost, as in `slower by 1.35x, bound by the compute of attic`."""
     if candidate.plan is None:
         return candidate.reason
     return f"{candidate.reason}, bound by {bottleneck(candidate.plan, cluster).sentence}"
 
 
 def candidate_as_json(candidate: Found, cluster: ClusterProfile) -> dict[str, Any]:
-    """One candidate for programs."""
+    """One candidate, for `--json`."""
     bound = bottleneck(candidate.plan, cluster) if candidate.plan else None
     return {
         "label": candidate.label,
@@ -125,7 +125,7 @@ def why_won(planned: Planned[TransformerPlan], cluster: ClusterProfile, asked_fo
         return f"{takes}. {asked_for} was asked for. {bound}"
     if not others:
         return f"{takes}. Nothing else fits. {bound}"
-    least = "the least" if chosen.seconds <= others[0].seconds else "as fast as any but for a few percent"
+    least = "the fastest" if chosen.seconds <= others[0].seconds else "within a few percent of the fastest"
     text = f"{takes}, {least} of the {len(others) + 1} plans that fit. {bound}"
     alone = min((each.seconds for each in others if each.num_devices == 1), default=None)
     shared = [each for each in others if each.num_devices > 1]
@@ -135,5 +135,5 @@ def why_won(planned: Planned[TransformerPlan], cluster: ClusterProfile, asked_fo
         text += " No device could hold the model alone."
     elif shared and shared[0].plan is not None:
         factor = shared[0].seconds / chosen.seconds
-        text += f" Sharing, by {label_of(shared[0].plan)}, would take {factor:.2f}x as long."
+        text += f" The fastest on several devices, {label_of(shared[0].plan)}, would take {factor:.2f}x as long."
     return text

@@ -1,4 +1,4 @@
-"""The plan that the user asked for: by a named strategy or planner over all devices, or the best of all. Pure."""
+"""Make the plan that the user asked for: with a named strategy or planner on all devices, or the best of all. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hearth.plan.plan import TransformerPlan
 
 
 def plan_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
-    """The chosen plan and all candidates that were priced for it.
+    """The chosen plan and all candidates.
 
-    A named strategy is taken even where another would be faster; the alternatives say so. Raises ModelDoesNotFit,
+    A named strategy is used even if another one is faster; the alternatives say so. Raises ModelDoesNotFit and
     BadSetting.
     """
     planned = plan_auto(request) if request.strategy == "auto" else _named(request)
@@ -48,7 +48,7 @@ def _names(plan: TransformerPlan) -> str:
 
 
 def _by_name(request: PlanRequest) -> TransformerPlan:
-    """By one strategy or planner. Raises ModelDoesNotFit, BadSetting."""
+    """The plan by the strategy or planner that the request names. Raises ModelDoesNotFit and BadSetting."""
     TRANSFORMER_METHODS.check(request.strategy, "latency")
     if request.strategy == "galaxy":
         return plan_galaxy(in_ring(request), "hmp")

@@ -1,4 +1,4 @@
-"""The strategies of Transformers, and planners of their shares, by name. Pure."""
+"""The strategies for transformers, and the planners of their shares, by name. Pure."""
 
 from __future__ import annotations
 

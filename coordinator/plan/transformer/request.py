@@ -1,4 +1,4 @@
-"""What every planner takes and gives."""
+"""The request to every transformer planner, and the plan made from a planner's result."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits, TransformerBody
 
-DEFAULT_SEQUENCES = 4
-DEFAULT_NEW_TOKENS = 128
-# Room in a step for this many sequences at least: short ones may be many, and each takes only a row.
+DEFAULT_SEQUENCES = 4  # concurrent sequences of full context length
+DEFAULT_NEW_TOKENS = 128  # expected length of an answer
+# A step has room for at least this many sequences: there may be many short ones, and each takes only one row.
 _MIN_SEQUENCES_IN_STEP = 16
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Capacity that the user wants of a decoder, and the request that its plans are compared by."""
+    """The capacity that the user wants of a decoder, and the expected request by which its plans are compared."""
 
     context: int  # tokens of one sequence: prompt and answer
-    sequences: int = DEFAULT_SEQUENCES  # sequences of that length that the KV cache has room for at once
+    sequences: int = DEFAULT_SEQUENCES  # concurrent sequences of that length in the KV cache
     prompt_tokens: int | None = None  # expected; None: as many as one step takes
-    new_tokens: int = DEFAULT_NEW_TOKENS
+    new_tokens: int = DEFAULT_NEW_TOKENS  # expected
 
     def limits(self, seq_len: int) -> GenerationLimits:
         return GenerationLimits(
@@ -43,17 +43,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A model, the devices it may use (in ring order), and what the user fixed.
+    """A model, the devices it may use (in ring order), and the settings that the user fixed.
 
-    `spare_accuracy`: the wire format was chosen for the user, and is to be kept to the links where it saves time.
-    `generation` is for decoders; without it, theirs is a plan for prefill alone.
+    `spare_accuracy`: the user did not choose the wire format, so it is used only on links where it saves time.
+    `generation` is for decoders; without it, a decoder's plan is for prefill only.
     """
 
     spec: ModelSpec
     cluster: ClusterProfile
     seq_len: int
     wire: WireFormat = field(default_factory=WireFormat)
-    strategy: str = "auto"  # a name of the registry
+    strategy: str = "auto"  # a name in the registry
     spare_accuracy: bool = False
     generation: GenerationRequest | None = None
 
@@ -63,20 +63,20 @@ class PlanRequest:
 
     @property
     def num_cached_tokens(self) -> float:
-        """In the KV cache while the expected request decodes, on average."""
+        """Average number of tokens in the KV cache while the expected request decodes."""
         limits = self.limits
         return limits.prompt_tokens + limits.new_tokens / 2 if limits else 0.0
 
     @property
     def attention_by_rows(self) -> bool:
-        """Whether attention may be split by rows: a rank caches keys and values of its own heads only, so that a later
-        chunk of a prompt could not see those of the other heads."""
+        """Whether attention may be split by rows. The whole context must be prefilled in one step: a rank caches the keys
+        and values of its own heads only, so a later chunk of a prompt could not attend with the other heads."""
         return self.may_replicate and (self.generation is None or self.generation.context <= self.seq_len)
 
     @property
     def may_replicate(self) -> bool:
-        """Whether a rank may hold more of a matrix than it decodes with: int4 is packed and used whole, and int8's kernel
-        takes no matrix of which only some inputs are used (converting it for every token is slower than it all)."""
+        """Whether a rank may hold more of a matrix than it decodes with. Not for int4, whose packed matrices are used whole,
+        nor for int8, whose kernel cannot use part of a matrix's inputs (converting the part per token would be slower)."""
         return self.generation is None or self.spec.weights not in ("int8", "int4")
 
     @property
@@ -100,7 +100,7 @@ def in_ring(request: PlanRequest) -> PlanRequest:
 def price(
     request: PlanRequest, body: TransformerBody, planner: str, alternatives: Sequence[Alternative] = ()
 ) -> TransformerPlan:
-    """A finished plan: memory of every rank, and the simulator's prediction. Rank r is the request's device r."""
+    """The finished plan with the memory of every rank and the simulator's prediction. Rank r is the request's device r."""
     layout = Layout(request.spec, body, request.cluster, request.wire)
     predicted, busy = predict(layout)
     if request.generation is not None:
@@ -128,10 +128,10 @@ def price(
 
 
 def over_budget(request: PlanRequest, body: TransformerBody, rank: int) -> int:
-    """By how many bytes a device is over its budget; below 0: what it has left."""
+    """Bytes by which a device exceeds its budget; negative if it has room left."""
     return memory_use(request.spec, body, rank).total - request.cluster.devices[rank].budget_bytes
 
 
 def missing_bytes(request: PlanRequest, body: TransformerBody) -> int:
-    """How many bytes all devices together lack for this plan; 0 when it fits."""
+    """Bytes that all devices together lack for this plan; 0 when it fits."""
     return sum(max(over_budget(request, body, rank), 0) for rank in range(len(request.cluster.devices)))

@@ -6,15 +6,15 @@ from itertools import combinations, permutations
 
 from hearth.plan.profile import ClusterProfile
 
-_ALIKE = 0.10  # links that differ by less leave the order as it is
+_ALIKE = 0.10  # if the rates of all links differ by at most 10 %, the order is kept
 _MAX_EXHAUSTIVE = 8  # (8-1)! = 5040 orders; beyond, improve by swaps
 
 
 def best_ring(cluster: ClusterProfile) -> ClusterProfile:
-    """The same devices in the order whose slowest hop is fastest, and of those the one with the least time in all.
+    """The same devices in the order whose slowest hop is fastest; among equals, the order with the least total time.
 
-    Every rank sends about the same bytes per collective, and the slowest hop paces the ring. Exhaustive up to 8 devices,
-    beyond that swaps of two devices until none helps.
+    Every rank sends about the same bytes per collective, so the slowest hop sets the pace of the ring. Exhaustive up to 8
+    devices; beyond that, swaps of two devices until none helps.
     """
     ids = tuple(device.device_id for device in cluster.devices)
     cost = {(link.source, link.target): 1.0 / link.bytes_per_second for link in cluster.links}

@@ -1,4 +1,4 @@
-"""What planners count in: whole grains of heads, columns and vocabulary, and the bytes and seconds they take."""
+"""Shares in whole grains of heads, columns and vocabulary, and the bytes and seconds that they take."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def body_of(
 
 
 class Work:
-    """What a layer's shares take: of one step, or of a decoder's expected request, its prompt and then token by token."""
+    """Seconds of shares of one layer: for one step, or, for a decoder, for the expected request (prompt and answer)."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._spec = spec = request.spec
@@ -48,15 +48,15 @@ class Work:
         self._bytes_per_column = mlp_bytes(spec, 1)
 
     def attention(self, blocks: BlockProfile, heads: int) -> float:
-        """L(MHA, a, d)."""
+        """L(MHA, a, d): seconds of attention with `heads` heads."""
         return self._seconds(blocks, blocks.attention(heads), heads * self._bytes_per_head)
 
     def mlp(self, blocks: BlockProfile, columns: int) -> float:
-        """L(MLP, b, d)."""
+        """L(MLP, b, d): seconds of the MLP with `columns` columns."""
         return self._seconds(blocks, blocks.mlp(columns), columns * self._bytes_per_column)
 
     def layer(self, blocks: BlockProfile) -> float:
-        """A whole layer on one device."""
+        """Seconds of a whole layer on one device."""
         return self.attention(blocks, self._spec.num_heads) + self.mlp(blocks, self._spec.ffn_size)
 
     def _seconds(self, blocks: BlockProfile, step_seconds: float, num_bytes: float) -> float:
@@ -69,7 +69,7 @@ def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
 
 
 def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
-    """V_d for rows: decoding has none to split."""
+    """V_d for splitting rows: prefill only, since a decoded token has a single row."""
     return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
 
 
@@ -79,7 +79,7 @@ def by_capacity(request: PlanRequest) -> list[DeviceProfile]:
 
 
 class Budget:
-    """Bytes that a device has for shares, in the linear form that the algorithm needs; never less than the truth."""
+    """Memory of devices for shares, as linear costs per grain, which the algorithms need. Never an underestimate."""
 
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
         spec, seq_len, limits, devices = request.spec, request.seq_len, request.limits, request.cluster.devices
@@ -88,7 +88,7 @@ class Budget:
         self._left = [device.budget_bytes - memory_use(spec, empty, rank).total for rank, device in enumerate(devices)]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
         head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
-        # What attention takes without a head is in `empty` already.
+        # The part of attention that does not depend on heads is in `empty` already.
         head_values = memory.attention_values(spec, group, seq_len, limits)
         head_values -= memory.attention_values(spec, 0, seq_len, limits)
         self.head_grain = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
@@ -108,10 +108,10 @@ class Budget:
         return max(self._left[device] - used, 0.0)
 
     def total(self, device: int) -> int:
-        """Bytes of a device for shares of all kinds."""
+        """Bytes of a device available for shares of all kinds."""
         return max(self._left[device], 0)
 
     def missing(self, groups: int, columns: int, vocabulary: int) -> int:
-        """How many bytes all devices together lack for the whole model; at least one, since grains may not fit either."""
+        """Bytes that all devices together lack for the whole model; at least 1, since whole grains may not fit either."""
         wanted = groups * self.head_grain + columns * self.column_grain + vocabulary * self.vocabulary_grain
         return max(wanted - sum(self.total(device) for device in range(len(self._left))), 1)

@@ -1,8 +1,8 @@
-"""Every message, declared once: frozen, validated, msgpack on the wire.
+"""All messages of the protocol: frozen, validated, msgpack on the wire.
 
-A request is imperative (`Load`), an answer says what is so (`WorkerBound`). Tensors and chunk bytes travel as payload
-frames next to a message, never inside it. Every message states the protocol version (`v`; absent in version 1). Unknown
-fields are ignored, an unknown tag (`t`) raises `UnknownMessage`, another version `ProtocolMismatch`, except for the few
+Requests have imperative names (`Load`), answers state a result (`WorkerBound`). Tensors and chunk bytes are sent as payload
+frames after a message, never inside it. Every message contains the protocol version (`v`; absent in version 1). Unknown fields
+are ignored. An unknown tag (`t`) raises `UnknownMessage`; a different version raises `ProtocolMismatch`, except for the few
 messages that have the same form in all versions.
 """
 
@@ -24,7 +24,7 @@ from hearth.wire.messages.worker import *  # noqa: F403
 
 
 def encode(message: Message) -> bytes:
-    """The message's bytes. Raises FrameTooLarge rather than send what the peer must refuse."""
+    """Encode a message. Raises FrameTooLarge if the peer would have to refuse it."""
     fields = {"v": PROTOCOL_VERSION, "t": message.tag, **message.__pydantic_serializer__.to_python(message)}
     data: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(data) > MAX_MESSAGE_BYTES:
@@ -33,20 +33,20 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Read one message. Raises FrameTooLarge, BadMessage, ProtocolMismatch or UnknownMessage, and nothing else."""
+    """Decode a message. Raises only FrameTooLarge, BadMessage, ProtocolMismatch or UnknownMessage."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise FrameTooLarge(num_bytes=len(data), cap_bytes=MAX_MESSAGE_BYTES)
     try:
         fields: Any = msgpack.unpackb(data, raw=False, strict_map_key=True)
     except (ValueError, TypeError, RecursionError, MemoryError, msgpack.UnpackException) as error:
-        raise BadMessage(reason=f"no valid msgpack ({type(error).__name__})") from None
+        raise BadMessage(reason=f"not valid msgpack ({type(error).__name__})") from None
     if not isinstance(fields, dict):
         raise BadMessage(reason=f"a map was expected, not {type(fields).__name__}")
     tag, version = fields.get("t"), fields.get("v", 1)
     message_type = MESSAGE_TYPES.get(tag) if isinstance(tag, str) else None
     if version != PROTOCOL_VERSION and not (message_type is not None and message_type.any_version):
         if not isinstance(version, int):
-            raise BadMessage(reason="the protocol version is no number")
+            raise BadMessage(reason="the protocol version is not a number")
         raise ProtocolMismatch(peer="The other end", ours=PROTOCOL_VERSION, theirs=version)
     if message_type is None:
         raise UnknownMessage(tag=str(tag)[:64])

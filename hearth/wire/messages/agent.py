@@ -1,4 +1,4 @@
-"""Messages between a coordinator and an agent about the device: leases, telemetry, measurements and chunks."""
+"""Messages between coordinator and agent about the device: leases, telemetry, measurements, chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hearth.wire.messages.base import (
 
 
 class AgentWelcome(Message):
-    """`device_id` is stable and bound to the hardware; `boot_id` tells apart runs of the same agent."""
+    """The agent's answer to `Hello`. `device_id` is stable and bound to the hardware; `boot_id` is new in each run."""
 
     any_version: ClassVar[bool] = True
     protocol: int = PROTOCOL_VERSION
@@ -40,10 +40,12 @@ class AgentWelcome(Message):
 
 
 class GetTelemetry(Message):
-    """The answer is `Telemetry`."""
+    """Ask for the device's state. The answer is `Telemetry`."""
 
 
 class Gpu(WireModel):
+    """A device's GPU. `load_fraction` is None if it is not known."""
+
     name: Name
     kind: Literal["cuda", "tegra"]
     memory_total_bytes: Bytes
@@ -52,18 +54,20 @@ class Gpu(WireModel):
 
 
 class Telemetry(Message):
-    host_id: Name  # the same for agents on one machine
+    """A device's properties and current state."""
+
+    host_id: Name  # the same for all agents on one machine
     cpu_model: Name
     num_cores: int
     load_1min: float
     frequency_mhz: float | None
     memory_total_bytes: Bytes
     memory_available_bytes: Bytes
-    memory_budget_bytes: Bytes  # what a worker may hold: the user's limit, or what is free less a reserve
+    memory_budget_bytes: Bytes  # memory limit of a worker: the user's limit, or the free memory less a reserve
     disk_free_bytes: Bytes
     temperature_celsius: float | None
     gpu: Gpu | None
-    num_threads: int  # that a worker will use
+    num_threads: int  # compute threads of a worker
     compute_device: ComputeDevice
     clock_unix_seconds: float
     python_version: Name
@@ -73,14 +77,19 @@ class Telemetry(Message):
 
 
 class AcquireLease(Command):
-    """Ask for the right to run one deployment on this device. `holder` is random, one per coordinator process."""
+    """Request the exclusive right to run one deployment's worker on this device.
+
+    `holder` is a random id of the coordinator process; the lease ends after `seconds` unless a `Heartbeat` renews it.
+    """
 
     holder_name: Name
     seconds: Annotated[float, Field(gt=0, le=60)]
 
 
 class LeaseGranted(Message):
-    last_epoch: Epoch  # the newest epoch of this deployment that the agent has seen; a new plan must be newer
+    """The answer to `AcquireLease`."""
+
+    last_epoch: Epoch  # highest epoch of this deployment that the agent has seen; a new plan needs a higher one
 
 
 class ReleaseLease(Command):
@@ -88,7 +97,7 @@ class ReleaseLease(Command):
 
 
 class Heartbeat(Message):
-    """Renews every lease of this holder and asks for the state of the workers."""
+    """Renew all leases of this holder. The answer is `AgentState`."""
 
     holder: Name
 
@@ -97,15 +106,17 @@ WorkerState: TypeAlias = Literal["none", "starting", "loading", "bound", "ready"
 
 
 class WorkerStatus(WireModel):
+    """State of one deployment's worker."""
+
     deployment: Name = DEFAULT_DEPLOYMENT
     state: WorkerState
     epoch: Epoch
     failure: Text = ""
-    peak_bytes: Bytes = 0  # the most memory that the process had resident so far
+    peak_bytes: Bytes = 0  # peak resident memory of the process
 
 
 class AgentState(Message):
-    """`workers`: at most one per deployment. A deployment that is not among them has none."""
+    """State of the agent's workers: at most one per deployment."""
 
     boot_id: Name
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
@@ -118,14 +129,14 @@ class AgentState(Message):
 
 
 class OpenLinkProbe(Message):
-    """Let one peer measure the link to this device, or fetch chunks from it, for a while."""
+    """Allow one peer to measure the link to this device, or to fetch chunks from it, for `seconds`."""
 
     peer_public_key: PublicKey
     seconds: Annotated[float, Field(gt=0, le=60)]
 
 
 class MeasureLink(Message):
-    """Measure the link from this device to another, bounded in time and bytes."""
+    """Measure the link from this device to another, within limits of time and bytes. The answer is `LinkMeasured`."""
 
     host: Name
     port: Port
@@ -135,14 +146,16 @@ class MeasureLink(Message):
 
 
 class LinkMeasured(Message):
+    """The answer to `MeasureLink`."""
+
     bytes_per_second: Annotated[float, Field(gt=0)]
     round_trip_seconds: Annotated[float, Field(ge=0)]
     num_bytes: Bytes
-    stable: bool
+    stable: bool  # whether the last bursts agreed
 
 
 class BlocksOf(WireModel):
-    """Profile the blocks of a transformer's layer."""
+    """Profile the blocks of one transformer layer."""
 
     kind: Literal["blocks"] = "blocks"
     model: ModelSpec
@@ -150,9 +163,9 @@ class BlocksOf(WireModel):
 
 
 class OperatorsOf(WireModel):
-    """Profile the operators of an ONNX graph. Payload: its protobuf in frames, one after the other.
+    """Profile the operators of an ONNX graph. Payload: the model's protobuf, split into frames.
 
-    Initialisers whose bytes are left out (external data, at any location) are filled with random values.
+    Initialisers without data (external data, at any location) are filled with random values.
     """
 
     kind: Literal["operators"] = "operators"
@@ -166,22 +179,24 @@ class Profile(Message):
 
 
 class Kernel(WireModel):
-    """One node of the graph as onnxruntime runs it. `operators`: the nodes of the given graph that it stands for.
+    """One node of the graph as optimised by onnxruntime. `operators` are the nodes of the original graph that it computes.
 
-    They are found by name; where onnxruntime gave it another, by the tensors that it makes. Empty: a node of its own.
+    They are identified by name or, if onnxruntime has renamed the node, by the tensors that it produces. Empty: a node that
+    onnxruntime added.
     """
 
     name: TensorName
     kind: Name
     provider: Name
-    seconds: Annotated[float, Field(ge=0)]  # median of a run
+    seconds: Annotated[float, Field(ge=0)]  # mean per run, scaled so that all kernels sum to `run_seconds`
     operators: tuple[TensorName, ...] = ()
 
 
 class GraphProfile(WireModel):
-    """The process with onnxruntime holds `process_bytes`, a loaded graph `load_bytes` more, running it `run_bytes` more.
+    """Measured times and memory of a graph on one device.
 
-    `peak_bytes` is the most that the whole process held while it loaded.
+    A process with onnxruntime holds `process_bytes`; loading the graph adds `load_bytes`, and running it `run_bytes`.
+    `peak_bytes` is the peak of the whole process during loading.
     """
 
     kernels: tuple[Kernel, ...] = Field(max_length=100_000)
@@ -195,6 +210,8 @@ class GraphProfile(WireModel):
 
 
 class Profiled(Message):
+    """The answer to `Profile`."""
+
     result: BlockProfile | GraphProfile
 
 
@@ -202,44 +219,50 @@ class Profiled(Message):
 
 
 class ChunkRef(WireModel):
-    """One hash-named piece of a checkpoint, and the grain it holds (see `hearth.plan.chunks`)."""
+    """One chunk of a checkpoint, named by its hash, and the grain that it holds (see `hearth.plan.chunks`)."""
 
     hash: Hash
     num_bytes: Annotated[int, Field(ge=0, le=MAX_PAYLOAD_FRAME_BYTES)]
     kind: ChunkKind
     layer: Annotated[int, Field(ge=0)]  # 0 for embeddings
-    grain: Annotated[int, Field(ge=0)]  # 0 where the kind has one chunk per layer
+    grain: Annotated[int, Field(ge=0)]  # 0 for kinds with one chunk per layer
 
 
 class FindMissing(Command):
+    """Ask which of these chunks the agent's store lacks. The answer is `ChunksMissing`."""
+
     hashes: tuple[Hash, ...] = Field(max_length=50_000)
 
 
 class ChunksMissing(Message):
+    """The answer to `FindMissing`: the chunks that the store lacks."""
+
     hashes: tuple[Hash, ...]
 
 
 class PutChunk(Command):
-    """The chunk's bytes are the one payload frame."""
+    """Store a chunk. Payload: its bytes, in one frame."""
 
     hash: Hash
 
 
 class FetchChunks(Command):
-    """Get chunks from another agent, which lets this one in for a while (`OpenLinkProbe`)."""
+    """Fetch chunks from another agent, which must have admitted this one by `OpenLinkProbe`. The answer is `ChunksFetched`."""
 
     host: Name
     port: Port
     peer_public_key: PublicKey
     hashes: tuple[Hash, ...] = Field(min_length=1, max_length=50_000)
-    seconds: Annotated[float, Field(gt=0, le=60)]  # in all
+    seconds: Annotated[float, Field(gt=0, le=60)]  # timeout for all chunks together
 
 
 class ChunksFetched(Message):
-    missing: tuple[Hash, ...]  # chunks that did not come in that time
+    """The answer to `FetchChunks`."""
+
+    missing: tuple[Hash, ...]  # chunks that did not arrive intact within that time
 
 
 class GetChunk(Message):
-    """From agent to agent. The answer is `Done`, with the chunk's bytes as its one payload frame."""
+    """Ask another agent for a chunk. The answer is `Done`, with the chunk's bytes in one payload frame."""
 
     hash: Hash

@@ -1,6 +1,7 @@
-"""The base of every message, the types of their fields, and the messages that any peer may send.
+"""Base classes of messages, field types, and the messages that any peer may send.
 
-Hello, the two welcomes and Failed keep their form in every protocol version: by them two versions learn of each other.
+`Hello`, the two welcomes and `Failed` have the same form in every protocol version, so that peers of different versions can
+detect the mismatch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Epoch = Annotated[int, Field(ge=0, lt=1 << 63)]
 Step = Annotated[int, Field(ge=0, lt=1 << 32)]
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-TensorName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]  # as the ONNX file spells it
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]  # as in the ONNX file
 Shape = Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], Field(max_length=8)]
 ElementType: TypeAlias = Literal[
     "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64",
@@ -30,7 +31,7 @@ ElementType: TypeAlias = Literal[
 
 ComputeDevice: TypeAlias = Literal["cpu", "cuda"]
 
-MESSAGE_TYPES: dict[str, type[Message]] = {}  # by tag
+MESSAGE_TYPES: dict[str, type[Message]] = {}  # keyed by tag
 
 _M = TypeVar("_M", bound="Message")
 
@@ -40,16 +41,16 @@ class WireModel(BaseModel, frozen=True, extra="ignore", allow_inf_nan=False):
 
 
 class Message(WireModel):
-    """A message. Its tag on the wire is the class name in snake case: `FindMissing` is `find_missing`.
+    """Base class of messages. The tag on the wire is the class name in snake case: `find_missing` for `FindMissing`.
 
-    `any_version` marks the messages that peers of another protocol version can read, too.
+    `any_version` marks messages that peers of another protocol version can read.
     """
 
     tag: ClassVar[str]
     any_version: ClassVar[bool] = False
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
-        """Register a message type; `abstract` classes only hold fields that several messages share."""
+        """Register a message type, unless it is `abstract`: a base class with fields that several messages share."""
         super().__init_subclass__(**kwargs)
         if not abstract:
             cls.tag = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -57,26 +58,28 @@ class Message(WireModel):
 
 
 def expected(message: Message, kind: type[_M], sender: str) -> _M:
-    """The message, which must be of this type. Raises BadMessage, naming the sender."""
+    """Return the message if it is of this type. Raises BadMessage, naming the sender, if not."""
     if not isinstance(message, kind):
         raise BadMessage(reason=f"{sender} answered with {type(message).__name__}")
     return message
 
 
 class Command(Message, abstract=True):
-    """A request of a coordinator that holds the agent's lease for this deployment."""
+    """A request by the coordinator that holds the agent's lease for this deployment."""
 
     holder: Name
     deployment: Name = DEFAULT_DEPLOYMENT
 
 
 class PlanCommand(Command, abstract=True):
-    """A request for the worker that runs one plan of a deployment."""
+    """A request to the worker that runs one plan of a deployment."""
 
     epoch: Epoch
 
 
 class Hello(Message):
+    """First message of a connection. The answer is `AgentWelcome` or `CoordinatorWelcome`."""
+
     any_version: ClassVar[bool] = True
     protocol: int = PROTOCOL_VERSION
     name: Name
@@ -103,6 +106,6 @@ class Failed(Message):
 
 
 class Cancel(Message):
-    """End a stream early: the request of this caller with this id. It is not answered."""
+    """Cancel this caller's request with this id. It is not answered."""
 
     request: Annotated[bytes, Field(min_length=8, max_length=8)]

@@ -15,14 +15,16 @@ from hearth.wire.messages.worker import FinishReason, TraceEvent, WireStats
 
 
 class ClientRequest(Message, abstract=True):
-    """A request of a client. `request_id` is unique; a client that sends a request again sends the same id."""
+    """A request by a client. `request_id` is unique; a client that repeats a request uses the same id."""
 
-    request_id: Name = ""  # empty: the request is sent once only
-    deployment: Name | None = None  # None: the one that takes this kind of request
-    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0  # the deadline, from the arrival of the request
+    request_id: Name = ""  # empty: the request will not be repeated
+    deployment: Name | None = None  # None: the deployment that accepts this type of request
+    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 60.0  # from the arrival of the request
 
 
 class CoordinatorWelcome(Message):
+    """The coordinator's answer to `Hello`."""
+
     any_version: ClassVar[bool] = True
     protocol: int = PROTOCOL_VERSION
     version: Name
@@ -30,14 +32,16 @@ class CoordinatorWelcome(Message):
 
 
 class ModelRequest(ClientRequest, abstract=True):
-    """A request that the served model answers. All that an app may send, but for GetReadiness."""
+    """A request to the served model. Apps may send only these and GetReadiness."""
 
 
 class GetReadiness(ClientRequest):
-    """Whether a model is served. The answer is `Readiness`."""
+    """Ask whether a model is ready. The answer is `Readiness`."""
 
 
 class Readiness(Message):
+    """The answer to `GetReadiness`. `state` is a sentence for users, `model` the name of the model."""
+
     deployment: Name = DEFAULT_DEPLOYMENT
     ready: bool
     state: Text
@@ -48,18 +52,18 @@ class Readiness(Message):
 
 
 class Embed(ModelRequest):
-    """Sentence embeddings, normalised. The answer is `Vectors` with payload [N,H] float32."""
+    """Compute normalised sentence embeddings. The answer is `Vectors` with payload [N,H] float32."""
 
     texts: tuple[Text, ...] = Field(min_length=1, max_length=4096)
     trace: bool = False
 
 
 class GetHiddenStates(ModelRequest):
-    """Last hidden states of one sequence. Payload: token ids [T] int32. The answer's payload is [T,H] float32."""
+    """Compute the last hidden states of one sequence. Payload: token ids [T] int32. The answer is `Vectors`, [T,H] float32."""
 
 
 class DeviceTrace(WireModel):
-    """The events of one rank. Several of the same rank are of steps that ran one after the other."""
+    """The events of one rank in one step. Several traces of one rank belong to successive steps."""
 
     device: Name
     rank: Annotated[int, Field(ge=0, lt=1 << 16)]
@@ -67,25 +71,29 @@ class DeviceTrace(WireModel):
 
 
 class Vectors(Message):
-    latency_seconds: float  # from the start of the step to its last row, without the time in the queue
+    """The result of `Embed` or `GetHiddenStates`. Payload: one float32 array."""
+
+    latency_seconds: float  # from the start of the step to its last row; excludes the time in the queue
     num_tokens: int
     traces: tuple[DeviceTrace, ...] = ()
 
 
 class ChatMessage(WireModel):
+    """One message of a chat; `role` is a role of the chat template, such as "user"."""
+
     role: Name
     content: Text
 
 
 class SamplingChoice(WireModel):
-    """A client's settings of sampling; the others come from the model's generation_config.json, else `Sampling`."""
+    """A client's sampling settings. A setting that is None comes from the model's generation_config.json, else `Sampling`."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 24)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # None: another one each time
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None  # None: a random seed
 
 
 class Generate(ModelRequest):
@@ -97,20 +105,24 @@ class Generate(ModelRequest):
     prompt: Text | None = None
     messages: tuple[ChatMessage, ...] = Field(default=(), max_length=4096)
     sampling: SamplingChoice = SamplingChoice()
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # None: as generation_config.json says, or 512
-    stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer, and are no part of it
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 24)] | None = None  # None: from generation_config.json, else 512
+    stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer and are not part of it
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
 
 
 class TextGenerated(Message):
-    """`text` is what these tokens add; empty while a character, or a possible stop text, is not complete."""
+    """New tokens and the text that they add; empty while a character, or a possible stop text, is incomplete."""
 
     token_ids: tuple[int, ...]
     text: Text
 
 
 class TextEnded(Message):
-    """`text` was held back. Seconds: the wait in the queue, then to the first token, then for the others."""
+    """The end of an answer. `text` is the text that was still held back.
+
+    `queued_seconds` is the time in the queue, `first_token_seconds` the time from there to the first token, and
+    `decode_seconds` the time for all later tokens.
+    """
 
     text: Text
     reason: FinishReason
@@ -125,10 +137,12 @@ class TextEnded(Message):
 
 
 class GetModelInfo(ModelRequest):
-    """What the served graph takes and makes. The answer is `ModelInfo`."""
+    """Ask for the inputs and outputs of the served graph. The answer is `ModelInfo`."""
 
 
 class ArrayInfo(WireModel):
+    """Name, dtype and shape of one of the graph's inputs or outputs."""
+
     name: TensorName
     dtype: ElementType
     shape: Shape
@@ -143,17 +157,17 @@ class ModelInfo(Message):
 
 
 class Infer(ModelRequest):
-    """Run the served graph once. Payload: every input, in two frames each. The answer is `Inferred`."""
+    """Run the served graph once. Payload: all inputs in the order of `names`, two frames each. The answer is `Inferred`."""
 
     names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
     trace: bool = False
 
 
 class Inferred(Message):
-    """Payload: the graph's outputs, in two frames each."""
+    """The result of `Infer`. Payload: the outputs in the order of `names`, two frames each."""
 
     names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
-    latency_seconds: float  # from the start of the request to its last output, without the time in the queue
+    latency_seconds: float  # from the start of the request to its last output; excludes the time in the queue
     traces: tuple[DeviceTrace, ...] = ()
 
 
@@ -161,11 +175,11 @@ class Inferred(Message):
 
 
 class ListDevices(ClientRequest):
-    """The answer is `DeviceList`."""
+    """Ask for the devices and links. The answer is `DeviceList`."""
 
 
 class DeviceInfo(WireModel):
-    """A device as the coordinator sees it. An agent that refused the hello has no id; its address is its name."""
+    """A device as seen by the coordinator. An agent that refused `Hello` has an empty id, and its address as its name."""
 
     device_id: Name
     name: Name
@@ -177,17 +191,19 @@ class DeviceInfo(WireModel):
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that the workers of this device had resident so far."""
+        """Peak resident memory of this device's workers, summed."""
         return sum(worker.peak_bytes for worker in self.workers)
 
 
 class DeviceList(Message):
+    """The answer to `ListDevices`: the devices, and the links that were measured."""
+
     devices: tuple[DeviceInfo, ...]
     links: tuple[Link, ...]
 
 
 class GetStatus(ClientRequest):
-    """The answer is `Status`."""
+    """Ask for the coordinator's state. The answer is `Status`."""
 
 
 Phase: TypeAlias = Literal[
@@ -196,21 +212,23 @@ Phase: TypeAlias = Literal[
 
 
 class PhaseEntered(WireModel):
-    """One move of a deployment's life cycle. A failure that repeats is one move."""
+    """One transition of a deployment's life cycle. A repeated failure counts as one transition, in `times`."""
 
     phase: Phase
-    cause: Text  # for people
+    cause: Text  # for users
     seconds_ago: float
     times: Annotated[int, Field(ge=1)] = 1
 
 
 class Status(Message):
+    """The answer to `GetStatus`: the coordinator's state, and counters since its start."""
+
     name: Name
     version: Name
     deployment: Name = DEFAULT_DEPLOYMENT
     phase: Phase
-    state: Text  # the same for people
-    history: tuple[PhaseEntered, ...] = Field(default=(), max_length=1000)  # the oldest first
+    state: Text  # the phase as a sentence for users
+    history: tuple[PhaseEntered, ...] = Field(default=(), max_length=1000)  # oldest first
     model_path: Text
     plan: Plan | None
     queued_requests: int
@@ -223,18 +241,24 @@ class Status(Message):
 
 
 class AddApp(ClientRequest):
+    """Authorise an app's public key. The answer is `Done`."""
+
     name: Name
     public_key: PublicKey
 
 
 class RevokeApp(ClientRequest):
+    """Revoke an app's key. The answer is `Done`."""
+
     name: Name
 
 
 class ListApps(ClientRequest):
-    """The answer is `AppList`."""
+    """Ask for the admitted and the revoked apps. The answer is `AppList`."""
 
 
 class AppList(Message):
+    """The answer to `ListApps`: the names of admitted and of revoked apps."""
+
     names: tuple[Name, ...]
     revoked: tuple[Name, ...]

@@ -1,4 +1,4 @@
-"""Messages that concern the worker of a deployment, from the coordinator by way of the agent, and between workers."""
+"""Messages to and from a deployment's workers: from the coordinator through the agent, and between workers."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from hearth.wire.messages.base import (
 
 
 class ArrayChunks(WireModel):
-    """An initialiser whose bytes (raw, little-endian) are the chunks one after the other."""
+    """An initialiser whose bytes (raw, little-endian) are the concatenation of the chunks."""
 
     name: TensorName
-    dtype: Name  # numpy's, or ml_dtypes'
+    dtype: Name  # name in numpy or ml_dtypes
     shape: Shape
     chunks: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
 
 
 class SegmentFiles(WireModel):
-    """The parts of a segment. `graph`: chunks of its ONNX protobuf, in which `initializers` are external data."""
+    """The chunks of one segment. `graph` is its ONNX protobuf, in which `initializers` are external data."""
 
     graph: tuple[Hash, ...] = Field(min_length=1, max_length=4096)
     initializers: tuple[ArrayChunks, ...] = Field(default=(), max_length=50_000)
@@ -64,27 +64,28 @@ class SegmentParts(WireModel):
 
     kind: Literal["segments"] = "segments"
     files: tuple[SegmentFiles, ...] = Field(min_length=1, max_length=4096)
-    max_in_flight: Annotated[int, Field(ge=1, le=4096)] = 16  # requests; one more is answered with QueueFull
+    max_in_flight: Annotated[int, Field(ge=1, le=4096)] = 16  # requests; a further one gets QueueFull
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
-        """Every chunk that the segments need, once."""
+        """The distinct chunks that the segments need."""
         chunks = [chunk for each in self.files for chunk in each.graph]
         chunks += [chunk for each in self.files for weight in each.initializers for chunk in weight.chunks]
         return tuple(dict.fromkeys(chunks))
 
 
 class Load(Command):
-    """Start a worker for this rank of the plan; its chunks must be in the store already.
+    """Start a worker for this rank of the plan. Its chunks must already be in the agent's store.
 
-    The answer is `WorkerBound`; `ConnectPeers` comes next.
+    The answer is `WorkerBound`. The next request is `ConnectPeers`.
     """
 
     plan: Plan
     rank: Annotated[int, Field(ge=0)]
     parts: ShardParts | SegmentParts = Field(discriminator="kind")
     encrypt_data_plane: bool = True
-    plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]  # opens every data-plane message
+    # Begins every tile header; without encryption it is the only authentication of a tile.
+    plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Load:
@@ -94,21 +95,27 @@ class Load(Command):
 
 
 class WorkerBound(Message):
+    """The worker has loaded its weights and bound its data-plane port."""
+
     port: Port
-    public_key: PublicKey  # ephemeral, of this plan only
+    public_key: PublicKey  # ephemeral, used for this plan only
     num_bytes_loaded: Bytes
-    weight_error: Annotated[float, Field(ge=0)] = 0.0  # of the matrices, for their format: relative, root mean square
+    weight_error: Annotated[float, Field(ge=0)] = 0.0  # relative RMS error of the matrices due to their weight format
 
 
 class Peer(WireModel):
+    """Another rank of the plan, and the address of its data-plane socket."""
+
     rank: Annotated[int, Field(ge=0)]
     host: Name
     port: Port
     public_key: PublicKey
-    bytes_per_second: Annotated[float, Field(gt=0)]  # of the link to this peer, as measured
+    bytes_per_second: Annotated[float, Field(gt=0)]  # measured rate of the link to this peer
 
 
 class ConnectPeers(PlanCommand):
+    """Connect the worker's data plane to all other ranks."""
+
     peers: tuple[Peer, ...] = Field(max_length=256)
 
 
@@ -120,43 +127,43 @@ class Unload(PlanCommand):
 
 
 class Run(PlanCommand):
-    """One request, to every rank of the plan. Payload: the arrays `names` that this rank takes, in two frames each.
+    """Run one request; sent to every rank of the plan. Payload: this rank's input arrays `names`, two frames each.
 
-    A transformer takes `token_ids` [T] int32 and `cumulative_lengths` [N+1] int32 of packed sequences and runs one
-    request at a time; a graph takes its inputs and runs several side by side. Steps count up.
+    A transformer takes `token_ids` [T] int32 and `cumulative_lengths` [N+1] int32 of packed sequences, and runs one
+    request at a time. An ONNX graph takes its inputs, and runs several requests concurrently. Step numbers increase.
     """
 
     step: Step
     names: tuple[TensorName, ...] = Field(default=(), max_length=MAX_PAYLOAD_FRAMES // 2)
-    # Of a transformer: each wait for a peer. Of a graph: until all of the request has run on this rank.
+    # Transformer: timeout of each wait for a peer. Graph: timeout of the whole request on this rank.
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)]
     trace: bool = False
-    # For transformers only: rows, or their sum per sequence (for mean pooling); and the format of activations on the
-    # wire in this step (None: as the plan says).
+    # Transformers only. `output`: rows, or their sum per sequence (for mean pooling). `values`: value format of activations
+    # in this step; None: the plan's.
     output: Literal["hidden", "mean"] = "hidden"
     values: Values | None = None
 
 
 class TraceEvent(WireModel):
-    """One bar of a timeline, in seconds of the worker's monotonic clock.
+    """One event of a timeline, in seconds of the worker's monotonic clock.
 
-    `send` and `receive` are instants: a tile was handed to the transport, a tile arrived. Both ends of a transfer give it
-    the same kind, layer and tile, and each other's rank as `peer`, so that `hearth.trace` can pair them.
+    `compute` events have a duration. `send` and `receive` are instants: the transport took over a tile, or a tile arrived.
+    Both ends of a transfer record the same kind, layer and tile, and each other's rank as `peer`; `hearth.trace` pairs them.
     """
 
     lane: Literal["compute", "send", "receive"]
     kind: Work | Phase
-    layer: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None  # in a graph: the number of the segment or tensor
+    layer: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None  # ONNX graph: the number of the segment or tensor
     tile: Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
     peer: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None  # see `coordinator.plan.simulator.Task`
-    tensor: Annotated[str, StringConstraints(max_length=64)] = ""  # in a graph: the end of the tensor's name
+    tensor: Annotated[str, StringConstraints(max_length=64)] = ""  # ONNX graph: the end of the tensor's name
     start_seconds: float
     end_seconds: float
     num_bytes: Bytes = 0
 
 
 class WireStats(WireModel):
-    """Counters of the codec on one device's outgoing links."""
+    """Codec counters of one device's outgoing links."""
 
     num_tiles: int = 0
     raw_bytes: Bytes = 0
@@ -170,16 +177,16 @@ class WireStats(WireModel):
 
 
 class RunDone(Message):
-    """This rank has run the request. Payload: the arrays `names`, in two frames each, float32 for transformers:
+    """This rank has run the request. Payload: the output arrays `names`, two frames each.
 
-    `hidden`, this rank's rows [s,H], or `mean`, sums over its rows of each sequence [N,H]; of a graph the outputs that
-    this rank made.
+    Transformer: float32, `hidden` (this rank's rows [s,H]) or `mean` (sums over this rank's rows of each sequence [N,H]).
+    ONNX graph: the graph's outputs that this rank has computed.
     """
 
     names: tuple[TensorName, ...] = Field(max_length=MAX_PAYLOAD_FRAMES // 2)
     began_seconds: float  # on the worker's monotonic clock, like the trace
     ended_seconds: float
-    # Busy time without waits for tiles, of each segment of this rank; a transformer's shard counts as one.
+    # Compute time of each segment of this rank, without waits for tiles; a transformer's shard counts as one segment.
     compute_seconds: tuple[Annotated[float, Field(ge=0)], ...] = Field(max_length=4096)
     wire: WireStats  # since the plan was loaded
     dropped_messages: int
@@ -187,7 +194,7 @@ class RunDone(Message):
 
 
 class Abort(PlanCommand):
-    """Give up one request, or all that run (step None): it failed elsewhere, or a peer is gone."""
+    """Abort one request, or all (step None), because it failed on another rank or a peer is lost."""
 
     step: Step | None = None
     reason: Text
@@ -197,13 +204,13 @@ class Abort(PlanCommand):
 
 
 class Sampling(WireModel):
-    """How the next token is chosen. Temperature 0: the likeliest (greedy), and nothing else matters.
+    """Sampling settings. With temperature 0 decoding is greedy, and of the others only the repetition penalty applies.
 
-    In this order, as `transformers` has it: repetition penalty, temperature, top-k, top-p, min-p.
+    Applied in the order of `transformers`: repetition penalty, temperature, top-k, top-p, min-p.
     """
 
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Field(ge=0, le=1 << 24)] = 0  # sample from the k likeliest tokens; 0 disables
+    top_k: Annotated[int, Field(ge=0, le=1 << 24)] = 0  # sample from the k most likely tokens; 0 disables
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
@@ -217,22 +224,24 @@ class GenerateTokens(PlanCommand):
     """Ask rank 0 of a plan to continue a prompt. Payload: token ids [T] int32.
 
     The answer is a stream of `TokensGenerated` that ends with `GenerationEnded`. `first_index` is the number of prompt
-    tokens that were generated before (by a plan that was lost): sampling goes on where it was.
+    tokens that an earlier, lost plan has generated: sampling continues at that index.
     """
 
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Field(ge=1, le=1 << 24)]
-    stop_ids: tuple[int, ...] = Field(default=(), max_length=256)  # one of these ends the sequence, and is passed on
+    stop_ids: tuple[int, ...] = Field(default=(), max_length=256)  # each ends the sequence and is passed on
     first_index: Annotated[int, Field(ge=0)] = 0
-    timeout_seconds: Annotated[float, Field(gt=0, le=90000)] = 600.0  # for the wait for the first token
+    timeout_seconds: Annotated[float, Field(gt=0, le=90000)] = 600.0  # timeout of the first token
 
 
 class TokensGenerated(Message):
+    """New tokens of an answer."""
+
     token_ids: tuple[int, ...]
 
 
 class GenerationEnded(Message):
-    """`prefill_seconds` from the start of the first step to the first token; `decode_seconds` for all later ones."""
+    """The end of an answer. `prefill_seconds`: from the first step to the first token; `decode_seconds`: all later ones."""
 
     reason: FinishReason
     num_prompt_tokens: Annotated[int, Field(ge=0)]
@@ -246,22 +255,22 @@ class GenerationEnded(Message):
 
 
 class Start(Message):
-    """Everything that a worker process must know; the first message on its private socket."""
+    """The settings of a worker process; the first message on its private socket."""
 
     load: Load
     store_path: Text
     bind_host: Name
-    ports: tuple[int, int]  # first and last that may be bound; (0, 0): any
+    ports: tuple[int, int]  # first and last of the range to bind in; (0, 0): any
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: ComputeDevice
 
 
 class StartProfile(Message):
-    """Everything that a profiler process must know. The answer is `Profiled` or `Failed`."""
+    """The settings of a profiler process. The answer is `Profiled` or `Failed`."""
 
     profile: Profile
     device: Name
-    folder: Text  # for files of the profiler, which the agent removes; a graph is in its file `graph.onnx`
+    folder: Text  # for the profiler's files; the agent removes it. An ONNX graph is its file `graph.onnx`
     num_threads: Annotated[int, Field(ge=1)]
     compute_device: ComputeDevice
 
@@ -270,25 +279,25 @@ class StartProfile(Message):
 
 
 class NewSequence(WireModel):
-    """The facts that every rank must know of a sequence before its first rows."""
+    """Properties of a sequence that every rank needs before its first rows."""
 
-    capacity: Annotated[int, Field(ge=1, le=1 << 24)]  # tokens that its KV cache will hold at most
+    capacity: Annotated[int, Field(ge=1, le=1 << 24)]  # maximum tokens in its KV cache
     num_prompt_tokens: Annotated[int, Field(ge=1)]
     sampling: Sampling
     first_index: Annotated[int, Field(ge=0)] = 0
 
 
 class SequenceRows(WireModel):
-    """The rows of one sequence in a step: they follow those that its KV cache holds."""
+    """The rows of one sequence in a step; they follow the rows in its KV cache."""
 
     sequence: Annotated[int, Field(ge=0)]
     token_ids: tuple[int, ...] = Field(min_length=1)
-    sample: bool  # whether the last row's next token is wanted
+    sample: bool  # whether to sample a token after the last row
     new: NewSequence | None = None
 
 
 class StepOrder(Message):
-    """One step of a generation; `freed` sequences are forgotten before it. With no rows, nothing is computed."""
+    """One step of a generation. `freed` sequences are dropped first. Without rows, nothing is computed."""
 
     kind: Literal["prefill", "decode"]
     rows: tuple[SequenceRows, ...]

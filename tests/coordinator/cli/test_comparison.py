@@ -136,7 +136,7 @@ def test_the_reasons_are_sentences_for_people_and_fields_for_programs() -> None:
     assert re.fullmatch(r"slower by .*x, bound by the link kitchen → attic", reasons["hmp on all 2 devices"])
     won = why_won(planned, asked.cluster, "auto")
     assert "bound by the compute of kitchen" in won
-    assert "Sharing, by hmp on kitchen, attic, would take" in won
+    assert "The fastest on several devices, hmp on kitchen, attic, would take" in won
     for each in planned.candidates:
         fields = candidate_as_json(each, asked.cluster)
         assert (fields["why_not"] is None) == (each is planned.chosen)
@@ -197,7 +197,7 @@ def test_an_explanation_fits_a_terminal_of_80_columns(offline: Any) -> None:
         assert result.exit_code == 0, result.output
         assert max(map(len, result.output.splitlines())) <= 80
         assert "…" not in result.output
-    assert " a step" in result.output
+    assert " per step" in result.output
     assert "busiest device" in result.output
     assert result.output.count("chosen") == 1
     priced = json.loads(offline("--explain", "--json").output)["priced"]
@@ -217,7 +217,7 @@ def test_limits_and_exclusions_hold_offline(offline: Any) -> None:
         (("--exclude", "cellar"), "no device here is called cellar"),
         (("--exclude", "attic", "--exclude", "kitchen", "--exclude", "living-room"), "no device is left"),
         (("--limit", "kitchen"), "NAME=1.5GiB"),
-        (("--compare",), "does not go with --compare"),
+        (("--compare",), "cannot be combined with --compare"),
         (("--rounds", "3"), "it needs --compare"),
     ],
 )
@@ -244,8 +244,8 @@ def _of_another_model(text: str) -> str:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda text: text[:-20], "is no JSON ("),
-        (lambda text: "{}", "is no profile (devices: Field required)"),
+        (lambda text: text[:-20], "is not JSON ("),
+        (lambda text: "{}", "is not a valid profile (devices: Field required)"),
         (_unlinked, "lacks the link from id0 to id1"),
         (_twice, "names a device twice"),
         (_of_another_model, "was measured for bert-large"),
@@ -298,10 +298,10 @@ def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: py
     assert result.predicted_seconds == prefill_seconds * 142 / 284 + 8 * decode_seconds == 2.25
     print_comparison([result], 3, as_json=False)
     shown = capsys.readouterr().out
-    assert shown.startswith("small: a request of 142 prompt tokens and 8 generated tokens, 3 times each")
+    assert shown.startswith("small: a request of 142 prompt tokens and 8 generated tokens, 3 runs each")
     assert re.search(r"hmp.+2\.25 s.+2\.50 s.+2\.00 s.+-10 %", shown), shown
     print_comparison([Comparison(plan, (0.5,))], 1, as_json=False)
-    assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 times each")
+    assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 run each")
 
 
 class FakeFleet:

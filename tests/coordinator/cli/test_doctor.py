@@ -271,4 +271,4 @@ def test_the_command_tells_people_what_to_do(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--key", str(tmp_path / "absent"), "--mdns-interfaces", "127.0.0.1"])
     assert result.exit_code == 1
     assert "problem key: There is no key at" in result.stdout.replace("\n", "")
-    assert "-> Make one with `hearth key new`" in result.stdout
+    assert "-> Create a key with `hearth key new`" in result.stdout

@@ -100,7 +100,14 @@ def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) ->
         "--picture", str(files / "plan.svg"), "--save", str(files / "plan.json"),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    for text in ("on 2 devices, for latency", "predicted:", "transfers of", "segments:", "local on hall", "drew"):
+    for text in (
+        "on 2 devices, for latency",
+        "predicted:",
+        "transfers per request",
+        "segments:",
+        "local on hall",
+        "wrote",
+    ):
         assert text in " ".join(result.output.split())
     assert (files / "plan.svg").read_text().startswith("<svg")
     assert plan_from_json((files / "plan.json").read_text()).body.objective == "latency"
@@ -113,8 +120,8 @@ def test_what_the_planner_proved_is_told_apart_from_the_prediction() -> None:
     assert proof_line(same, "s").startswith("moirai: 14.6 ms, proven optimal, found in ")
     assert "prediction" not in proof_line(same, "s")
     line = proof_line(replace(same, seconds=0.0203), "s")
-    assert line.startswith("moirai: 14.6 ms by its own objective (operators and transfers alone), proven optimal")
-    assert line.endswith("the prediction, with whole segments and the workers' overheads, is 39.0% above that")
+    assert line.startswith("moirai: 14.6 ms by its own objective (operators and transfers only), proven optimal")
+    assert line.endswith("the prediction, with whole segments and the workers' overheads, is 39.0% above it")
 
 
 def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -> None:
@@ -161,17 +168,17 @@ def test_a_published_placement_problem_brings_its_own_devices(files: Path) -> No
         (("graph.json", "--cluster", "cluster.json", "--strategy", "pipeline"), "pipeline is not for latency"),
         (("graph.json", "--cluster", "none.toml"), "none.toml cannot be read"),
         (("graph.json", "--cluster", "cluster.json", "--dim", "batch=1"), "has no dynamic dimensions"),
-        (("graph.json", "--cluster", "cluster.json", "--picture", "plan.gif"), "ends neither in .svg nor in .png"),
-        (("graph.json", "--cluster", "cluster.json", "--seq-len", "8"), "--seq-len cannot be used: it is for transformers"),
-        (("graph.json",), "has no weights to run anywhere; name a cluster"),
+        (("graph.json", "--cluster", "cluster.json", "--picture", "plan.gif"), "must end in .svg or .png"),
+        (("graph.json", "--cluster", "cluster.json", "--seq-len", "8"), "--seq-len cannot be used: it applies to transformers"),
+        (("graph.json",), "has no weights to run on live devices; name a cluster"),
         (("model.onnx", "--cluster", "cluster.json"), "batch"),
         (("model.onnx", "--cluster", "cluster.json", "--dim", "batch"), "not of the form NAME=N"),
         (("nothing.onnx", "--cluster", "cluster.json"), "nothing.onnx"),
         (("nothing.json", "--cluster", "cluster.json"), "nothing.json"),
         (("instance.json", "--cluster", "cluster.json"), "with its own devices"),
-        (("instance.json", "--objective", "throughput", "--strategy", "pipeline"), "for latency, with its own devices"),
-        ((".", "--objective", "latency"), "it is for graphs of operators"),
-        ((".", "--picture", "plan.svg"), "it is for graphs of operators"),
+        (("instance.json", "--objective", "throughput", "--strategy", "pipeline"), "with its own devices; only latency"),
+        ((".", "--objective", "latency"), "it applies to graphs of operators"),
+        ((".", "--picture", "plan.svg"), "it applies to graphs of operators"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_in_a_sentence(files: Path, arguments: tuple[str, ...], reason: str) -> None:
@@ -202,7 +209,9 @@ def test_a_saved_profile_plans_the_same_without_any_device(files: Path) -> None:
     assert "Infinity" not in (files / "profile.json").read_text()  # which is no JSON
     assert "with another --dim" in told(files, "model.onnx", "--dim", "batch=2", "--load-profile", "profile.json")
     assert "another graph than" in told(files, "graph.json", "--load-profile", "profile.json")
-    assert "those of --cluster" in told(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--load-profile", profile)
+    assert "--cluster already names the devices" in told(
+        files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--load-profile", profile
+    )
 
 
 def test_the_profile_of_measured_devices_is_saved_whole(tmp_path: Path) -> None:
@@ -278,11 +287,11 @@ def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"version": 2}, "is no profile (version:"),
+        ({"version": 2}, "is not a valid profile (version:"),
         ({"links": []}, "lacks the link from kitchen to hall"),
         ({"seconds": [[1.0, 2.0]]}, "must have 6 rows of 2 seconds"),
-        ({"seconds": [[-1.0, 2.0]]}, "is no profile (seconds.0.0:"),
-        ({"devices": None}, "is no profile (devices:"),
+        ({"seconds": [[-1.0, 2.0]]}, "is not a valid profile (seconds.0.0:"),
+        ({"devices": None}, "is not a valid profile (devices:"),
     ],
 )
 def test_a_damaged_profile_is_told(files: Path, fields: dict[str, Any], reason: str) -> None:
@@ -306,19 +315,19 @@ def test_inputs_that_are_no_arrays_are_told(files: Path) -> None:
     for command in (["infer", str(files / "graph.json")], ["bench-model", "--inputs", str(files / "graph.json")]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1
-        assert "no .npz file of plain arrays" in re.sub(r"\s+", " ", result.output)
+        assert "not an .npz file of plain arrays" in re.sub(r"\s+", " ", result.output)
     np.savez(files / "objects.npz", x=np.array([{}], dtype=object))
     result = CliRunner().invoke(app, ["infer", str(files / "objects.npz")])
-    assert "no .npz file of plain arrays" in re.sub(r"\s+", " ", result.output)
+    assert "not an .npz file of plain arrays" in re.sub(r"\s+", " ", result.output)
 
 
 def test_serving_refuses_what_is_for_the_other_kind_of_model(files: Path) -> None:
     save_credential(files / "key", new_home_key())
     for arguments, reason in (
-        ((str(files / "model.onnx"), "--context", "9"), "it is for transformers"),
-        ((str(files), "--objective", "latency"), "it is for graphs of operators"),
+        ((str(files / "model.onnx"), "--context", "9"), "it applies to transformers"),
+        ((str(files), "--objective", "latency"), "it applies to graphs of operators"),
         ((str(files / "model.onnx"), "--strategy", "hmp"), "'hmp' is none of auto, moirai"),
-        (("--objective", "latency"), "it needs the MODEL"),
+        (("--objective", "latency"), "it needs a MODEL"),
     ):
         result = CliRunner().invoke(
             app, ["serve", *arguments, "--key", str(files / "key"), "--state-dir", str(files / "state")]

@@ -52,11 +52,11 @@ def test_an_option_for_another_kind_of_model_is_refused_by_its_name(name: str, t
     for kind, model in models.items():
         if kind not in CAPABILITIES[name]:
             said = error("plan", str(model), *given(name))
-            assert f"The setting --{name.replace('_', '-')} cannot be used: it is for" in said
+            assert f"The setting --{name.replace('_', '-')} cannot be used: it applies to" in said
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
 def test_serving_the_last_model_again_takes_no_option_that_describes_a_model(name: str, tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     said = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *given(name))
-    assert "it needs the MODEL that it is for" in said
+    assert "it needs a MODEL" in said

@@ -160,7 +160,7 @@ def test_a_stop_lets_running_requests_finish_and_refuses_all_others(kind: str, t
             asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
             await home.until(lambda: case.fleet.running.total() == 2 * room)
             home.controller.stop()
-            with pytest.raises(NotServing, match="stopping: running requests finish, no new ones are taken"):
+            with pytest.raises(NotServing, match="stopping: running requests finish, new ones are refused"):
                 await asked.pop()  # it waited for a place
             with pytest.raises(NotServing, match="stopping"):
                 await case.ask(home)
@@ -185,7 +185,7 @@ def test_a_stop_ends_requests_that_take_too_long(kind: str, twice: bool, tmp_pat
             home.controller.stop()
             if twice:
                 home.controller.stop()
-            with pytest.raises(StepFailed, match="taken down"):
+            with pytest.raises(StepFailed, match="the plan was unloaded"):
                 await asked
 
     asyncio.run(main())
@@ -301,7 +301,7 @@ def test_the_history_is_told_in_words(tmp_path: Path, graph: Graph, monkeypatch:
             home.now = 10.0
             history = home.controller.history()
             assert [(move.phase, move.seconds_ago, move.cause) for move in history[6:9]] == [
-                ("serving", 10.0, "a first request ran"),
+                ("serving", 10.0, "warm-up request completed"),
                 ("settling", 3.0, "The device b was lost: no answer."),
                 ("profiling", 3.0, "devices: a"),
             ]

@@ -495,8 +495,8 @@ def test_requests_and_messages_of_a_change_of_plan_are_in_order(
     [
         (("MODEL", "--accuracy-budget", "0"), "above 0"),
         (("MODEL", "--accuracy-budget", "nan"), "above 0"),
-        (("--accuracy-budget", "0.1"), "needs the MODEL"),
-        (("MODEL", "--accuracy-budget", "0.1", "--wire", "int8"), "leave --wire out"),
+        (("--accuracy-budget", "0.1"), "needs a MODEL"),
+        (("MODEL", "--accuracy-budget", "0.1", "--wire", "int8"), "omit --wire"),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:

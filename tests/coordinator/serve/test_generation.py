@@ -357,7 +357,7 @@ def test_a_warm_up_fits_into_any_context() -> None:
     [
         DIED,
         DeviceLost(device="device1", reason="no answer"),
-        StepFailed(device="the coordinator", reason="the plan was taken down"),
+        StepFailed(device="the coordinator", reason="the plan was unloaded"),
         DeadlineExceeded(action="GenerateTokens", seconds=120),
     ],
     ids=lambda error: error.code,
@@ -1036,7 +1036,7 @@ def test_generate_prints_the_text_and_one_line_of_usage(tokenizer: TextTokenizer
     with Background(*saying(tokenizer, "Grüße! 🙂")) as served:
         result = command(served, key, "generate", "Hi")
         assert result.stdout == "Grüße! 🙂\n"
-        assert "2 tokens in, 14 out (ended by itself); first token after" in " ".join(result.stderr.split())
+        assert "2 tokens in, 14 out (stopped); first token after" in " ".join(result.stderr.split())
         assert command(served, key, "generate", "-", "--stop", "!", text="from a pipe").stdout == "Grüße\n"
         found = json.loads(command(served, key, "generate", "Hi", "--json").stdout)
         assert (found["text"], found["usage"]["finish_reason"], len(found["token_ids"])) == ("Grüße! 🙂", "stop", 14)
@@ -1066,7 +1066,7 @@ def test_a_chat_keeps_its_history_until_it_is_reset(tokenizer: TextTokenizer, ke
         assert result.stdout.count("Yo!\n") == 3
         lines = "x" * 100 + "\nshort\n"
         result = command(served, key, "chat", text=lines)  # ends with the input, as with Ctrl-D
-        assert "of prompt and 1 to generate are more" in " ".join(result.stderr.split())
+        assert "prompt tokens and 1 to generate exceed the plan's context" in " ".join(result.stderr.split())
         assert result.stdout.count("Yo!\n") == 1
 
 

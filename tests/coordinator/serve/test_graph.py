@@ -93,7 +93,7 @@ def test_load_is_told_by_rate_and_percentiles() -> None:
     assert [load.percentile(percent) for percent in (50, 90, 99, 100)] == [0.5, 0.9, 0.99, 1.0]
     assert (
         load.describe()
-        == "4 requests at once: 10 a second; p50 500 ms, p90 900 ms, p99 990 ms; 100 answers, 2 QueueFull"
+        == "4 concurrent requests: 10 per second; p50 500 ms, p90 900 ms, p99 990 ms; 100 answers, 2 QueueFull"
     )
     nothing = clients.Load(1, 2.0, (), {"NotServing": 1})
     assert nothing.percentile(50) is None
@@ -113,7 +113,7 @@ def test_what_a_model_is_shows_in_its_file(tmp_path: Path) -> None:
     with pytest.raises(BadModelFile, match="No such file"):
         kind_of(tmp_path / "none.json")
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(BadModelFile, match="no JSON"):
+    with pytest.raises(BadModelFile, match="is not JSON"):
         kind_of(tmp_path / "a.json")
 
 

@@ -140,7 +140,7 @@ def test_what_stands_beside_the_scaling_is_read() -> None:
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [0.0] * 4}, "cannot be computed"),
         ({"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}, "cannot be computed"),
         ({"rope_type": "default", "partial_rotary_factor": 0.4}, "3 dimensions of a head"),
-        ("default", "no JSON object"),
+        ("default", "not a JSON object"),
     ],
 )  # fmt: skip
 def test_broken_parameters_are_named(settings: Any, match: str) -> None:

@@ -1,1 +1,1 @@
-"""Collectives over the data plane, with tile overlap."""
+"""Collectives over the data plane, with overlap of communication and compute by tiles."""

@@ -1,7 +1,8 @@
-"""Ring AllGather and ReduceScatter over the rows of a step, with tile overlap (Galaxy, section III-D), and all-to-all.
+"""Collectives over the rows of a step: ring AllGather and ReduceScatter with overlap by tiles (Galaxy, section III-D), and
+direct exchanges (all-to-all, broadcast, one-hop AllReduce).
 
-Shapes: T rows of the step in all, s rows of this rank, H hidden. Tile k is the rows of rank k; a tile may be empty, then
-nothing travels for it. A tile travels in chunks of its rows (`rings.chunks`).
+Shapes: T rows of the step, s rows of this rank, H hidden size. Tile k holds the rows of rank k; an empty tile is not sent. A
+tile is sent in chunks of its rows (`rings.chunks`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hearth.wire.framing import TileKey
 
 
 class Collectives:
-    """The collectives of one step. `tiles[k]` are the rows of rank k; without `step` it is the one that runs."""
+    """The collectives of one step. `tiles[k]` are the rows of rank k; `step` is the step number (None: the running step)."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class Collectives:
         return self.tiles[-1].stop
 
     def all_gather(self, layer: int, phase: Phase, own_sH: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield `(tile index, rows)` of every non-empty tile: our own first, the others in the order of arrival.
+        """Yield `(tile index, rows)` of every non-empty tile: the own tile first, the others in order of arrival.
 
-        With overlap off, all tiles have arrived before the first is yielded.
+        Without overlap, the first tile is yielded when all have arrived.
         """
         gathered_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
         if self.own.size:
@@ -68,16 +69,16 @@ class Collectives:
         yield from arrivals
 
     def all_gather_rows(self, layer: int, phase: Phase, own_sH: Tensor) -> Tensor:
-        """All rows [T, ...] at once."""
+        """AllGather: all rows [T, ...] in one tensor."""
         all_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
         for tile, rows in self.all_gather(layer, phase, own_sH):
             all_TH[slice(*self.tiles[tile])] = rows
         return all_TH
 
     def reduce_scatter(self, layer: int, phase: Phase, partial_sum: Callable[[int], Tensor]) -> Tensor:
-        """Sum `partial_sum(tile)` over all ranks; return our own tile's sum [s,H]. Sums are added in ring order.
+        """Sum `partial_sum(tile)` over all ranks, in ring order; return the own tile's sum [s,H].
 
-        Our partial sums are handed to the communication thread, which adds and passes on; only the own tile is awaited.
+        The communication thread adds and forwards the partial sums; only the own tile's sum is awaited.
         """
         steps = rings.ring_reduce_scatter(self.num_ranks, self.rank)
         ahead = (
@@ -103,9 +104,9 @@ class Collectives:
         return own
 
     def scatter_rows(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
-        """Half of an all-to-all: send each peer its rows directly, in one hop, as soon as `rows_for_target` has them.
+        """First half of an all-to-all: send each peer its rows directly, as soon as `rows_for_target` returns them.
 
-        None: nothing for it, and it knows that.
+        If it returns None, nothing is sent; the peer must know that and not wait.
         """
         for offset in range(1, self.num_ranks):
             target = (self.rank + offset) % self.num_ranks
@@ -114,20 +115,20 @@ class Collectives:
                 self._send(target, layer, phase, target, rows)
 
     def send_rows(self, target: int, layer: int, phase: Phase, rows: Tensor) -> None:
-        """Send rows to one peer, in one hop; it has them by `collect_rows`."""
+        """Send rows to one peer, which receives them by `collect_rows`."""
         self._send(target, layer, phase, target, rows)
 
     def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
-        """Send the same rows to every peer, in one hop."""
+        """Send the same rows to every peer directly."""
         self.scatter_rows(layer, phase, lambda target: rows)
 
     def sum_everywhere(
         self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
     ) -> Tensor:
-        """The sum over the ranks `sources`, on every rank, in one hop: for few rows latency is all (ALGORITHMS.md
-        section 6). Partial sums are added in rank order, so that all ranks have the same.
+        """One-hop AllReduce: the sum over the ranks `sources`, on every rank. For few rows, link latency dominates, so a ring
+        would be slower. Partial sums are added in rank order, so that all ranks have identical results.
 
-        `own_BH` is None where this rank is no source; the result is shaped as `like_BH`.
+        `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`.
         """
         if own_BH is not None:
             self.broadcast(layer, phase, own_BH)
@@ -141,18 +142,18 @@ class Collectives:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks in the order in which `scatter_rows` serves us: the one that sends to us first comes first."""
+        """The other ranks, in the order in which their `scatter_rows` send to this rank."""
         return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
 
     def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor, add: bool = False) -> None:
-        """The other half: wait for the rows that `source` sent us, and write them to `into` (or add them)."""
+        """Second half of an all-to-all: wait for the rows from `source`, and write them to `into`, or add them."""
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
         for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
             self._take_in(tile, into[slice(*chunk)], add)
 
     def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
-        """Whether `collect_rows` would not wait."""
+        """Whether `collect_rows` would return without waiting."""
         keys = self._keys(layer, phase, self.rank, source, len(self._chunks(into)))
         return self._communicator.has_arrived(keys)
 

@@ -1,9 +1,8 @@
-"""The communication thread: takes tiles off the transport, passes them on, and hands over what this rank computes with.
+"""The communication thread: receives tiles, forwards them around the ring, and passes on the tiles that this rank needs.
 
-Nothing that a peer waits for may wait for a GEMM of ours (ALGORITHMS.md section 1, pitfall a), so both rings turn here:
-gathered tiles are forwarded on arrival by the rule of `rings.forwards_to`, unread where they can be, and a partial
-sum that arrives is added to ours and sent on as soon as both are there. The compute thread only ever waits for tiles that
-end their way here.
+Forwarding must not wait for a GEMM on this rank, because peers wait for the tile. So this thread runs both rings: it forwards
+gathered tiles on arrival (`rings.forwards_to`), without decoding them if possible, and it adds an arriving partial sum to this
+rank's and sends the result as soon as both are there. The compute thread waits only for tiles whose destination is this rank.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, r
 log = logging.getLogger(__name__)
 
 
-# A peer can be one step ahead of us, never more: the coordinator starts a step when the one before has ended. In a
-# pipeline, where several are in flight, more: see `look_ahead`.
+# Tiles of this many future steps are kept. A peer is at most one step ahead, since the coordinator starts a step when the
+# previous one has ended; with several steps in flight, see `look_ahead`.
 STEPS_AHEAD = 2
-_RECEIVE_SLICE_SECONDS = 0.5  # how soon the thread notices that it should stop, if closing did not wake it
-_INLINE_SLICE_SECONDS = 0.1  # how soon a wait of the compute thread notices that the step was aborted
-_HAND_OVER_SECONDS = 0.005
+_RECEIVE_SLICE_SECONDS = 0.5  # longest wait before the thread checks whether to stop, if closing did not wake it
+_INLINE_SLICE_SECONDS = 0.1  # longest wait before the compute thread checks whether the step was aborted
+_HAND_OVER_SECONDS = 0.005  # wait of the compute thread while the communication thread still receives
 _CASTS = TorchCasts()
 
 
 def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) -> dict[int, Codec]:
-    """The sending side of a rank's links. `peers` are the other ranks, with the rate of the link to each in bytes/s."""
+    """The codecs of a rank's outgoing links. `peers` maps each other rank to the rate of the link to it, in bytes/s."""
     return {
         peer: Codec(plan.wire_on(rank, peer), bytes_per_second, time.perf_counter, _CASTS)
         for peer, bytes_per_second in peers.items()
@@ -50,36 +49,37 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
 
 
 class Communicator(DataPlane[Callable[[], None]]):
-    """Moves the tiles of one plan for one rank; sends that wait for a GPU go through `_outgoing`.
+    """Sends and receives the tiles of one plan for one rank. Sends that wait for a GPU copy go through `_outgoing`.
 
-    Started with `start()`; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed when
-    a tile does not come in time or the step was aborted.
+    `start()` starts it; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed if a tile
+    does not arrive in time, or the abort's error if the step was aborted.
     """
 
     def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
         super().__init__(transport, epoch, token, codecs)
         self.rank = transport.rank
         self.num_ranks = transport.num_ranks
-        self.waited_seconds = 0.0  # of the compute thread for tiles, in this step
-        self._codec_locks = {peer: threading.Lock() for peer in codecs}  # both threads send to the next rank
+        self.waited_seconds = 0.0  # time for which the compute thread waited for tiles in this step
+        # The compute thread and the communication thread both send to the next rank.
+        self._codec_locks = {peer: threading.Lock() for peer in codecs}
         self._previous = (self.rank - 1) % self.num_ranks
         self._next = (self.rank + 1) % self.num_ranks
         self._step = self._oldest_step = 0
         self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
-        self._early: list[Moved] = []  # of steps that peers began before us: their traces are asked for later
+        self._early: list[Moved] = []  # tiles of steps that peers have begun first, for the traces of these steps
         self._arrived: dict[TileKey, Array] = {}
-        self._partials: dict[TileKey, Array] = {}  # ours, waiting for the sum that comes from the previous rank
-        # What each thread that waits waits for: the first of its sets to be empty.
+        self._partials: dict[TileKey, Array] = {}  # this rank's, waiting for the sum from the previous rank
+        # For each waiting thread, the sets of missing tiles; it waits until one of its sets is empty.
         self._awaited: list[list[set[TileKey]]] = []
         self._changed = threading.Condition()
         self._failure: HearthError | None = None
         self._inline = False
-        self._resume = threading.Event()  # unset: the communication thread pauses
+        self._resume = threading.Event()  # cleared: the communication thread pauses
         self._resume.set()
         self._receiving = threading.Lock()  # held by the thread that receives
-        self._receives_here = False  # the compute thread holds it: nothing but an abort changes behind its back
+        self._receives_here = False  # the compute thread holds it; other threads can then only abort
 
     def close(self) -> None:
         self._closing = True
@@ -90,7 +90,7 @@ class Communicator(DataPlane[Callable[[], None]]):
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
     def look_ahead(self, num_steps: int) -> None:
-        """Keep the tiles of as many steps beyond the running one as peers can be ahead."""
+        """Keep the tiles of up to `num_steps` future steps: as many as peers can be ahead."""
         self._steps_ahead = max(num_steps, STEPS_AHEAD)
 
     def begin_step(
@@ -102,10 +102,10 @@ class Communicator(DataPlane[Callable[[], None]]):
         after_failure: bool = True,
         oldest_step: int | None = None,
     ) -> None:
-        """Forget what older steps left behind; `timeout_seconds` bounds every wait for one tile.
+        """Begin a step and drop the tiles of steps that have ended; `timeout_seconds` bounds each wait for a tile.
 
-        `values` is the format of this step's tiles to each peer; None: the plan's. Not `after_failure`: what failed
-        stays failed. From `oldest_step` on, steps before this one are in flight still.
+        `values` is the value format of this step's tiles for each peer; None: the plan's. `after_failure`: clear an earlier
+        abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
         for peer, codec in self._codecs.items():
             codec.use(values[peer] if values is not None else None)
@@ -125,26 +125,26 @@ class Communicator(DataPlane[Callable[[], None]]):
             self._partials = {}
 
     def abort(self, error: HearthError) -> None:
-        """Make every wait of the running step raise `error`."""
+        """Make all waits for tiles raise `error`, until a step begins with `after_failure`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0, step: int | None = None) -> TileKey:
-        """Of the running step, or of one that is in flight still."""
+        """The key of a tile of the running step, or of another step in flight."""
         return TileKey(self._epoch, self._step if step is None else step, layer, phase, tile, source, chunk)
 
     def send(self, target: int, key: TileKey, tile: Array) -> None:
-        """Encode for that link and queue. The array must not change afterwards."""
+        """Encode a tile for the link to `target` and queue it. The array must not change afterwards."""
         with self._codec_locks[target]:
             frames = encode_tile(self._token, key, tile, self._codecs[target])
         self._record("send", key, target, frames)
         self._transport.send(target, frames)
 
     def reduce(self, key: TileKey, partial: Array) -> None:
-        """Add our partial sum to the one that comes from the previous rank, and send the sum on when both are there.
+        """Add this rank's partial sum to the one from the previous rank, and send the result once both are there.
 
-        `key.source` is the previous rank. `partial` is overwritten.
+        `key.source` is the previous rank. `partial` is overwritten with the sum.
         """
         with self._changed:
             received = self._arrived.pop(key, None)
@@ -154,17 +154,17 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._pass_on(key, received, partial)
 
     def when_ready(self, ready: Callable[[], Array] | Array, then: Callable[[Array], None]) -> None:
-        """`then(array)`, later where a GPU is still copying: waiting for it must not hold up the next GEMM's launch."""
+        """Call `then(array)`: at once, or in the sending thread if `ready` waits for a GPU copy, so as not to delay compute."""
         if callable(ready):
             self._outgoing.put(lambda: then(ready()))
         else:
             then(ready)
 
     def receive_inline(self, on: bool) -> None:
-        """Whether the compute thread receives for itself while it waits.
+        """Set whether the compute thread receives by itself while it waits.
 
-        For few and small tiles, as in decoding, handing over between threads costs more than it hides. Nothing is
-        forwarded then while this rank computes, so rings should not turn.
+        For few, small tiles, as in decoding, switching threads costs more than overlap saves. Tiles are then not forwarded
+        while this rank computes, so ring collectives should not be used.
         """
         self._inline = on
         if on:
@@ -174,7 +174,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             self._resume.set()
 
     def has_arrived(self, keys: Sequence[TileKey]) -> bool:
-        """Whether all of `keys` are there; waits for nothing."""
+        """Whether all of `keys` have arrived; does not wait."""
         known = -1
         while self._inline and known != len(self._arrived):
             known = len(self._arrived)
@@ -183,17 +183,17 @@ class Communicator(DataPlane[Callable[[], None]]):
             return all(key in self._arrived for key in keys)
 
     def take(self, keys: Sequence[TileKey]) -> list[Array]:
-        """All of `keys`, in their order."""
+        """Wait for all of `keys` and return their tiles in order."""
         if self._inline and self._start_receiving_here():
             return self._take_here(keys)
         return self.take_first([keys])[1]
 
     def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
-        """The first group of keys to be complete, by its index; of several that are, the first in the order given."""
+        """Wait for any group of keys to be complete; return its index and tiles. If several are, take the first one."""
         return self._take_first(groups, time.monotonic() + self._timeout_seconds)
 
     def await_order(self, key: TileKey) -> Array:
-        """A tile that may be long in coming: nobody is late while there is nothing to do."""
+        """Wait for the next step order, without a timeout: with nothing to do, none is sent."""
         return self._take_first([[key]], math.inf)[1][0]
 
     def _take_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
@@ -227,7 +227,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             self.waited_seconds += time.monotonic() - now
 
     def _take_here(self, keys: Sequence[TileKey]) -> list[Array]:
-        """As `take`, where this thread alone receives: a token waits for this 2 times a layer, and locks cost."""
+        """As `take`, if only this thread receives: without locks, since decoding waits here twice per layer and token."""
         began = time.monotonic()
         deadline = began + self._timeout_seconds
         for key in keys:
@@ -248,7 +248,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         )
 
     def _receive_here(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
-        """One message, in the compute thread; unless the communication thread is still waiting for its last one."""
+        """Receive one message in the compute thread, unless the communication thread is still in its last `receive`."""
         if self._start_receiving_here():
             self._accept_or_drop(self._transport.receive(timeout_seconds))
             return
@@ -257,7 +257,7 @@ class Communicator(DataPlane[Callable[[], None]]):
                 self._changed.wait(_HAND_OVER_SECONDS)
 
     def _start_receiving_here(self) -> bool:
-        """Whether this thread receives from now on; not while the communication thread waits for its last message."""
+        """Try to take over receiving from the communication thread; False while it is still in its last `receive`."""
         if not self._receives_here:
             self._receives_here = self._receiving.acquire(blocking=False)
         return self._receives_here
@@ -310,7 +310,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         following = rings.forwards_to(self.num_ranks, self.rank, key.tile)
         if following is None:
             return
-        if header.values is EXACT and self._codecs[following].is_lossy:  # it came by a faster link
+        if header.values is EXACT and self._codecs[following].is_lossy:  # the next link is lossy
             self.send(following, key, decode_body(header, received.frames, _CASTS))
             return
         self._record("send", key, following, received.frames)
@@ -337,6 +337,6 @@ class Communicator(DataPlane[Callable[[], None]]):
             leaving()
         except HearthError as error:
             self.abort(error)
-        except Exception as error:  # a CUDA fault in the copy: the step must not wait for its deadline
+        except Exception as error:  # such as a CUDA error in the copy: fail the step now, not at its timeout
             log.exception("a deferred send failed")
             self.abort(StepFailed(device=f"rank {self.rank}", reason=f"sending failed: {error}"))

@@ -1,6 +1,6 @@
-"""Where tensors live, and how they get to and from the wire: the same code for CPU and CUDA.
+"""Copies of tensors between the compute device and host arrays for the wire, with one interface for CPU and CUDA.
 
-On CUDA, tiles pass through pinned host memory, copied on a stream of their own, so that a copy runs beside a GEMM.
+On CUDA, tiles are copied through pinned host memory on a separate stream, so that copies overlap with GEMMs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ WireTile = np.ndarray[Any, Any]
 
 
 class CpuStaging:
+    """Tensors on the CPU are used as host arrays directly."""
+
     device = torch.device("cpu")
 
     def to_wire(self, tensor: Tensor) -> WireTile:
-        """The tensor as a host array. It must not change afterwards."""
+        """Return the tensor as a host array. It must not change afterwards."""
         tile: WireTile = tensor.contiguous().numpy()
         return tile
 
     def from_wire(self, tile: WireTile, into: Tensor) -> None:
-        """Copy a received tile into `into`; work queued on the device afterwards sees it."""
-        # Into our own aligned buffer: GEMM kernels may round differently on memory aligned by chance.
+        """Copy a received tile into `into`, before any work that is queued on the device later."""
+        # A copy, because received memory has arbitrary alignment, on which GEMM kernels may round differently.
         np.copyto(into.numpy(), tile)
 
     def add_from_wire(self, tile: WireTile, into: Tensor) -> None:
@@ -35,14 +37,14 @@ class CpuStaging:
 
 
 class CudaStaging:
-    """Pinned buffers come from torch's caching host allocator, which reuses one only after its copies have ended."""
+    """Tensors on a GPU. torch's caching host allocator reuses a pinned buffer only after its copies have ended."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         self._copies = torch.cuda.Stream(self.device)
 
     def to_wire(self, tensor: Tensor) -> Callable[[], WireTile]:
-        """A function that waits for the copy in host memory. The tensor must not change afterwards."""
+        """Start the copy; return a function that waits for it and returns the array. The tensor must not change afterwards."""
         tensor = tensor.contiguous()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
@@ -79,4 +81,5 @@ Staging: TypeAlias = CpuStaging | CudaStaging
 
 
 def make_staging(compute_device: str) -> Staging:
+    """The staging for a compute device."""
     return CudaStaging() if compute_device == "cuda" else CpuStaging()

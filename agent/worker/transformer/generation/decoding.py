@@ -1,10 +1,10 @@
-"""One token of each running sequence on one rank: tensor parallel throughout, partial sums exchanged in one hop.
+"""Decoding: one token of each running sequence on one rank, with tensor parallelism and one-hop AllReduce.
 
-Rows cannot be split and a ring's hops would dominate, so every rank repeats the norms and residuals of all B rows, and
-sends its partial sums straight to every peer. Whatever the strategy of the prefill, a rank works with its own heads and
-columns only; of replicated weights it uses that part.
+Single rows cannot be split, and the hops of a ring would dominate. So every rank computes norms and residuals of all B rows,
+and sends its partial sums directly to every peer. Whatever the strategy of the prefill, a rank uses only its own heads and
+columns; of replicated weights it uses that part.
 
-B rows, one for each sequence; H hidden.
+Shapes: B rows, one per sequence; H hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hearth.plan.plan import TransformerPlan
 
 
 def own_layers(plan: TransformerPlan, rank: int, shard: Shard) -> list[LayerShard]:
-    """Views of the weights that this rank decodes with: its own heads and columns of each of its layers."""
+    """Views of the weights that this rank uses for decoding: its own heads and columns in each of its layers."""
     heads, columns = plan.body.own_share(rank)
     return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
 
@@ -59,7 +59,10 @@ def _within(part: Span, held: Span, width: int) -> slice:
 
 
 def decode(step: Step, layers: list[LayerShard]) -> Tensor:
-    """The hidden states of all rows after the last norm [B,H], on every rank. Called in torch's inference mode."""
+    """Run one decoding step. Returns the hidden states after the final norm [B,H], on every rank.
+
+    Call it in torch's inference mode.
+    """
     spec, body, bar = step.spec, step.plan.body, step.recorder.bar
     with_heads = [rank for rank, heads in enumerate(body.heads) if heads]
     with_columns = [rank for rank, columns in enumerate(body.columns) if columns]

@@ -1,4 +1,4 @@
-"""Facts about a generation in the debug log, for programs: a line of JSON each."""
+"""Machine-readable events of a generation in the debug log, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-MARK = "generation fact: "  # what a line begins with
+MARK = "generation fact: "  # prefix of such a line
 
 
 class StepBegun(BaseModel):
-    """This rank begins a step: rows to compute by sequence, and the sequences that it frees before."""
+    """This rank begins a step. `rows` is the number of rows per sequence, `freed` are the sequences freed before."""
 
     fact: Literal["step"] = "step"
     kind: Literal["prefill", "decode"]
@@ -20,7 +20,7 @@ class StepBegun(BaseModel):
 
 
 class SequenceCancelled(BaseModel):
-    """Rank 0 takes a cancel, after it chose `num_tokens` of the sequence."""
+    """Rank 0 has cancelled a sequence, after `num_tokens` generated tokens."""
 
     fact: Literal["cancelled"] = "cancelled"
     sequence: int
@@ -28,4 +28,5 @@ class SequenceCancelled(BaseModel):
 
 
 def log_fact(log: logging.Logger, fact: StepBegun | SequenceCancelled) -> None:
+    """Log an event at debug level."""
     log.debug("%s%s", MARK, fact.model_dump_json())

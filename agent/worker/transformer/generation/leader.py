@@ -1,4 +1,4 @@
-"""Rank 0 of a plan for a decoder: takes requests, decides steps, and answers token by token."""
+"""Rank 0 of a decoder's plan: accepts requests, schedules steps, and answers token by token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Messag
 
 log = logging.getLogger("hearth.worker")
 
-Answers = list[tuple[bytes, Message]]  # by request
+Answers = list[tuple[bytes, Message]]  # request id and answer
 
 
 @dataclass
 class _Asked:
-    """A request, and when what became of it: seconds of the monotonic clock."""
+    """A request and the times of its progress, in seconds of the monotonic clock."""
 
     request_id: bytes
     submitted: float
@@ -32,7 +32,7 @@ class _Asked:
 
 
 class Leader:
-    """Answers go to the request that asked; `step` gives those that a step brought forth."""
+    """Drives the generation: schedules requests and runs steps. `step` returns the answers that one step produced."""
 
     def __init__(self, plan: TransformerPlan, generation: Generation) -> None:
         assert plan.body.generation is not None
@@ -42,7 +42,7 @@ class Leader:
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._num_groups = _num_groups(plan)
         self._scheduler = self._new_scheduler()
-        self._asked: dict[int, _Asked] = {}  # by the sequence's number
+        self._asked: dict[int, _Asked] = {}  # keyed by sequence number
         self._last_number = 0
         self._failure: HearthError | None = None
 
@@ -51,7 +51,7 @@ class Leader:
         return self._scheduler.idle and (self._failure is not None or not self._generation.num_in_flight)
 
     def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
-        """Queue a request. Raises BadRequest, or what broke this plan."""
+        """Queue a request. Raises BadRequest, or the error that ended this plan."""
         if self._failure is not None:
             raise self._failure
         token_ids = unpack_array(payload)
@@ -69,15 +69,18 @@ class Leader:
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: bytes) -> None:
-        """Forget a request; one that has ended is none."""
+        """Cancel a request. Does nothing if it has ended."""
         for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
             running = self._scheduler.running.get(number)
             log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
             self._forget(number)
 
     def step(self) -> Answers:
-        """Begin a step on all ranks, or finish the oldest of those that were begun: as many are in flight as the plan has
-        room for. When one fails, so do all requests, and those that follow."""
+        """Begin a step on all ranks, or finish the oldest step in flight.
+
+        A step is finished if it has ended, if there is nothing to begin, or if the plan's maximum is in flight. If a step
+        fails, all current and future requests fail.
+        """
         try:
             if not self._generation.has_ended() and self._begin() and self._generation.may_begin:
                 return []
@@ -91,7 +94,7 @@ class Leader:
         return answers
 
     def _begin(self) -> bool:
-        """Whether there was something to begin."""
+        """Begin the next step, if there is one. Returns whether there was."""
         order = self._scheduler.next_order()
         if order is None:
             return False
@@ -126,7 +129,7 @@ class Leader:
         )
 
     def _fail(self, error: HearthError) -> Answers:
-        """End this plan. A step is of all requests, so that none of them can be at fault alone."""
+        """Fail all requests: a step belongs to all of them, so the error cannot be attributed to one."""
         if error.scope == "request":
             error = StepFailed(device="rank 0", reason=error.explanation())
         self._failure = error
@@ -143,9 +146,9 @@ class Leader:
 
 
 def _num_groups(plan: TransformerPlan) -> int:
-    """In how many groups sequences decode: as many stages as are busy at once when the slowest always is.
+    """Number of groups in which sequences decode: the stages that can be busy at once while the slowest one always is.
 
-    More would make the others wait for that one, which reads its weights once for every group.
+    More groups would only add load to the slowest stage, which reads its weights once per group.
     """
     if plan.body.num_stages == 1:
         return 1

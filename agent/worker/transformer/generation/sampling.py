@@ -1,8 +1,8 @@
-"""The next token: candidates on the owners of the vocabulary, the choice among them on rank 0.
+"""Sampling of the next token: each owner of vocabulary rows selects candidates, and rank 0 chooses among them.
 
-Sampling is a Gumbel-max: the token with the largest logit / temperature + g, where g is drawn from a generator that is
-keyed by seed, index of the token in the answer, and token id. So the same seed gives the same text on any number of
-devices, a lost device changes nothing, and without top-k, top-p and min-p each owner sends one candidate only.
+The Gumbel-max method is used: it chooses the token with the largest logit / temperature + g, where the noise g is computed
+from a hash of seed, index of the token in the answer, and token id. So a seed gives the same text on any number of devices,
+also after the loss of a device, and without top-k, top-p and min-p each owner sends only one candidate.
 
 Order and meaning of the settings are those of `transformers`' logits processors.
 """
@@ -20,10 +20,10 @@ Array = np.ndarray[Any, Any]
 
 
 def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], index: int) -> Array:
-    """Of one rank's share of the vocabulary, all that rank 0 must see: token ids and logits [n,2], float32.
+    """Select the candidates of one rank's share of the vocabulary: token ids and logits [n,2], float32.
 
-    `tokens` are prompt and answer so far, `index` is the number of tokens of the answer so far. Ids are exact in
-    float32: a vocabulary has at most 2^24 tokens.
+    `tokens` are the prompt and the answer so far; `index` is the number of tokens in the answer so far. Ids are exact in
+    float32, since a vocabulary has at most 2^24 tokens.
     """
     logits = penalised(logits_V, first_id, sampling.repetition_penalty, tokens)
     if not len(logits):
@@ -43,7 +43,7 @@ def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Seque
 
 
 def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[int]) -> Array:
-    """CTRL's repetition penalty (arXiv 1909.05858) on every token that was there before."""
+    """Apply CTRL's repetition penalty (arXiv 1909.05858) to all tokens that are in the context."""
     if penalty == 1.0:
         return logits_V
     seen = np.unique(np.asarray(tokens, dtype=np.int64)) - first_id
@@ -54,7 +54,7 @@ def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[i
 
 
 def choose(found_n2: Array, sampling: Sampling, index: int) -> int:
-    """The next token among all ranks' candidates; of equals the one with the lowest id."""
+    """Choose the next token among all ranks' candidates; ties go to the lowest id."""
     order = np.lexsort((found_n2[:, 0], -found_n2[:, 1]))
     ids, logits = found_n2[order, 0].astype(np.int64), found_n2[order, 1].astype(np.float64)
     if sampling.temperature == 0:

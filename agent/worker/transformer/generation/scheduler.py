@@ -1,10 +1,10 @@
-"""What rank 0 does next: continuous batching under the KV cache's budget. Pure: neither torch nor clock nor sockets.
+"""Scheduling on rank 0: continuous batching within the KV cache's capacity. Pure: no torch, clock or sockets.
 
-A sequence is admitted, in the order of arrival, when the whole of its context has room. Then its prompt is prefilled, in
-chunks where it is long; a step of decoding comes between two of prefilling, so that running answers go on.
+Sequences are admitted in order of arrival, once the KV cache has room for the whole context. The prompt is then prefilled, in
+chunks if it is long; prefill and decoding steps alternate, so that running answers continue.
 
-An order may be given while others are still in flight: sequences that wait for a token have nothing pending, and are
-left out. So that the stages of a pipeline decode at the same time, sequences then take turns in a few groups.
+A step may be scheduled while others are in flight; sequences that wait for a token of these have no pending tokens and are left
+out. To keep several stages of a pipeline busy, decoding sequences are divided into groups that take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hearth.wire.messages import GenerateTokens, NewSequence, SequenceRows, Step
 
 @dataclass
 class Sequence:
-    """One request. `pending` are tokens that are in no KV cache yet: the prompt's, later the newest one."""
+    """One request. `pending` are the tokens that are not in the KV cache yet: of the prompt, later the newest one."""
 
     number: int
     request: GenerateTokens
@@ -26,11 +26,11 @@ class Sequence:
     num_prompt_tokens: int
     generated: list[int] = field(default_factory=list)
     started: bool = False
-    last_turn: int = 0  # the order that it was last in
+    last_turn: int = 0  # number of the last order that contained it
 
     @property
     def capacity(self) -> int:
-        """Tokens that its KV cache holds at the end: the last token that is generated is never fed."""
+        """Maximum tokens in its KV cache; the last generated token is never fed to the model."""
         return self.num_prompt_tokens + self.request.max_tokens - 1
 
     @property
@@ -45,10 +45,10 @@ class Sequence:
 
 
 class Scheduler:
-    """`promise` is the plan's. Sequences are numbered by the caller, and never twice.
+    """Decides the steps of a generation. `promise` is the capacity that the plan reserves.
 
-    `whole_prompts`: none comes in chunks (where attention is split by rows, earlier chunks are not at hand).
-    `num_groups`: the sequences that decode are spread over as many steps.
+    The caller assigns unique numbers to sequences. `whole_prompts`: prompts are not split into chunks, which attention by
+    rows does not support. `num_groups`: number of groups of decoding sequences.
     """
 
     def __init__(self, promise: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
@@ -63,7 +63,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute and nothing to free."""
+        """Whether there is nothing to compute and nothing to free."""
         return not (self._waiting or self._running or self._freed)
 
     @property
@@ -71,12 +71,12 @@ class Scheduler:
         return self._running
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether it can ever be admitted."""
+        """Whether the sequence can ever be admitted."""
         return sequence.capacity <= self.room
 
     @property
     def room(self) -> int:
-        """Tokens of one sequence at most."""
+        """Maximum tokens of one sequence."""
         promise = self._promise
         room = min(promise.kv_tokens, promise.context or promise.kv_tokens)
         return min(room, promise.prefill_rows) if self._whole_prompts else room
@@ -85,14 +85,14 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def remove(self, number: int) -> None:
-        """Cancelled or ended: its memory is freed with the next step. An unknown number is none of ours any more."""
+        """Remove a sequence that has ended or was cancelled. The next step frees its memory; unknown numbers are ignored."""
         sequence = self._running.pop(number, None)
         if sequence is not None and sequence.started:
             self._freed.append(number)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
 
     def next_order(self) -> StepOrder | None:
-        """The next step; it is taken to be executed. None: there is nothing to do before a step in flight has ended."""
+        """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
         self._admit()
         ready = [sequence for sequence in self._running.values() if sequence.pending]
         new = [sequence for sequence in ready if not sequence.prefilled]
@@ -109,7 +109,7 @@ class Scheduler:
         return StepOrder(kind="decode", rows=rows, freed=freed)
 
     def take(self, number: int, token: int) -> None:
-        """The token that a step chose."""
+        """Append the token that a step has sampled."""
         sequence = self._running[number]
         sequence.generated.append(token)
         sequence.pending.append(token)
@@ -119,12 +119,12 @@ class Scheduler:
         while self._waiting and len(self._running) < self._promise.max_sequences:
             first = self._waiting[0]
             if used + first.capacity > self._promise.kv_tokens:
-                return  # whoever came later waits as well, or a long context would wait for ever
+                return  # strictly first come, first served; otherwise a long context could wait for ever
             used += first.capacity
             self._running[first.number] = self._waiting.popleft()
 
     def _group(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those whose turn it is: who has waited longest comes first."""
+        """The group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         return sorted(sequences, key=lambda sequence: sequence.last_turn)[: -(-num_decoding // self._num_groups)]
 

@@ -1,8 +1,8 @@
-"""Generation on one rank: executes orders, step by step. Rank 0 gives them (`scheduler`), the others follow.
+"""Execution of a generation's steps on one rank. Rank 0 sends the orders (`scheduler`); the other ranks follow them.
 
-There is no coordinator round trip per token: rank 0 tells all what the next step is, everyone computes, each owner of
-vocabulary rows sends its candidates, and rank 0 chooses. In a pipeline the last stage sends rank 0, which holds the
-vocabulary, the rows whose next token is wanted; meanwhile rank 0 may begin further steps, which every stage runs in order.
+There is no coordinator round trip per token: rank 0 sends the order of a step to all ranks, all compute, each owner of
+vocabulary rows sends its candidates to rank 0, and rank 0 samples. In a pipeline, the last stage sends the rows to sample from
+to rank 0, which holds the vocabulary; meanwhile rank 0 may begin further steps, which every stage runs in order.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 
 log = logging.getLogger("hearth.worker")
 
-LEADER = 0
+LEADER = 0  # the rank that schedules the steps
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step of a pipeline that rank 0 has begun, and whose rows come back from the last stage."""
+    """A step of a pipeline in flight, as seen by rank 0, which waits for its rows from the last stage."""
 
     collectives: Collectives
     phase: Phase
-    into: Tensor  # the rows, or what only says that the step is done
+    into: Tensor  # buffer for the rows, or for the message that the step is done
     sampled: tuple[int, ...]  # the sequence of each row
 
 
 class Generation:
-    """The state of all running sequences on one rank. `communicator` is started already, and owned by the caller."""
+    """The state of all running sequences on one rank. The caller owns `communicator` and has started it."""
 
     def __init__(
         self, plan: TransformerPlan, rank: int, shard: Shard, communicator: Communicator, staging: Staging
@@ -64,7 +64,7 @@ class Generation:
         self._communicator = communicator
         self._staging = staging
         self._caches: dict[int, SequenceCache] = {}
-        self._flights: deque[_Flight | dict[int, int]] = deque()  # begun and not finished, the oldest first
+        self._flights: deque[_Flight | dict[int, int]] = deque()  # steps begun and not finished, oldest first
         self._step = 0
         self.wait_seconds = plan.wait_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
@@ -77,12 +77,12 @@ class Generation:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that rank 0 has begun and not finished."""
+        """Number of steps that rank 0 has begun and not finished."""
         return len(self._flights)
 
     @property
     def may_begin(self) -> bool:
-        """Whether there may be one more."""
+        """Whether another step may be begun."""
         return len(self._flights) < self._plan.body.max_steps_in_flight
 
     def begin(self, order: StepOrder) -> None:
@@ -90,20 +90,20 @@ class Generation:
         self._begin(self._step + 1 - len(self._flights))
         message_1n = np.frombuffer(encode(order), np.uint8)[None]
         for rank in range(self._plan.num_ranks):
-            if rank != self._rank:  # a message, not a tensor: it never is on a GPU, and so not staged
+            if rank != self._rank:  # a message, which is never on a GPU, and so needs no staging
                 self._communicator.send(rank, self._communicator.key(0, Phase.ORDER, rank, self._rank), message_1n)
         chosen = self._execute(order)
         self._flights.append(self._flight(order) if self._in_stages else chosen)
 
     def has_ended(self) -> bool:
-        """Whether `finish` would not wait."""
+        """Whether `finish` would return without waiting."""
         if not self._flights:
             return False
         oldest = self._flights[0]
         return isinstance(oldest, dict) or oldest.collectives.has_arrived(0, oldest.phase, self._last_rank, oldest.into)
 
     def finish(self) -> dict[int, int]:
-        """The next token of every sequence whose rows ask for one, of the oldest step that was begun. Raises StepFailed."""
+        """Wait for the oldest step in flight; return the sampled token of each sequence. Raises StepFailed."""
         oldest = self._flights[0]
         if not isinstance(oldest, dict):
             with torch.inference_mode():
@@ -114,12 +114,12 @@ class Generation:
         return chosen
 
     def follow(self) -> StepOrder:
-        """Wait for the next order, however long, and execute it. Raises StepFailed, BadMessage."""
+        """Wait for the next order, without a timeout, and execute it. Raises StepFailed, BadMessage."""
         self._begin()
         tile = self._communicator.await_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
         order = decode(tile.tobytes())
         if not isinstance(order, StepOrder):
-            raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} for an order")
+            raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} instead of an order")
         self._execute(order)
         return order
 
@@ -139,7 +139,7 @@ class Generation:
             self._caches.pop(sequence, None)
         if not order.rows:
             if not self._caches:
-                give_back_freed_buffers()  # nobody asks for anything now: the device's other programs may have them
+                give_back_freed_buffers()  # idle: leave the memory to other programs
             if self._in_stages:
                 self._hand_back(self._collectives(1), None)
             return {}
@@ -185,7 +185,7 @@ class Generation:
     # ---- prefill in micro-batches -------------------------------------------------------------------------------------
 
     def _micro_batches(self, packed: blocks.PackedRows) -> list[tuple[Span, blocks.PackedRows]]:
-        """The rows of a step in as many equal parts as the plan has in flight, or fewer where there are few rows."""
+        """Split the rows of a step into the plan's number of equal micro-batches, or into fewer if there are few rows."""
         most = packed.num_rows // (micro_batches.MIN_ROWS * self._plan.num_ranks)
         count = max(min(self._plan.body.micro_batches, most), 1)
         edges = [packed.num_rows * index // count for index in range(count + 1)]
@@ -193,9 +193,9 @@ class Generation:
         return [(span, packed.part(span)) for span in parts]
 
     def _run_at_once(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
-        """The hidden states of the `wanted` rows of the step, on every rank [N,H]."""
+        """Run the micro-batches concurrently. Returns the hidden states of the `wanted` rows [N,H], on every rank."""
         first_step, spec = self._step, self._plan.model
-        self._step += len(parts) - 1  # each has a step's number of its own, on all ranks the same
+        self._step += len(parts) - 1  # each has its own step number, the same on all ranks
 
         def run(index: int, turns: micro_batches.Turns) -> Tensor:
             span, rows = parts[index]
@@ -219,10 +219,10 @@ class Generation:
         runs = [partial(run, index, turns) for index, turns in enumerate(order)]
         return torch.cat(micro_batches.run_all(runs, self._communicator.abort))
 
-    # ---- a pipeline's last stage, and what it hands back to the first -------------------------------------------------
+    # ---- a pipeline's last stage, which returns rows to the first -----------------------------------------------------
 
     def _hand_back(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
-        """Every step is answered, so that rank 0 never begins more than the stages have room for."""
+        """On the last stage, answer every step, with rows or without, so that rank 0 can limit the steps in flight."""
         if self._rank == self._last_rank:
             if wanted_NH is None:
                 collectives.send_rows(LEADER, 0, Phase.STEP_DONE, self._done())
@@ -241,7 +241,7 @@ class Generation:
         return _Flight(collectives, Phase.HEAD_ROWS, into_NH, sampled)
 
     def _sampled(self, flight: _Flight) -> dict[int, int]:
-        """Of the sequences that were not freed meanwhile."""
+        """Sample the next tokens of the sequences that were not freed meanwhile."""
         running = [row for row, sequence in enumerate(flight.sampled) if sequence in self._caches]
         if not running:
             return {}
@@ -249,14 +249,14 @@ class Generation:
         last_NH = blocks.normalise(flight.into[running], norm, spec.norm_eps)
         return self._next_tokens(last_NH, [flight.sampled[row] for row in running])
 
-    # ---- what tensor parallelism samples from ------------------------------------------------------------------------
+    # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def _collectives(self, num_rows: int, step: int | None = None) -> Collectives:
         tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
         return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
 
     def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, wanted: Sequence[int]) -> Tensor:
-        """The rows of the step whose next token is wanted, on every rank: their owners send them to all. [N,H]"""
+        """The rows to sample from [N,H], on every rank; their owners send them to all."""
         by_owner = [[row for row in wanted if tile.start <= row < tile.stop] for tile in collectives.tiles]
         own = hidden_sH[[row - collectives.own.start for row in by_owner[self._rank]]]
         if len(own):
@@ -272,7 +272,7 @@ class Generation:
         return torch.cat(parts)
 
     def _next_tokens(self, last_NH: Tensor, sampled: Sequence[int]) -> dict[int, int]:
-        """Rank 0 gets every owner's candidates and chooses; on the others the answer is empty."""
+        """Send candidates to rank 0, which samples a token for each sequence. Returns an empty result on other ranks."""
         embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
         assert embedding.head is not None
         found: dict[int, list[np.ndarray[Any, Any]]] = {sequence: [] for sequence in sampled}
@@ -311,10 +311,10 @@ class Generation:
 
     @staticmethod
     def _index(cache: SequenceCache) -> int:
-        """How many tokens of the answer were generated before."""
+        """Number of tokens of the answer that were generated before."""
         return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
 
 
 def _sampled(order: StepOrder) -> tuple[int, ...]:
-    """The sequences whose next token is wanted."""
+    """The sequences for which the step samples a token."""
     return tuple(rows.sequence for rows in order.rows if rows.sample)

@@ -1,6 +1,6 @@
-"""One forward pass on one rank, by each strategy, over the same blocks and the same collectives.
+"""Parallelism strategies: the forward pass on one rank, from common blocks and collectives.
 
-A module of this folder lists the strategies that it runs in `STRATEGIES`.
+Each module of this folder lists its strategies in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agent.worker.transformer.strategies.step import Step
 
 
 def _strategies() -> Mapping[str, Callable[[Step], Tensor]]:
-    """By name, the strategies of all modules of this folder."""
+    """Collect the strategies of all modules of this folder, by name."""
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
     return {name: run for module in modules for name, run in getattr(module, "STRATEGIES", {}).items()}
 
@@ -26,7 +26,7 @@ STRATEGIES = _strategies()
 
 
 def run(step: Step) -> Tensor:
-    """The last hidden states of this rank's rows [s,H], after a decoder's last norm."""
+    """Run the plan's strategy: the last hidden states of this rank's rows [s,H], for a decoder after the final norm."""
     with torch.inference_mode():
         x_sH = STRATEGIES[step.plan.body.strategy](step)
         if step.spec.causal and step.own.size:

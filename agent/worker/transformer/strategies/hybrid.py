@@ -1,6 +1,6 @@
-"""Galaxy's hybrid model parallelism, with its cases `local` (one device) and `sp` (all weights everywhere).
+"""Galaxy's hybrid model parallelism (HMP), with its special cases `local` (one device) and `sp` (all weights replicated).
 
-T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the QKV width of this rank.
+Shapes: T rows of the step, s rows of this rank, H hidden size, w = heads * head_dim, q the QKV width of this rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hearth.plan.phases import Phase, Work
 
 
 def run_hybrid(step: Step) -> Tensor:
-    """Galaxy's HMP (section III-B): tensor parallel inside attention and MLP, sequence parallel between.
+    """Galaxy's HMP (section III-B): tensor parallelism in attention and MLP, sequence parallelism between them.
 
-    What a layer's mode says is replicated is computed on own rows instead (ALGORITHMS.md section 5).
+    Weight groups that a layer's mode replicates are applied to the rank's own rows instead (see `LayerMode`).
     """
     x_sH = embed_rows(step, step.own)
     for index, layer in enumerate(step.shard.layers):
@@ -51,7 +51,7 @@ def _mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
 
 
 def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV sharded: all rows are gathered, and projected tile by tile for our heads. [T,q]"""
+    """QKV sharded: AllGather the rows, and project them tile by tile for this rank's heads. [T,q]"""
     qkv = x_sH.new_empty(step.rows.num_rows, step.spec.qkv_width(step.heads))
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
         if step.heads:
@@ -62,7 +62,7 @@ def _gathered_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Te
 
 
 def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV replicated: own rows are projected for each rank's heads in turn and sent while the next are. [T,q]"""
+    """QKV replicated: project the own rows for each rank's heads, and send them while computing the next ones. [T,q]"""
     heads, spec = step.plan.body.heads, step.spec
     tiles, own = step.collectives.tiles, step.own
 
@@ -88,8 +88,9 @@ def _exchanged_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> T
 
 
 def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
-    """Output projection replicated: our heads' outputs go to the owners of their rows while the next are computed; own
-    rows are projected part by part as the other heads' outputs come. [s,H]"""
+    """Output projection replicated: send this rank's head outputs to the owners of their rows while computing the next ones;
+    project the own rows in parts, as the outputs of other heads arrive. [s,H]
+    """
     spec, heads = step.spec, spans(step.plan.body.heads)
     tiles, own = step.collectives.tiles, step.own
 
@@ -117,7 +118,7 @@ def _exchanged_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Te
 
 
 def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """The paper's SP: K and V of all rows are gathered, attention and projections run on own rows. [s,H]"""
+    """Sequence parallelism, as in the paper's SP: AllGather K and V; attention and projections use the own rows. [s,H]"""
     spec = step.spec
     q_sw, k_sk, v_sk = (x_sH.new_empty(x_sH.shape[0], width(spec.num_heads)) for width in
                         (spec.q_width, spec.kv_width, spec.kv_width))  # fmt: skip
@@ -135,7 +136,7 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
     _keep_own_heads(step, index, k_Tk, v_Tk)
     if not x_sH.shape[0]:
         return x_sH
-    rows = replace(step.rows, caches=(None,) * len(step.rows.caches))  # those hold the heads of this rank only
+    rows = replace(step.rows, caches=(None,) * len(step.rows.caches))  # the caches hold only this rank's heads
     with step.recorder.bar(Work.ATTENTION, index):
         context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, rows, step.own)
     with step.recorder.bar(Work.OUT, index):
@@ -143,7 +144,7 @@ def _attention_by_rows(step: Step, index: int, layer: LayerShard, x_sH: Tensor) 
 
 
 def _keep_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
-    """Of gathered keys and values of all heads those that this rank decodes with."""
+    """Cache the keys and values of the heads that this rank uses for decoding, from the gathered ones of all heads."""
     spec, heads = step.spec, spans(step.plan.body.heads)[step.rank]
     if heads.size:
         own = slice(spec.kv_width(heads.start), spec.kv_width(heads.stop))
@@ -151,7 +152,7 @@ def _keep_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
 
 
 def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """Both GEMMs of a tile follow each other: while later tiles are still gathered, the first partial sums leave. [s,H]"""
+    """MLP sharded. Each tile's two GEMMs run in succession, so that partial sums are sent while later tiles arrive. [s,H]"""
     arriving = step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH)
     expanded: dict[int, Tensor] = {}
 

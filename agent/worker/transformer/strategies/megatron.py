@@ -1,6 +1,6 @@
-"""Megatron's tensor parallelism: a ring AllReduce after attention and after the MLP, norms and residuals everywhere.
+"""Megatron-LM's tensor parallelism: AllReduce after attention and after the MLP; every rank repeats norms and residuals.
 
-T rows of the step, s rows of this rank, H hidden, c MLP columns of this rank.
+Shapes: T rows of the step, s rows of this rank, H hidden size, c MLP columns of this rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hearth.plan.phases import Phase, Work
 
 
 def run_megatron(step: Step) -> Tensor:
-    """Megatron-LM's split with a ring AllReduce (ReduceScatter, then AllGather) after attention and after the MLP."""
+    """Run the step, with each AllReduce as a ring: ReduceScatter, then AllGather."""
     x_TH = embed_rows(step, Span(0, step.rows.num_rows), everywhere=True)
     for index, layer in enumerate(step.shard.layers):
         x_TH = run_layer(step, index, layer, x_TH, _attention, _mlp)

@@ -1,6 +1,6 @@
-"""A pipeline: whole layers, one stage after the other.
+"""Pipeline parallelism: each rank is a stage of whole layers.
 
-T rows of the step, s rows of this rank, H hidden, w = heads * head_dim.
+Shapes: T rows of the step, s rows of this rank, H hidden size, w = heads * head_dim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hearth.plan.phases import Phase, Work
 
 
 def run_pipeline(step: Step) -> Tensor:
-    """One pass through all stages. The rows end with their owner, which need not be the last stage. [s,H]"""
+    """One pass through all stages. The rows end on their owner, which need not be the last stage. [s,H]"""
     x_TH = run_stage(step)
     last, owner = step.plan.num_ranks - 1, step.plan.body.row_weights.index(max(step.plan.body.row_weights))
     if owner != last and step.rank == last:
@@ -27,7 +27,7 @@ def run_pipeline(step: Step) -> Tensor:
 
 
 def run_stage(step: Step) -> Tensor:
-    """All rows of the step through the layers of this rank [T,H]; unless it is the last, they go on to the next one."""
+    """Run all rows of the step through this rank's layers [T,H]; unless it is the last, send them to the next stage."""
     x_TH = _enter_stage(step)
     for index, layer in enumerate(step.shard.layers, step.shard.first_layer):
         x_TH = run_layer(step, index, layer, x_TH, _attention, own_mlp)
@@ -37,7 +37,7 @@ def run_stage(step: Step) -> Tensor:
 
 
 def _enter_stage(step: Step) -> Tensor:
-    """The first stage holds all words; the others are sent what the one before has made of them."""
+    """The input of this stage: embeddings on the first stage, else the rows of the previous stage. [T,H]"""
     spec, embedding, rows = step.spec, step.shard.embedding, step.rows
     if step.rank == 0:
         with step.recorder.bar(Work.EMBEDDING):
@@ -49,7 +49,7 @@ def _enter_stage(step: Step) -> Tensor:
 
 
 def _attention(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
-    """All heads for all rows; keys and values into the cache."""
+    """Attention of all heads for all rows; keys and values go into the KV cache."""
     with step.recorder.bar(Work.ATTENTION_BLOCK, index):
         return blocks.whole_attention(step.spec, index, layer, x_TH, step.rows, step.kept)
 

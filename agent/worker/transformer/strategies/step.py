@@ -1,7 +1,7 @@
-"""What all strategies share: the step of one rank, the embedding, norms and residuals, the KV cache.
+"""Parts that strategies share: the step of one rank, the embedding, norms and residuals, the KV cache.
 
-T rows of the step, s rows of this rank, H hidden, w = heads * head_dim, q the QKV width and c MLP columns of this rank,
-F all columns.
+Shapes: T rows of the step, s rows of this rank, H hidden size, w = heads * head_dim, q the QKV width and c the MLP columns of
+this rank, F all MLP columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hearth.plan.plan import TransformerPlan
 
 @dataclass(frozen=True)
 class Step:
-    """All that a strategy needs for one pass."""
+    """The input of a strategy for one pass on one rank."""
 
     shard: Shard
     plan: TransformerPlan
@@ -35,7 +35,7 @@ class Step:
     rows: PackedRows
     collectives: Collectives
     recorder: Recorder
-    turns: Turns | None = None  # of a micro-batch: others of the same step are in flight
+    turns: Turns | None = None  # of a micro-batch, for the order of KV cache writes
 
     @property
     def own(self) -> Span:
@@ -47,28 +47,30 @@ class Step:
 
     @property
     def heads(self) -> int:
-        """Query heads of this rank, where attention is split by head."""
+        """Number of this rank's query heads, if attention is split by heads."""
         return self.plan.body.heads[self.rank]
 
     def kept(self, index: int) -> None:
-        """The keys and values of a layer are in the caches: the next micro-batch may go on to it."""
+        """Signal that the keys and values of a layer are cached, so that the next micro-batch may attend to them."""
         if self.turns is not None:
             self.turns.kept(index)
 
 
-Block = Callable[[Step, int, LayerShard, Tensor], Tensor]  # attention or MLP of a layer, by its index
+Block = Callable[[Step, int, LayerShard, Tensor], Tensor]  # attention or MLP of the layer with this index
 
 
 def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
-    """Vocabulary-parallel embedding of the rows `wanted`: each owner sends the word rows it holds straight to the
-    rank that needs them; position and type embeddings and the norm come after, once. `everywhere`: every rank wants
-    the same rows."""
+    """Vocabulary-parallel embedding of the rows `wanted`. `everywhere`: every rank wants the same rows.
+
+    Each owner of vocabulary rows sends word embeddings directly to the rank that needs them, which then adds position and
+    type embeddings and applies the norm.
+    """
     spec, embedding = step.spec, step.shard.embedding
     owners = spans(step.plan.body.vocabulary)
     rows = step.rows
 
     def held_by(owner: int, span: Span) -> Tensor:
-        """Row indexes within `span` whose word row lies with `owner`; both ends compute the same."""
+        """Indexes of the rows of `span` whose word embedding `owner` holds. Sender and receiver compute the same."""
         ids = rows.token_ids[slice(*span)]
         return ((ids >= owners[owner].start) & (ids < owners[owner].stop)).nonzero().flatten() + span.start
 
@@ -94,7 +96,7 @@ def embed_rows(step: Step, wanted: Span, everywhere: bool = False) -> Tensor:
 
 
 def run_layer(step: Step, index: int, layer: LayerShard, x_sH: Tensor, attention: Block, mlp: Block) -> Tensor:
-    """A layer around its two blocks: each gets the rows that enter it, and returns what is added to the residual."""
+    """Run one layer. Each block gets its (pre-normalised) input rows, and returns the rows to add to the residual."""
     spec, bar = step.spec, step.recorder.bar
     with bar(Work.ENTER_ATTENTION, index):
         entered_sH = blocks.enter(spec, x_sH, layer.norm1)
@@ -109,7 +111,7 @@ def run_layer(step: Step, index: int, layer: LayerShard, x_sH: Tensor, attention
 
 
 def own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """The MLP of these rows alone: nothing travels."""
+    """The whole MLP for these rows, without communication."""
     if not x_sH.shape[0]:
         return x_sH
     with step.recorder.bar(Work.MLP_BLOCK, index):
@@ -117,7 +119,7 @@ def own_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
 
 
 def keep_kv(step: Step, index: int, qkv: Tensor) -> None:
-    """Into the KV cache, where the step's sequences go on later."""
+    """Store keys and values in the KV caches of the step's sequences, if they have any."""
     if step.heads:
         _, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
         blocks.keep(step.spec, step.rows, index, k_Tk, v_Tk)
@@ -125,7 +127,7 @@ def keep_kv(step: Step, index: int, qkv: Tensor) -> None:
 
 
 def attend_tile(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
-    """Attention of our heads for the rows of a tile: the first partial sums leave before the last rows are attended."""
+    """Attention of this rank's heads for the rows of one tile; by tiles, so that the first partial sums are sent early."""
     rows = step.collectives.tiles[tile]
     with step.recorder.bar(Work.ATTENTION, index, tile):
         q_Tw, k_Tk, v_Tk = blocks.split_qkv(step.spec, step.heads, qkv)
@@ -133,7 +135,7 @@ def attend_tile(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
 
 
 def reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
-    """Output projection sharded: attention of our heads and partial sums, tile by tile, reduced and scattered. [s,H]"""
+    """Output projection sharded: attention of this rank's heads and ReduceScatter of partial sums, tile by tile. [s,H]"""
 
     def context(tile: int) -> Tensor:
         return attend_tile(step, index, qkv, tile)
@@ -144,14 +146,14 @@ def reduced_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tenso
 def reduce_rows(
     step: Step, index: int, phase: Phase, work: Work, input_of: Callable[[int], Tensor], weight_Hx: Matrix
 ) -> Tensor:
-    """The partial sums of `input_of(tile)` [k,x] times the weight, tile by tile in the ring's order. [s,H]"""
+    """ReduceScatter of the products of `input_of(tile)` [k,x] and the weight, tile by tile in ring order. [s,H]"""
 
     def partial(tile: int) -> Tensor:
         if not step.collectives.tiles[tile].size:
             return torch.empty(0, step.spec.hidden_size, device=step.rows.token_ids.device)
         input_kx = input_of(tile)
         with step.recorder.bar(work, index, tile):
-            # With no heads or columns this is the sum over nothing: zeros.
+            # Without heads or columns, the product has no terms: zeros.
             return weight_Hx.times(input_kx)
 
     return step.collectives.reduce_scatter(index, phase, partial)

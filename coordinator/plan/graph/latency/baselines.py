@@ -1,4 +1,4 @@
-"""The strategies that Moirai is compared with, by name. All are priced by the one simulator. Pure."""
+"""The strategies that Moirai is compared with, by name. The same simulator prices all of them. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local(problem: PlacementProblem) -> Schedule:
 
 
 def solve(name: str, problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
-    """By one of `BASELINES`, which know no bound. Raises NoPlacement."""
+    """Solve with one of `BASELINES`, which give no bound. Raises NoPlacement."""
     began = options.clock()
     schedule = BASELINES[name](problem)
     return Solution(schedule, schedule.makespan, seconds=options.clock() - began)

@@ -1,5 +1,6 @@
-"""What no schedule can be below: ways through the graph where every operator runs on its best device for each successor,
-as if it could run anew, and at once, for each of them. Pure. Times are ticks.
+"""Lower bounds on the makespan: the critical path without contention. Pure. Times are ticks.
+
+The relaxation lets an operator run on a different device for each successor, and ignores that devices are serial.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ByDevice = list[dict[int, float]]  # by operator: device -> ticks
 def earliest_ends(
     problem: PlacementProblem, pins: Mapping[int, int] | None = None, releases: Matrix | None = None
 ) -> ByDevice:
-    """By operator and device: it cannot end there sooner. `releases[i][k]`: nor start before."""
+    """By operator and device, a lower bound on its end there. It starts no earlier than `releases[i][k]`, if given."""
     pins, ends = pins or {}, list[dict[int, float]]()
     for i in range(problem.num_operators):
         ends.append({})
@@ -35,7 +36,7 @@ def earliest_ends(
 def least_rests(
     problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: Matrix | None = None
 ) -> ByDevice:
-    """By operator and device: after its end there, this much passes at least until everything is done."""
+    """By operator and device, a lower bound on the time from its end there to the end of the schedule."""
     pins = pins or {}
     rests: ByDevice = [{} for _ in problem.operators]
     for i in reversed(range(problem.num_operators)):
@@ -56,7 +57,7 @@ def least_rests(
 
 
 def relaxed_makespan(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> int:
-    """The longest way, or the work of all devices together if that is more."""
+    """A lower bound on the makespan: the longest path, or the total work divided by the devices if that is more."""
     pins = pins or {}
     longest = max(min(ends.values()) for ends in earliest_ends(problem, pins))
     work = sum(row[pins[i]] if i in pins else min(row) for i, row in enumerate(problem.seconds))

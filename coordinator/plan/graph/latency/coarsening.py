@@ -1,7 +1,7 @@
 """GCOF, Moirai's graph coarsening with operator fusion (arXiv 2312.04025, Algorithm 1). Pure.
 
-Operators that the backend runs as one are placed as one. The rules are sequences of ONNX operator types that
-onnxruntime fuses; each operator is looked at once with each edge, so the work is O(V + E).
+Operators that the backend fuses are placed together. The rules are sequences of ONNX operator types that onnxruntime
+fuses; each operator is visited once with each edge, so the work is O(V + E).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Rule = tuple[str, ...]
 
 _EPILOGUES: tuple[Rule, ...] = ((), ("BatchNormalization",), ("Add",), ("BatchNormalization", "Add"))
 
-# What onnxruntime's graph optimisations make one kernel of on the CPU: padding, bias and batch normalisation go into the
-# convolution, an addition and an activation into its epilogue, decomposed norms and Gelu into one kernel.
+# Sequences that onnxruntime's graph optimisations fuse into one CPU kernel: padding, bias and batch normalisation become
+# part of the convolution, an addition and an activation its epilogue; decomposed norms and Gelu become one kernel.
 _CONVOLUTIONS: tuple[Rule, ...] = tuple(
     ("Conv", *epilogue, *last) for epilogue in _EPILOGUES for last in ((), *((kind,) for kind in _ACTIVATIONS))
 )
@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Coarsened:
-    """`groups[g]` are the operators of the original graph in operator g of `spec`, in their order."""
+    """The coarse graph. `groups[g]` are the operators of the original graph in operator g of `spec`, in their order."""
 
     spec: GraphSpec
     groups: tuple[tuple[int, ...], ...]
@@ -51,13 +51,13 @@ class Coarsened:
         return tuple(found)
 
     def seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-        """[groups][K], of [n][K]: a kernel takes what was measured of all that is in it."""
+        """[groups][K] from [n][K]: a fused kernel takes the sum of its operators' times."""
         return tuple(tuple(map(sum, zip(*(of_operators[i] for i in group), strict=True))) for group in self.groups)
 
     def starts(
         self, of_groups: Sequence[float], assignment: Sequence[int], of_operators: Sequence[Sequence[float]]
     ) -> tuple[float, ...]:
-        """When each original operator starts, one right after the other in its group. Empty where the groups' are."""
+        """The start of each original operator: those of a group follow one another. Empty if `of_groups` is empty."""
         if not of_groups:
             return ()
         found = [0.0] * len(assignment)
@@ -69,7 +69,7 @@ class Coarsened:
 
 
 def coarsen(spec: GraphSpec) -> Coarsened:
-    """Fuse what completes a rule along direct or multi-input connections, never past a tensor that others take too."""
+    """Fuse chains of operators that match a rule, never across a tensor that has another consumer."""
     complete = set(RULES)
     partial = {rule[:length] for rule in RULES for length in range(1, len(rule))}
     begun = complete | partial
@@ -80,7 +80,7 @@ def coarsen(spec: GraphSpec) -> Coarsened:
             continue
         chain, length = [first], 1
         kinds: tuple[str, ...] = (spec.operators[first].kind,)
-        # Bind while it is part of a rule; what never completed one is let go at the end.
+        # Extend the chain while it is a prefix of a rule; at the end keep only the part that completed one.
         while kinds in partial:
             follower = _only_successor(spec, chain[-1])
             if follower is None or follower in taken:
@@ -98,7 +98,7 @@ def coarsen(spec: GraphSpec) -> Coarsened:
 
 
 def _suits(spec: GraphSpec, last: int, follower: int, kinds: Rule) -> bool:
-    """Whether operands are what the rule is about: only a weight is a bias, Swish gates its own input."""
+    """Whether the operands match the rule: a bias must be a weight, and Swish must gate its own input."""
     if kinds == ("MatMul", "Add"):
         return bool(spec.operators[follower].parameters)
     if kinds == ("Sigmoid", "Mul"):
@@ -108,7 +108,7 @@ def _suits(spec: GraphSpec, last: int, follower: int, kinds: Rule) -> bool:
 
 
 def _only_successor(spec: GraphSpec, operator: int) -> int | None:
-    """The one operator that takes what this one makes, if nothing else does, nor the client."""
+    """The only consumer of the operator's only output; None if there are several, or if it is an output of the graph."""
     made = spec.produced[operator]
     if len(made) != 1 or made[0].is_output or len(set(made[0].consumers)) != 1:
         return None
@@ -116,7 +116,7 @@ def _only_successor(spec: GraphSpec, operator: int) -> int | None:
 
 
 def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
-    """Each group stands where its last operator stood: all that it takes is made before, all that takes it comes after."""
+    """Each group takes the position of its last operator, which keeps the order topological."""
     by_last = {chain[-1]: tuple(chain) for chain in chains}
     inside = {operator for chain in chains for operator in chain[:-1]}
     groups = tuple(by_last.get(i, (i,)) for i in range(spec.num_operators) if i not in inside)
@@ -132,7 +132,7 @@ def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
     )
     tensors: list[Tensor] = []
     for tensor in spec.tensors:
-        if tensor.source not in inside:  # those never leave the kernel
+        if tensor.source not in inside:  # tensors inside a group never leave the kernel
             source = None if tensor.source is None else group_of[tensor.source]
             consumers = tuple(sorted({group_of[i] for i in tensor.consumers} - {source}))
             tensors.append(tensor._replace(source=source, consumers=consumers))

@@ -1,7 +1,7 @@
-"""HEFT that books channels: list scheduling where transfers contend (Sinnen and Sousa, IEEE TPDS 2005). Pure.
+"""HEFT with link contention: list scheduling that books transfers on channels (Sinnen and Sousa, IEEE TPDS 2005). Pure.
 
-Where links are slow beside operators, plain HEFT sends more than the channels carry. This one keeps a book of each
-device's sending and receiving side, and takes the first gap that both have.
+Where links are slow compared with operators, plain HEFT sends more than the channels can carry. This variant records
+when each device's sending and receiving sides are busy, and puts a transfer into the first gap that both have.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Trip(NamedTuple):
 def contended_heft(
     problem: PlacementProblem, pins: Mapping[int, int] | None = None, ranks: Sequence[float] | None = None
 ) -> Schedule:
-    """By falling rank, each operator where it ends first with the transfers that it needs.
+    """Place operators by decreasing rank, each on the device where it ends first with the transfers that it needs.
 
-    `pins` bind operators to devices; ranks are HEFT's upward ranks if not given. Raises NoPlacement.
+    `pins` bind operators to devices; `ranks` default to HEFT's upward ranks. Raises NoPlacement.
     """
     pins = pins or {}
     partial = PartialSchedule(problem, "contended-heft")
@@ -57,10 +57,10 @@ class _Channels:
         self._problem = problem
         self._sending: list[_Spans] = [[] for _ in problem.devices]
         self._receiving: list[_Spans] = [[] for _ in problem.devices]
-        self._there: dict[Send, float] = {}  # when what was sent has come
+        self._there: dict[Send, float] = {}  # arrival time of each booked transfer
 
     def bring(self, operator: int, device: int, partial: PartialSchedule) -> tuple[list[_Trip], float]:
-        """The transfers that the operator needs on a device, and when all its inputs are there."""
+        """The transfers that the operator needs on a device, and the time at which all its inputs are there."""
         problem, trips, ready = self._problem, list[_Trip](), 0.0
         taken: _Spans = []  # of the device's receiving side, by these transfers
         for index in sorted(problem.incoming[operator], key=lambda f: partial.ends[problem.flows[f].source]):
@@ -89,7 +89,7 @@ class _Channels:
         if not self._problem.congestion or seconds == 0:
             return ready
         start, before = ready, -1.0
-        while start != before:  # until a time suits all three
+        while start != before:  # until one start time is free in all three
             before = start
             for spans in (self._sending[source], self._receiving[device], taken):
                 start = first_gap(spans, start, seconds)

@@ -1,8 +1,9 @@
-"""The placement model, (4) to (8) of Moirai, for OR-Tools' CP-SAT: optional intervals in place of big-M. Pure.
+"""Moirai's placement model, equations (4) to (8), for OR-Tools' CP-SAT, with optional intervals in place of big-M. Pure.
 
-Times are whole ticks (`in_ticks`). An operator on a device, and a transfer on a channel, are intervals that exist where
-the placement says so; a device's intervals do not overlap, nor, with congestion control, those of its sending and its
-receiving side. Which channel a flow takes is linear in where its ends are, so that the relaxation knows it.
+Times are whole ticks (`in_ticks`). An operator on a device, and a transfer on a channel, are optional intervals that are
+present if the placement uses them. Intervals of a device do not overlap; with congestion control, neither do those of
+its sending side or of its receiving side. The channel that a flow takes is a linear function of the devices of its ends,
+so that the linear relaxation sees it.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
 from coordinator.plan.graph.latency.problem import Matrix, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, by_start, schedule
 
-_MOST_DIGITS = 6
-_INEXACT_TICKS = 1 << 26  # that the fastest device alone would take; one is a part in 67 million
+_MOST_DIGITS = 6  # decimals of a time that are kept exactly
+_INEXACT_TICKS = 1 << 26  # rounded times: the whole graph on the fastest device; one tick is 1 part in 67 million
 
 
 class Answer(NamedTuple):
-    """`schedule` is None where none was found; `bound` in ticks: none ends sooner."""
+    """`schedule` is None if none was found; `bound`, in ticks, is a lower bound on the makespan."""
 
     schedule: Schedule | None
     bound: int
 
 
 class Context(NamedTuple):
-    """What surrounds a part of a schedule, in ticks [n][K]: an operator starts there no earlier than `releases`, and
-    after its end there `tails` pass until the whole is done."""
+    """The surroundings of a part of a schedule, in ticks [n][K], by operator and device.
+
+    An operator starts no earlier than its release; from its end to the end of the whole schedule pass its `tails`.
+    """
 
     releases: Matrix
     tails: Matrix
@@ -41,8 +44,11 @@ class Context(NamedTuple):
 
 @dataclass(frozen=True)
 class Effort:
-    """When to stop. `deterministic_seconds` are the solver's own count of its work: with one worker, a run that ends by
-    them repeats exactly; `seconds` are on the clock. `linearization` 0 searches fast, 2 bounds well."""
+    """When the solver stops.
+
+    `seconds` are wall-clock time. `deterministic_seconds` are the solver's own count of its work: with one worker, a run
+    that ends by this count repeats exactly. `linearization` is CP-SAT's level: 0 searches fast, 2 gives good bounds.
+    """
 
     seconds: float
     deterministic_seconds: float = math.inf
@@ -51,9 +57,9 @@ class Effort:
 
 
 def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
-    """The problem in whole ticks, and how many ticks are one of its time units.
+    """The problem in whole ticks, and the number of ticks per time unit.
 
-    Exact where all times are decimals of a few digits; else rounded down, so that a bound in ticks stays a bound.
+    Exact where all times are decimals of a few digits; otherwise rounded down, so that a bound in ticks stays a bound.
     """
     times = {time for row in problem.seconds for time in row} | {time for row in problem.latency for time in row}
     times.update(time for flow in problem.flows for row in flow.seconds for time in row)
@@ -84,8 +90,8 @@ def solve_model(
 ) -> Answer:
     """Minimise the makespan of a problem in ticks, with some operators pinned to devices.
 
-    Only schedules that end before `below` count; where there are none, it is the bound. With a context the schedule's
-    order is the answer; its times know nothing of the context.
+    Only schedules that end before `below` count; if there are none, `below` is the bound. With a context, only the order
+    of the returned schedule is meaningful: its times do not include the context.
     """
     pins = pins or {}
     if below <= 0:
@@ -108,7 +114,7 @@ def solve_model(
 
 
 class _Use(NamedTuple):
-    """Of a resource, for `ticks` from `start` on if `present`: not before `head`, and not in the last `tail` ticks."""
+    """Use of a resource for `ticks` from `start`, if `present`: not before `head`, and not in the last `tail` ticks."""
 
     start: cp_model.IntVar
     ticks: int
@@ -125,11 +131,11 @@ class _Model:
         self._problem, self._most = problem, most
         self._devices = range(problem.num_devices)
         self._always = self.model.new_constant(1)
-        # By operator: device -> whether it runs there. A pinned one has a single entry.
+        # By operator: device -> whether it runs there. A pinned operator has a single entry.
         self._on: list[dict[int, cp_model.IntVar]] = []
         self._starts: list[cp_model.IntVar] = []
         self._ends: list[cp_model.IntVar] = []
-        # By flow that contends, and device it may go to: when, and by the source's device, whether.
+        # Contending flows, by flow and target device: the start; and, by the source's device too, whether it is sent.
         self._sends: dict[Send, cp_model.IntVar] = {}
         self._taken: dict[tuple[Send, int], cp_model.IntVar] = {}
         self._pairs: dict[tuple[int, int], dict[tuple[int, int], cp_model.IntVar]] = {}  # edge -> channel -> whether
@@ -152,19 +158,19 @@ class _Model:
         self.model.minimize(makespan)
 
     def _at(self, operator: int, ticks: Sequence[float]) -> cp_model.LinearExprT:
-        """What holds on the device where it runs."""
+        """The entry of `ticks` for the device that runs the operator."""
         return sum(round(ticks[k]) * here for k, here in self._on[operator].items())
 
     def _time(self) -> cp_model.IntVar:
         return self.model.new_int_var(0, self._most, "")
 
     def _place(self, pins: Mapping[int, int]) -> None:
-        """Each operator on one device (4c), for the time it takes there (4b), never two at once (6)."""
+        """Each operator runs on one device (4c), for its time there (4b); a device runs one at a time (6)."""
         for i, seconds in enumerate(self._problem.seconds):
             if i in pins:
                 on = {pins[i]: self._always}
             else:
-                # Where it could not be done in time it need not be thought of.
+                # Devices on which the schedule could not end in time are left out.
                 ways = [k for k in self._devices if self._ends_by[i][k] + self._rests[i][k] <= self._most]
                 on = {k: self.model.new_bool_var("") for k in ways}
                 self.model.add_exactly_one(on.values())
@@ -178,7 +184,7 @@ class _Model:
             self._ends.append(end)
 
     def _keep_memory(self) -> None:
-        """(5), with shared weights once on each device that uses them."""
+        """The memory constraint (5); shared weights count once on each device that uses them."""
         total = total_bytes(self._problem)
         for k in self._devices:
             if total > self._problem.budget_bytes[k]:
@@ -186,8 +192,8 @@ class _Model:
                 self.model.add(held <= self._problem.budget_bytes[k])
 
     def _carry(self, index: int) -> None:
-        """Targets start after the source's end and the way between the two devices (4a, 7); a side of a device carries
-        one transfer at a time (8)."""
+        """Targets start after the source's end plus the transfer between the two devices (4a, 7); each side of a device
+        carries one transfer at a time (8)."""
         flow = self._problem.flows[index]
         ways = [(a, b) for a in self._on[flow.source] for b in self._devices if a != b]
         busy = {(a, b): round(flow.seconds[a][b]) for a, b in ways}
@@ -219,7 +225,7 @@ class _Model:
     def _carry_to_several(
         self, index: int, busy: Mapping[tuple[int, int], int], late: Mapping[tuple[int, int], int]
     ) -> None:
-        """Once to each device that has a target."""
+        """A flow with several targets is sent once to each device that runs one of them."""
         flow, model = self._problem.flows[index], self.model
         for b in self._devices:
             targets = [target for target in flow.targets if b in self._on[target]]
@@ -238,7 +244,7 @@ class _Model:
                     model.add(self._starts[target] >= start + late[a, b]).only_enforce_if(pair)
 
     def _occupy(self, index: int, a: int, b: int, use: _Use, targets: Sequence[int]) -> None:
-        """Both sides of a channel, for one transfer. What takes no time is none."""
+        """Occupy both sides of a channel for one transfer, unless it takes no time."""
         if use.ticks > 0:
             head = self._ends_by[self._problem.flows[index].source][a]
             tail = min(self._problem.seconds[target][b] + self._rests[target][b] for target in targets)
@@ -253,7 +259,7 @@ class _Model:
         model.add_no_overlap(
             model.new_optional_fixed_size_interval_var(use.start, use.ticks, use.present, "") for use in uses
         )
-        # Implied, for the linear relaxation: first something reaches the resource, then all its work, then a way out.
+        # Redundant, for the linear relaxation: makespan >= least head + all work of the resource + least tail.
         used = model.new_bool_var("")
         for use in uses:
             model.add_implication(use.present, used)
@@ -261,7 +267,7 @@ class _Model:
         model.add(makespan >= around * used + sum(use.ticks * use.present for use in uses))
 
     def _between(self, source: int, target: int) -> dict[tuple[int, int], cp_model.IntVar]:
-        """By devices of both ends, whether they are there: the products, said with sums (a transport polytope)."""
+        """By the devices of both ends, whether both run there: products, linearised by sums (a transportation polytope)."""
         if (source, target) in self._pairs:
             return self._pairs[source, target]
         ours, theirs = self._on[source], self._on[target]
@@ -293,7 +299,7 @@ class _Model:
                     add(pair, int((where[source], where[target]) == (a, b)))
         when = {Send(each.flow, each.device): each for each in known.transfers}
         hinted: set[int] = set()
-        for send in [*when, *self._sends]:  # of a single target's flow all devices share one variable
+        for send in [*when, *self._sends]:  # for a flow with one target, all devices share one variable
             variable = self._sends.get(send)
             if variable is not None and variable.index not in hinted:
                 hinted.add(variable.index)
@@ -303,7 +309,7 @@ class _Model:
             add(taken, int(send in when and when[send].source == a))
 
     def read(self, solver: cp_model.CpSolver) -> Schedule:
-        """What was found, everything as early as its order allows."""
+        """The solution as a schedule in which everything starts as early as the order allows."""
         problem = self._problem
         where = [next(k for k, here in on.items() if solver.boolean_value(here)) for on in self._on]
         items: list[tuple[float, float, int, Item]] = []

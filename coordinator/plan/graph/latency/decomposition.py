@@ -1,12 +1,12 @@
-"""Cut a graph where every way goes through one operator, and the makespan becomes a shortest path (paths.py). Pure.
+"""Cut a graph at operators that every path passes through, so that the makespan is a shortest path (paths.py). Pure.
 
-Such a cut vertex separates the schedule in time: everything before it is done before it ends, and nothing after it has
-begun. So all that a segment needs to know of the rest is on which device its first operator ran; the makespan is the
-shortest path over (cut vertex, device), and an arc costs what its segment takes between two devices. This holds with
-congestion control too, since at that moment no transfer is under way; not where memory binds, then it is a bound.
+Such a cut vertex separates the schedule in time: when it ends, everything before it is done, and nothing after it has
+begun. A segment therefore depends on the rest only by the device of its first operator; the makespan is the shortest
+path over (cut vertex, device), where an arc costs the makespan of its segment between two devices. This also holds with
+congestion control, since no transfer is in flight at that moment. Where memory binds, it is only a lower bound.
 
-Vertices that are nearly cuts (few operators run beside them, some flows pass them by) may serve too: what is beside or
-passes by is left out, and the path is a lower bound only.
+Near cuts may serve too: vertices to which few operators are parallel and which some flows bypass. Those operators and
+flows are left out, and the path is a lower bound only.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from coordinator.plan.graph.bits import members, reached
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
-_MOST_BESIDE = 0.3  # of a segment's operators may run beside a near cut in it
-_MOST_COST = 0.2  # of the segment's work may be dropped for it
-_COST_OF_A_TRANSFER = 0.01  # of the segment's work
+_MOST_BESIDE = 0.3  # fraction of a segment's operators that may be parallel to a near cut
+_MOST_COST = 0.2  # fraction of the segment's work that may be dropped for a near cut
+_COST_OF_A_TRANSFER = 0.01  # cost of a bypassing flow, as a fraction of the segment's work
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Operators that follow each other, all of which run one after another; `dropped` run beside them."""
+    """Cut vertices, in the order in which they run; `dropped` are operators parallel to near cuts, left out."""
 
     operators: tuple[int, ...]
     dropped: frozenset[int] = frozenset()
 
 
 class Reach:
-    """Which operators come before and after each: bit sets."""
+    """The ancestors and descendants of each operator, as bit sets."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         n = problem.num_operators
@@ -42,23 +42,24 @@ class Reach:
         self._all = (1 << n) - 1
 
     def beside(self, operator: int) -> int:
+        """The operators parallel to this one: neither its ancestors nor its descendants."""
         return self._all & ~(self.before[operator] | self.after[operator] | 1 << operator)
 
 
 def exact_cuts(problem: PlacementProblem, reach: Reach) -> Cuts:
-    """All operators that everything else comes before or after, and that no transfer passes by."""
+    """All operators to which no other is parallel, and which no transfer bypasses."""
     found = [i for i in range(problem.num_operators) if not reach.beside(i)]
     late = any(map(any, problem.latency))
     spans = [(f.source, max(f.targets)) for f in problem.flows if late or any(map(any, f.seconds))]
-    # What comes before such an operator has a lower number, and what comes after it a higher one.
+    # Numbers are in topological order: the ancestors of such an operator have lower numbers, its descendants higher ones.
     return Cuts(tuple(cut for cut in found if not any(source < cut < last for source, last in spans)))
 
 
 def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operators: int) -> Cuts:
-    """More cuts, until no segment has more operators than that or none is cheap enough.
+    """Add near cuts until no segment has more than `most_operators`, or no further cut is cheap enough.
 
-    Each time the vertex of a large segment is taken that the least work runs beside; that work is dropped. A transfer
-    that passes it by costs a little.
+    Each step takes the vertex of a large segment that has the least parallel work, and drops that work. A transfer that
+    bypasses the vertex adds a small cost.
     """
     work = [min(row) for row in problem.seconds]
     passing = _passing(problem, reach)
@@ -81,7 +82,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
             continue
         dropped |= reach.beside(best[1])
         lost |= passing[best[1]]
-        # What else is a cut now comes for nothing.
+        # Vertices that have become exact cuts by this are free.
         new = [i for i in inside if not reach.beside(i) & segment & ~dropped and not passing[i] & ~lost]
         chosen.update(new)
         todo += [part & segment for part in _between(reach, sorted(new, key=lambda i: reach.before[i].bit_count()))]
@@ -90,7 +91,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
 
 
 def _between(reach: Reach, cuts: Sequence[int]) -> list[int]:
-    """What lies before the first cut, between two, and after the last: bit sets."""
+    """The operators before the first cut, between consecutive cuts, and after the last, as bit sets."""
     everything = (1 << len(reach.before)) - 1
     after = [everything, *(reach.after[cut] for cut in cuts)]
     before = [*(reach.before[cut] for cut in cuts), everything]
@@ -98,7 +99,7 @@ def _between(reach: Reach, cuts: Sequence[int]) -> list[int]:
 
 
 def _passing(problem: PlacementProblem, reach: Reach) -> list[int]:
-    """By operator, the flows from before it to after it that take time: bit sets."""
+    """By operator, the flows that bypass it (from an ancestor to a descendant) and take time, as bit sets."""
     found = [0] * problem.num_operators
     late = any(map(any, problem.latency))
     for index, flow in enumerate(problem.flows):
@@ -113,9 +114,10 @@ def _passing(problem: PlacementProblem, reach: Reach) -> list[int]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A problem of its own: the operators after a cut vertex, up to and with the next one, from the end of the first.
+    """A separate problem: the operators after one cut vertex, up to and including the next.
 
-    Its first operator is that cut vertex, already run, if `has_entry`; its last one the next, if `has_exit`.
+    If `has_entry`, its first operator is the earlier cut vertex, which has already run and takes no time here. If
+    `has_exit`, its last operator is the later cut vertex.
     """
 
     problem: PlacementProblem
@@ -132,7 +134,7 @@ class Segment:
 
 
 def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Segment]:
-    """In the order of the cuts; equal ones have equal problems. Memory is left out."""
+    """The segments in the order of the cuts, without memory. Identical blocks give equal problems."""
     parts: list[list[int]] = [[] for _ in range(len(cuts.operators) + 1)]
     cut_bits = sum(1 << cut for cut in cuts.operators)
     for i in range(problem.num_operators):
@@ -171,7 +173,7 @@ def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Seg
 
 
 class Joined(NamedTuple):
-    """Segments one after another. Devices and starts by operator; what was dropped is in none of them."""
+    """The schedules of consecutive segments as one. Devices and starts by operator; dropped operators are missing."""
 
     assignment: dict[int, int]
     starts: dict[int, float]

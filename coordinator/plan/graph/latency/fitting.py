@@ -1,4 +1,4 @@
-"""Does a graph fit in the devices' memory at all, and how? Pure."""
+"""Whether a graph fits in the devices' memory, and an assignment that fits. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
-_DETERMINISTIC_SECONDS = 10.0
+_DETERMINISTIC_SECONDS = 10.0  # CP-SAT's own count of work, so that a run repeats exactly
 
 
 def held_bytes(
     model: cp_model.CpModel, problem: PlacementProblem, on: Sequence[Mapping[int, cp_model.IntVar]], device: int
 ) -> cp_model.LinearExprT:
-    """Bytes on a device, where `on[i][k]` is whether operator i runs on device k: shared weights once."""
+    """Bytes held on a device; `on[i][k]` is whether operator i runs on device k. Shared weights count once."""
     used = [problem.memory_bytes[i] * where[device] for i, where in enumerate(on) if device in where]
     for group in problem.shared:
         held = model.new_bool_var("")
@@ -27,12 +27,12 @@ def held_bytes(
 
 
 def total_bytes(problem: PlacementProblem) -> int:
-    """Of the whole graph, shared weights once."""
+    """Bytes of the whole graph; shared weights count once."""
     return sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
 
 
 def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
-    """An assignment within all budgets, if one is found; else the bytes over budget at the least, as far as is proven."""
+    """An assignment within all budgets; if none is found, the proven lower bound on the bytes that are missing."""
     model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
     on = [{k: model.new_bool_var("") for k in ranks} for _ in problem.operators]
     for where in on:

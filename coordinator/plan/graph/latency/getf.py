@@ -1,7 +1,7 @@
 """GETF, Generalised Earliest Time First (Su, Ren, Vardi, Wierman: arXiv 2004.14639), for devices of different speed. Pure.
 
-Devices form groups of like speed; a linear program without transfer times says in which group an operator is best;
-then the ready operator that can start first runs, on a device of its group.
+Devices form groups of similar speed. A linear program without transfer times assigns each operator to a group; then the
+ready operator that can start first is placed on a device of its group, repeatedly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from coordinator.plan.linear import Rows, Vector
 
 
 def getf(problem: PlacementProblem) -> Schedule:
-    """Ties go to the longer way to the end. Where its group has no room, an operator goes elsewhere. Raises NoPlacement."""
+    """Schedule with GETF. Ties go to the higher upward rank; an operator leaves its group if that has no memory left.
+
+    Raises NoPlacement.
+    """
     group_of = _assigned_groups(problem)
     partial = PartialSchedule(problem, "getf")
     ranks = upward_ranks(problem)
@@ -33,8 +36,11 @@ def getf(problem: PlacementProblem) -> Schedule:
 
 
 def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
-    """By operator, the devices of its group: of those at least as fast as where the program puts half of it, the group
-    with the greatest speed in all (section 3 of the paper)."""
+    """By operator, the devices of its group (section 3 of the paper).
+
+    The linear program puts at least half of the operator on groups from some speed upwards; among these groups, take the
+    one with the greatest total speed.
+    """
     speeds = _speeds(problem)
     groups = _groups(speeds)
     fractions = _fractions(problem)
@@ -51,14 +57,17 @@ def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
 
 
 def _speeds(problem: PlacementProblem) -> list[float]:
-    """The paper's devices have one speed each: here the fastest device's time for everything over the device's."""
+    """One speed per device, as in the paper: the fastest device's time for the whole graph, divided by this device's."""
     totals = [sum(row[device] for row in problem.seconds) for device in range(problem.num_devices)]
     least = min(totals)
     return [least / total if total > 0 else 1.0 for total in totals]
 
 
 def _groups(speeds: list[float]) -> list[list[int]]:
-    """Slow to fast, each within a factor of log m / log log m; what has less than 1/m of the fastest is left out."""
+    """Groups from slow to fast, each within a factor of log m / log log m.
+
+    Devices with less than 1/m of the fastest device's speed are left out.
+    """
     m = len(speeds)
     factor = max(2.0, math.log2(m) / math.log2(math.log2(m))) if m > 2 else 2.0
     kept = [device for device in range(m) if speeds[device] * m >= 1]
@@ -70,7 +79,7 @@ def _groups(speeds: list[float]) -> list[list[int]]:
 
 
 def _fractions(problem: PlacementProblem) -> Vector:
-    """[n, K]: how much of each operator runs where, in the best fractional schedule with neither transfers nor memory."""
+    """[n, K]: the fraction of each operator on each device in the best fractional schedule, ignoring transfers and memory."""
     n, num_devices = problem.num_operators, problem.num_devices
     share, end, makespan = 0, n * num_devices, n * num_devices + n
     rows = Rows(makespan + 1)

@@ -1,4 +1,4 @@
-"""HEFT and Critical Path: list scheduling by the longest way to the end. Pure."""
+"""HEFT and Critical Path: list scheduling by the longest path to the end. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from coordinator.plan.graph.latency.schedule import Schedule
 
 
 def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Schedule:
-    """Heterogeneous Earliest Finish Time (Topcuoglu, Hariri, Wu 2002): by falling upward rank, first gap that fits.
+    """Heterogeneous Earliest Finish Time (Topcuoglu, Hariri, Wu 2002): by decreasing upward rank, first gap that fits.
 
-    Transfers do not contend in its own estimate; the simulator's price has what the problem says.
-    `pins` bind operators to devices. Raises NoPlacement.
+    Its own estimate ignores contention between transfers; the simulator then prices the schedule with the problem's
+    contention. `pins` bind operators to devices. Raises NoPlacement.
     """
     pins = pins or {}
     partial = PartialSchedule(problem, "heft")
@@ -33,9 +33,9 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
 
 
 def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> Schedule:
-    """The ready operator with the longest way to the end goes to the device where it can start first.
+    """Place the ready operator with the longest path to the end on the device where it can start first.
 
-    As Doppler's baseline (its section on baselines; Kwok and Ahmad's survey): the best of 50 runs, which differ in how
+    As in Doppler's baseline (its section on baselines; Kwok and Ahmad's survey): the best of 50 runs, which differ in how
     ties are broken. Raises NoPlacement.
     """
     ranks = upward_ranks(problem)
@@ -55,5 +55,5 @@ def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> 
 
 
 def by_rank(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
-    """Falling ranks; operators of no time could stand before what they depend on, so that is looked at too."""
+    """Operators by decreasing rank, in topological order: ranks alone do not order operators that take no time."""
     return topological_order(problem.predecessors, lambda operator: -ranks[operator])

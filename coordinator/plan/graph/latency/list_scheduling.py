@@ -1,4 +1,4 @@
-"""What list schedulers share: a schedule that grows operator by operator, without contention of transfers. Pure."""
+"""Common part of the list schedulers: a schedule built operator by operator, without contention of transfers. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hearth.errors import NoPlacement
 
 
 class PartialSchedule:
-    """Operators are placed after all that they depend on. Memory is kept: a device without room is no candidate."""
+    """A schedule under construction. Operators are placed after their predecessors, on devices with enough memory left."""
 
     def __init__(self, problem: PlacementProblem, strategy: str) -> None:
         self._problem = problem
@@ -32,11 +32,14 @@ class PartialSchedule:
         self.ready = {i for i in range(n) if self._waiting_for[i] == 0}
 
     def free_at(self, device: int) -> float:
-        """When all that was placed there is done."""
+        """The time at which everything placed on the device is done."""
         return self._busy[device][-1][1] if self._busy[device] else 0.0
 
     def candidates(self, operator: int, devices: Iterable[int] | None = None) -> list[int]:
-        """Devices with room for it. Raises NoPlacement when there is none."""
+        """Devices with room for the operator: among `devices` if any of them has, otherwise among all.
+
+        Raises NoPlacement when there is none.
+        """
         wanted = range(self._problem.num_devices) if devices is None else devices
         found = [device for device in wanted if self._need(operator, device) <= self._room[device]]
         if not found and devices is not None:
@@ -46,7 +49,7 @@ class PartialSchedule:
         return found
 
     def inputs_at(self, operator: int, device: int) -> float:
-        """When everything that it takes can be on the device."""
+        """The time at which all inputs of the operator can be on the device."""
         known = self._inputs_at.get((operator, device))
         if known is not None:
             return known
@@ -60,11 +63,11 @@ class PartialSchedule:
         return latest
 
     def earliest_start(self, operator: int, device: int) -> float:
-        """After everything that was placed on the device."""
+        """The earliest start after everything that was placed on the device."""
         return max(self.inputs_at(operator, device), self.free_at(device))
 
     def earliest_after(self, operator: int, device: int, ready: float) -> float:
-        """In the first gap that is long enough, where its inputs are there at `ready`."""
+        """The start of the first gap on the device that is long enough, from `ready` on."""
         return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
 
     def place(self, operator: int, device: int, start: float) -> None:
@@ -82,7 +85,7 @@ class PartialSchedule:
                 self.ready.add(successor)
 
     def finished(self) -> Schedule:
-        """The assignment as the simulator prices it, everything in the order in which it started here."""
+        """The schedule as the simulator prices it, in the order of the start times found here."""
         order = sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
         return best_schedule(self._problem, self.assignment, order)
 
@@ -93,7 +96,7 @@ class PartialSchedule:
 
 
 def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:
-    """The first time from `ready` on at which so many seconds fit between spans, sorted, that do not overlap."""
+    """The first time from `ready` on with `seconds` free. `spans` are the busy times, sorted and not overlapping."""
     start = ready
     for index in range(max(0, bisect_left(spans, (ready, ready)) - 1), len(spans)):
         begin, end = spans[index]
@@ -104,12 +107,12 @@ def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float
 
 
 def mean_seconds(problem: PlacementProblem) -> list[float]:
-    """Of each operator over all devices."""
+    """Seconds of each operator, averaged over all devices."""
     return [sum(row) / len(row) for row in problem.seconds]
 
 
 def mean_carried(problem: PlacementProblem) -> list[float]:
-    """Of each flow over all channels between two devices, latency included; 0 where there is one device."""
+    """Transfer seconds of each flow, latency included, averaged over all pairs of devices; 0 with a single device."""
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices) if a != b]
     if not pairs:
         return [0.0] * len(problem.flows)
@@ -117,7 +120,7 @@ def mean_carried(problem: PlacementProblem) -> list[float]:
 
 
 def upward_ranks(problem: PlacementProblem) -> list[float]:
-    """By operator, the longest way from its start to the end of the graph, by mean times."""
+    """By operator, the longest path from its start to the end of the graph, with mean times (HEFT's rank_u)."""
     seconds, carried = mean_seconds(problem), mean_carried(problem)
     ranks = [0.0] * problem.num_operators
     for i in reversed(range(problem.num_operators)):
@@ -127,7 +130,7 @@ def upward_ranks(problem: PlacementProblem) -> list[float]:
 
 
 def around(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
-    """Ranks that keep the order of a schedule of some operators; the others come when they are needed for it."""
+    """Ranks that keep the order of a partial schedule; the remaining operators are ranked by their latest start."""
     seconds, carried = mean_seconds(problem), mean_carried(problem)
     latest = [0.0] * problem.num_operators
     for i in reversed(range(problem.num_operators)):

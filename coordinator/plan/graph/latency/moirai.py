@@ -1,12 +1,12 @@
-"""Moirai (arXiv 2312.04025): the placement of an operator graph with the shortest latency, as far as time allows.
+"""Moirai (arXiv 2312.04025): place an operator graph for the shortest latency, within a time limit.
 
-1. Every baseline, so that the answer is never worse than one of them.
-2. Cut vertices: a shortest path over the segments between them, which is the optimum where memory does not bind
-   (decomposition.py, paths.py). Where segments stay large, near cuts give a bound, and a placement to start from; what
-   they leave out is put around it by list scheduling (contention.py). Blocks that repeat are solved once (patterns.py).
-3. Small graphs as one model (cpsat.py); large ones window by window (windows.py).
+1. Run every baseline, so that the result is never worse than one of them.
+2. Find the shortest path over the segments between cut vertices, which is optimal where memory does not bind
+   (decomposition.py, paths.py). Where segments stay large, near cuts give a bound and an initial placement; list
+   scheduling (contention.py) adds the operators that they leave out. Repeated blocks are solved once (patterns.py).
+3. Solve small graphs as one model (cpsat.py); improve large ones window by window (windows.py).
 
-All work is done in whole ticks; what is found is priced by the simulator on the true times. Pure: `clock` is an argument.
+The search works in whole ticks; the simulator prices the results with the exact times. Pure: `clock` is an argument.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hearth.errors import ModelDoesNotFit, NoPlacement
 
 _SEGMENT = 60  # operators; larger segments are cut at near cuts
 _WHOLE = 60  # operators; smaller graphs are solved as one model
-_PATH_SHARE = 0.5  # of the time, where the path is only a bound
+_PATH_SHARE = 0.5  # fraction of the remaining time for the shortest path where that is only a bound
 
 
 def solve(
     problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int = 1
 ) -> Solution[Schedule]:
-    """The best placement found within the time limit, with a bound.
+    """The best placement found within the time limit, with a lower bound.
 
-    `num_workers` threads search; with one, the same limit on the same machine gives the same answer unless the clock
-    cuts it short. Proofs hold to the tick (`in_ticks`). Raises ModelDoesNotFit with the bytes that are missing, or
-    NoPlacement when it was not found out in time whether the graph fits.
+    `num_workers` threads search; with one thread, results repeat exactly unless the clock ends the search. Proofs hold
+    to the precision of a tick (`in_ticks`). Raises ModelDoesNotFit with the missing bytes, or NoPlacement if the search
+    could not decide in time whether the graph fits.
     """
     search = _Search(problem, time_limit_seconds, clock, num_workers)
     search.run()
@@ -58,15 +58,15 @@ class _Search:
         self._until = self._began + time_limit_seconds
         self._num_workers = num_workers
         self._lower = relaxed_makespan(self._ticked)  # ticks
-        self._missing = 0  # bytes, where the graph fits nowhere
-        self._best: Schedule | None = None  # on the true times
-        self._known: Schedule | None = None  # the best one in ticks
+        self._missing = 0  # bytes, if the graph does not fit
+        self._best: Schedule | None = None  # the best schedule with exact times
+        self._known: Schedule | None = None  # the best schedule in ticks
 
     def run(self) -> None:
         for baseline in BASELINES.values():
             self._try(partial(baseline, self._problem))
         self._complete(Joined({}, {}, [], 0.0))
-        if self._known is None:  # memory is short: list scheduling ran into it
+        if self._known is None:  # memory is tight: list scheduling found no placement
             fitted = fit(self._problem, self._left, self._num_workers)
             if isinstance(fitted, int):
                 self._missing = fitted
@@ -129,7 +129,7 @@ class _Search:
         self._offer(found.assignment, found.order)
 
     def _complete(self, part: Joined) -> None:
-        """A schedule of some operators, with the others where they end first."""
+        """Extend a partial schedule: list scheduling places the other operators. Offer the results."""
         n, problem = self._problem.num_operators, self._ticked
         if len(part.assignment) == n:
             self._offer([part.assignment[i] for i in range(n)], part.order)

@@ -1,7 +1,7 @@
-"""The shortest path over (cut vertex, device): its arcs are segments, solved only where they could matter. Pure.
+"""The shortest path over (cut vertex, device), whose arcs are segments; arcs are solved only if they could matter. Pure.
 
-The shortest path under the arcs' lower bounds is looked for, its open arcs are tightened, and this repeats until the
-path has only proven arcs. Blocks that repeat are bounded once, by their pattern (patterns.py).
+The search takes the shortest path under the arcs' lower bounds, tightens its open arcs, and repeats until the path has
+only proven arcs. Repeated blocks are bounded once, by their pattern (patterns.py).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from coordinator.plan.graph.latency.patterns import patterns_of
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
-_FIRST_EFFORT = 0.05  # deterministic seconds for an arc; doubled after each two tries
-_LARGE = 30  # operators of a segment that is bounded first and searched then
-_ANY = -1  # in place of a device: the side of a segment that has no cut vertex
-_UNKNOWN = 1 << 62  # ticks
-_STEP = 0.01  # a path that is shorter by this part is worth to be told
+_FIRST_EFFORT = 0.05  # deterministic seconds for an arc; doubled after every two tries
+_LARGE = 30  # operators; a segment with more is bounded first and then searched
+_ANY = -1  # in place of a device: this side of the segment has no cut vertex
+_UNKNOWN = 1 << 62  # ticks; above every makespan
+_STEP = 0.01  # intermediate paths are reported only if shorter by this fraction
 
 
 class Arc:
-    """What a segment takes between two devices: between `lower` and `upper`, the makespan of `schedule`.
+    """The makespan of a segment between two devices, in ticks: at least `lower`, at most `upper` (that of `schedule`).
 
-    With a `pattern`, that one's bound holds here, and its schedules are tried here: it is tightened first. `upper` is
-    not known before `look`.
+    With a `pattern`, the pattern's bound holds here too and its schedules are tried here, so it is tightened first.
+    `upper` is unknown until `look` is called.
     """
 
     def __init__(self, problem: PlacementProblem, pins: Mapping[int, int], pattern: Arc | None = None) -> None:
@@ -37,7 +37,7 @@ class Arc:
         self._effort, self._tries = _FIRST_EFFORT, 0
         self._lower = relaxed_makespan(problem, pins) if pattern is None else 0
         self._schedule: Schedule | None = None
-        self._seen: Schedule | None = None  # the last of the pattern's that was tried here
+        self._seen: Schedule | None = None  # the pattern's last schedule that was tried here
 
     @property
     def lower(self) -> int:
@@ -66,7 +66,7 @@ class Arc:
         return self._pattern.patience if self._pattern is not None and self._pattern.open else self._effort
 
     def look(self) -> bool:
-        """Find a first schedule, so that `upper` is known; whether there was none yet."""
+        """Find a first schedule, so that `upper` is known. Returns False if there already was one."""
         if self._schedule is not None:
             return False
         if self._pattern is None:
@@ -81,13 +81,13 @@ class Arc:
         return True
 
     def tighten(self, below: int, seconds: float, num_workers: int) -> None:
-        """Look for a schedule that ends before `below`, or for the proof that there is none."""
+        """Look for a schedule that ends before `below`, or for a proof that there is none."""
         if self._pattern is not None and self._pattern.open:
             self._pattern.tighten(below, seconds, num_workers)
             return
         below = min(below, self.upper)
-        # Searching without a linear relaxation proves small arcs fastest; the relaxation bounds large ones well, and its
-        # full form better where there is time for it.
+        # Search without a linear relaxation proves small arcs fastest; the relaxation gives good bounds for large arcs,
+        # and its full form better ones if there is time for it.
         large = self._problem.num_operators > _LARGE
         linearization = 0 if (self._tries + large) % 2 == 0 else 2 if large and self._tries > 1 else 1
         effort = Effort(seconds, self._effort, num_workers, linearization)
@@ -117,7 +117,7 @@ _Layers = list[dict[tuple[int, int], Arc]]  # by segment: devices at its entry a
 
 
 class Path(NamedTuple):
-    """The best found way through all segments. `schedules` are the segments' own."""
+    """The best path found through all segments, with bounds in ticks. `schedules` has one schedule per segment."""
 
     schedules: tuple[Schedule, ...]
     upper: int
@@ -131,8 +131,10 @@ def shortest_paths(
     until: float,
     num_workers: int = 1,
 ) -> Iterator[Path]:
-    """Better and better paths, the best one last: as many arcs are solved as it takes, or as there is time for
-    (`clock()` is less than `until`). On the way, only what is shorter by a step is told."""
+    """Yield shorter and shorter paths, the best one last, until the optimum is proven or `clock()` reaches `until`.
+
+    Before the last, only paths that are shorter by `_STEP` are yielded.
+    """
     arcs = _arcs(problem, segments)
     told = _UNKNOWN
     while True:
@@ -152,7 +154,7 @@ def shortest_paths(
             yield _path(arcs, best, upper, lower)
         index = min(still_open, key=lambda i: arcs[i][path[i]].patience)
         arc = arcs[index][path[index]]
-        # Where the rest of the way takes so long at least, this arc matters only below what is left.
+        # The rest of the path takes at least this long; the arc matters only if it fits in the remaining time.
         rest = lower - arc.lower
         arc.tighten(upper - rest, until - clock(), num_workers)
 
@@ -162,7 +164,7 @@ def _path(arcs: _Layers, pairs: Sequence[tuple[int, int]], upper: int, lower: in
 
 
 def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> _Layers:
-    """By segment, its arc for each device at its entry and its exit; equal ones are one."""
+    """By segment, its arc for each pair of devices at its entry and exit; equal arcs are one object."""
     known: dict[tuple[PlacementProblem, tuple[tuple[int, int], ...]], Arc] = {}
 
     def arc(of: PlacementProblem, pins: dict[int, int], pattern: Arc | None = None) -> Arc:

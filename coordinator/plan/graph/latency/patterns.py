@@ -1,7 +1,7 @@
-"""Segments that are alike are bounded together: a pattern takes no longer than any of them. Pure.
+"""Bound similar segments together: the makespan of their pattern is a lower bound for each of them. Pure.
 
 The blocks of a network repeat, but profiled times differ a little from block to block. The pattern of a group of segments
-has the least of their times, operator by operator and flow by flow: what it cannot be done below, none of them can.
+has the minimum of their times, operator by operator and flow by flow, so its lower bound holds for all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator.plan.graph.latency.problem import Matrix, PlacementProblem
 
-_ALIKE = 0.95  # of each segment's work, and of what it sends, is left in its pattern
+_ALIKE = 0.95  # fraction of each segment's work, and of its transfers, that its pattern must keep
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Group:
 
 
 def patterns_of(problems: Sequence[PlacementProblem]) -> list[PlacementProblem | None]:
-    """By problem, its pattern; None for one that is like no other, and for those that are all the same."""
+    """The pattern of each problem; None for a problem that resembles no other, or only identical ones."""
     groups: dict[Any, list[_Group]] = {}
     for index, problem in enumerate(problems):
         shape = (
@@ -66,7 +66,7 @@ def _least(ours: Matrix, theirs: Matrix) -> Matrix:
 
 
 def _work(problem: PlacementProblem) -> float:
-    """On the fastest device for each operator: the others bound little."""
+    """Total seconds with each operator on its fastest device: slower devices contribute little to the bound."""
     return sum(map(min, problem.seconds))
 
 

@@ -1,8 +1,8 @@
-"""Where each operator of a graph shall run so that one request is done soonest. Pure.
+"""The placement problem: assign each operator of a graph to a device so that one request ends soonest. Pure.
 
 The model of Moirai (arXiv 2312.04025, III-D): operator i takes p_ik on device k and m_i of its memory; a data flow takes
-p^comm_qk'k'' from device k' to k''. One thing is said more exactly than there: a tensor that several operators on one
-device take travels to that device once. In the paper's own instances every edge is a flow of its own.
+p^comm_qk'k'' from device k' to k''. One refinement: a tensor with several consumers on one device is sent to that device
+once. In the paper's own instances every edge is a separate flow.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Matrix = tuple[tuple[float, ...], ...]
 
 
 class Flow(NamedTuple):
-    """What an operator makes and others take. It goes once to each other device that has a target.
+    """An output of an operator and its consumers. It is sent once to each other device that runs a target.
 
-    `seconds[a][b]` keeps the channel from device a to b busy; the diagonal is 0.
+    The transfer keeps the channel from device a to b busy for `seconds[a][b]`; the diagonal is 0.
     """
 
     source: int
@@ -29,7 +29,7 @@ class Flow(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """Weights that several operators use: held once by each device that runs one of them."""
+    """Weights that several operators use; each device that runs one of these operators holds them once."""
 
     num_bytes: int
     operators: tuple[int, ...]
@@ -40,15 +40,15 @@ class PlacementProblem:
     """n operators in topological order, K devices. Times are in seconds, or in the unit of the file they come from.
 
     With `congestion`, a device sends one transfer at a time and receives one at a time; without, transfers do not
-    contend. `latency[a][b]` passes after each transfer and keeps nobody busy. Files are checked
-    where they are read.
+    contend. A tensor arrives `latency[a][b]` after its transfer; the latency occupies no resource. Values are not
+    validated here: files are checked where they are read.
     """
 
     name: str
     operators: tuple[str, ...]
     devices: tuple[str, ...]
     seconds: Matrix  # [n][K]
-    memory_bytes: tuple[int, ...]  # [n], of what the operator alone uses
+    memory_bytes: tuple[int, ...]  # [n], without shared weights
     budget_bytes: tuple[int, ...]  # [K]
     flows: tuple[Flow, ...]
     latency: Matrix  # [K][K], diagonal 0
@@ -65,7 +65,7 @@ class PlacementProblem:
 
     @cached_property
     def incoming(self) -> tuple[tuple[int, ...], ...]:
-        """By operator, the indices of the flows that it takes."""
+        """By operator, the indices of the flows that it consumes."""
         found: list[list[int]] = [[] for _ in self.operators]
         for index, flow in enumerate(self.flows):
             for target in flow.targets:
@@ -74,7 +74,7 @@ class PlacementProblem:
 
     @cached_property
     def outgoing(self) -> tuple[tuple[int, ...], ...]:
-        """By operator, the indices of the flows that it makes."""
+        """By operator, the indices of the flows that it produces."""
         found: list[list[int]] = [[] for _ in self.operators]
         for index, flow in enumerate(self.flows):
             found[flow.source].append(index)
@@ -99,7 +99,7 @@ class PlacementProblem:
         return tuple(used)
 
     def overflow(self, assignment: Sequence[int]) -> int:
-        """Bytes by which devices are over their budgets, added up; 0 when the assignment fits."""
+        """Total bytes by which devices exceed their budgets; 0 when the assignment fits."""
         held = self.memory_of(assignment)
         return sum(max(0, used - budget) for used, budget in zip(held, self.budget_bytes, strict=True))
 
@@ -112,11 +112,11 @@ def problem_of(
     latency_seconds: Sequence[Sequence[float]],
     congestion: bool = True,
 ) -> PlacementProblem:
-    """A graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
+    """The problem of a graph on devices that run operator i in `seconds[i][k]` and have `memory_bytes[k]` for weights.
 
-    An operator's memory is that of its weights; take what activations and the runtime need off the budgets first.
-    Inputs are taken to lie where they are used, and outputs to stay where they are made.
-    Diagonals of the link matrices are ignored.
+    An operator's memory is that of its weights; subtract the memory for activations and the runtime from the budgets
+    first. The graph's inputs are assumed to be on the devices that use them, and its outputs stay where they are
+    produced. Diagonals of the link matrices are ignored.
     """
     ranks = range(len(memory_bytes))
     users: list[list[int]] = [[] for _ in spec.parameters]

@@ -1,10 +1,11 @@
-"""When everything runs, once each operator has a device: priced by the one simulator. Pure.
+"""Turn an assignment of operators to devices into a schedule, with the simulator. Pure.
 
-An order lists operators, and transfers (`Send`) where their turn matters. Two disciplines read it:
+An order lists the operators, and those transfers (`Send`) whose position matters. There are two disciplines:
 
-- work-conserving: whatever is ready starts as soon as its device or channel is free; the order only says who goes first.
-- in order: each device and each channel keeps to the order, and so may wait for something urgent while something else
-  is ready. An optimal schedule sometimes does.
+- work-conserving: what is ready starts as soon as its device or channel is free; the order only decides between ready
+  items.
+- in order: each device and each channel follows the order, even if that means waiting for an urgent item while another
+  one is ready. An optimal schedule sometimes needs this.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hearth.plan.phases import Phase, TaskKind, Work
 
 
 class Send(NamedTuple):
-    """A flow on its way to a device."""
+    """The transfer of a flow to a device."""
 
     flow: int
     device: int
@@ -29,18 +30,18 @@ Item = int | Send  # an operator, or a transfer
 
 
 class Transfer(NamedTuple):
-    """`end` is when the channel is free again; the tensor arrives the channel's latency later."""
+    """A scheduled transfer. At `end` the channel is free again; the tensor arrives the channel's latency later."""
 
     flow: int
     source: int  # device
-    device: int  # that it goes to
+    device: int  # the receiver
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Of all operators: device, start and end; of all transfers between devices. Times as in the problem."""
+    """Device, start and end of every operator, and all transfers between devices. Times are in the problem's unit."""
 
     assignment: tuple[int, ...]
     starts: tuple[float, ...]
@@ -51,7 +52,7 @@ class Schedule:
 
     @property
     def order(self) -> list[Item]:
-        """Everything by its start; run in that order, it is this schedule again."""
+        """Operators and transfers by start; `schedule` with this order reproduces the schedule."""
         items: list[tuple[float, float, int, Item]] = [
             (each.start, each.end, self.sources[each.flow], Send(each.flow, each.device)) for each in self.transfers
         ]
@@ -61,17 +62,17 @@ class Schedule:
 
 
 def by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
-    """Of (start, end, operator or transfer's source, item): what depends on something else stands after it.
+    """Sort items given as (start, end, operator or transfer's source, item): dependencies come first.
 
-    What takes no time stands before what starts with it, so that it waits for nobody.
+    Items that take no time precede others with the same start, so that they do not wait for them.
     """
     return [item for *_, item in sorted(items, key=lambda each: (*each[:3], isinstance(each[3], Send)))]
 
 
 def with_sends(problem: PlacementProblem, assignment: Sequence[int], order: Iterable[Item]) -> list[Item]:
-    """The order, with each transfer that it lacks just before the first operator that waits for it.
+    """Add missing transfers to the order, each just before the first operator that waits for it.
 
-    Transfers that this assignment does not need are left out.
+    Transfers that this assignment does not need are removed.
     """
     items: list[Item] = []
     there: set[Send] = set()
@@ -98,7 +99,7 @@ def schedule(
 ) -> Schedule:
     """Run the assignment in the simulator.
 
-    `order` has every operator once; with `in_order`, nothing stands before what it depends on. Raises ValueError else.
+    `order` lists every operator once; with `in_order`, every item comes after its dependencies. Raises ValueError if not.
     """
     items = with_sends(problem, assignment, order)
     tasks: list[Task] = []
@@ -106,7 +107,7 @@ def schedule(
     sent: dict[Send, int] = {}  # transfer -> task that keeps the channel busy
     arrived: dict[Send, int] = {}  # transfer -> task after which the tensor is there
     number = 0
-    for item in items:  # tasks may wait for later ones: first all get their numbers
+    for item in items:  # tasks may wait for later ones, so number all of them first
         if isinstance(item, Send):
             sent[item] = arrived[item] = number
             if problem.latency[assignment[problem.flows[item.flow].source]][item.device] > 0:
@@ -160,7 +161,7 @@ def schedule(
 
 
 def best_schedule(problem: PlacementProblem, assignment: Sequence[int], order: Iterable[Item]) -> Schedule:
-    """The order under the discipline that ends sooner; work-conserving where both are equal."""
+    """The schedule of the discipline with the shorter makespan; work-conserving if both are equal."""
     items = list(order)
     return min(
         (schedule(problem, assignment, items, in_order) for in_order in (False, True)), key=lambda each: each.makespan

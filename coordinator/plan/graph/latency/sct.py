@@ -1,7 +1,7 @@
-"""m-SCT of Baechi: earliest start first, and a device waits for the favourite child of what it ran last. Pure.
+"""m-SCT of Baechi: earliest start first, but a device waits for the favourite child of its last operator. Pure.
 
-Favourite children come from the linear relaxation of the program for Small Communication Times (Hanen and Munier):
-at most one successor of an operator, and one predecessor, is spared the transfer.
+Favourite children come from the linear relaxation of the program for Small Communication Times (Hanen and Munier): each
+operator has at most one successor, and at most one predecessor, without a transfer in between.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.linear import Rows
 
-# An edge whose transfer the relaxation pays less than half of is spared; Baechi's published code has the same default.
+# Edges with a relaxed transfer variable below this count as without transfer; the default of Baechi's published code.
 _THRESHOLD = 0.5
 
 
 def m_sct(problem: PlacementProblem) -> Schedule:
-    """Baechi (SoCC 2020), with mean times, since its devices are all alike. Raises NoPlacement."""
+    """Schedule with Baechi's m-SCT (SoCC 2020).
+
+    Baechi assumes identical devices, so the linear program uses times averaged over the devices. Raises NoPlacement.
+    """
     favourite = favourite_children(problem)
     partial = PartialSchedule(problem, "m-sct")
     worst = [max(map(max, flow.seconds)) + max(map(max, problem.latency)) for flow in problem.flows]
@@ -41,7 +44,7 @@ def m_sct(problem: PlacementProblem) -> Schedule:
             waits = child in starts and all(
                 starts[child] <= partial.inputs_at(child, other) for other in partial.candidates(child)
             )
-            # A device that waits for its favourite child only runs what could run anywhere by now.
+            # A device that waits for its favourite child only runs operators that could run on any device by now.
             when = {i: urgent_at[i] for i in starts} if waits else dict(starts)
             if waits and child is not None:
                 when[child] = min(when[child], starts[child])
@@ -60,7 +63,7 @@ def m_sct(problem: PlacementProblem) -> Schedule:
 
 
 def favourite_children(problem: PlacementProblem) -> dict[int | None, int]:
-    """By operator, the successor that should follow it on its device."""
+    """By operator, the successor that should follow it on the same device."""
     edges = [(f, flow.source, target) for f, flow in enumerate(problem.flows) for target in flow.targets]
     seconds, carried = mean_seconds(problem), mean_carried(problem)
     n, m = problem.num_operators, len(edges)

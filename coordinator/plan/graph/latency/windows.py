@@ -1,9 +1,9 @@
-"""Large neighbourhood search: a window of a schedule is solved anew while everything else stays where it is.
+"""Large neighbourhood search: re-optimise a window of the schedule while everything else keeps its place.
 
-The window's operators follow each other in the schedule's order. What ran before is fixed in time; what comes after
-keeps its devices and its order, and is seen as how long the rest takes from each of the window's operators on each
-device. That is exact but for transfers that contend across the window's edges, so every answer is simulated before it
-is taken.
+The window's operators are consecutive in the schedule's order. Operators before it are fixed in time. Operators after it
+keep their devices and their order; the model sees them as the time from the end of each window operator, on each device,
+to the end of the schedule. This is exact except for transfers that contend across the window's edges; therefore every
+result is simulated before it is accepted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from coordinator.plan.graph.latency.cpsat import Context, Effort, solve_model
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 
-_EFFORT = 2.0  # deterministic seconds for a window
-_SIZES = (24, 48, 96)  # operators in a window; a larger one when a smaller finds nothing
+_EFFORT = 2.0  # CP-SAT's deterministic seconds per window
+_SIZES = (24, 48, 96)  # operators in a window; the next size when a sweep finds no improvement
 
 
 def improve(
     problem: PlacementProblem, start: Schedule, clock: Callable[[], float], until: float, num_workers: int = 1
 ) -> Iterator[Schedule]:
-    """Better and better schedules of a problem in ticks, from one in ticks; ends by the clock, or when none is found."""
+    """Yield better and better schedules from `start`, until `clock()` reaches `until` or no window improves it.
+
+    Problem and schedules are in ticks.
+    """
     best = start
     sizes = [size for size in _SIZES if size < 2 * problem.num_operators]
     while sizes and clock() < until:
@@ -38,7 +41,7 @@ def improve(
 def _sweep(
     problem: PlacementProblem, best: Schedule, size: int, clock: Callable[[], float], until: float, num_workers: int
 ) -> Schedule:
-    """Windows over the whole schedule, each half over the one before."""
+    """Improve the schedule window by window; consecutive windows overlap by half."""
     position = 0
     while position < problem.num_operators and clock() < until:
         order = [item for item in best.order if not isinstance(item, Send)]
@@ -52,14 +55,14 @@ def _sweep(
 
 class _Window(NamedTuple):
     problem: PlacementProblem
-    operators: tuple[int, ...]  # of the whole problem; pinned ones first, then those inside
+    operators: tuple[int, ...]  # numbers in the whole problem; pinned ones first, then those inside
     flows: tuple[int, ...]
     pins: dict[int, int]
     context: Context
 
 
 def solve_window(problem: PlacementProblem, known: Schedule, inside: Sequence[int], effort: Effort) -> Schedule | None:
-    """The schedule with the operators inside placed and ordered anew, or None when nothing better was found."""
+    """The schedule with the operators inside re-placed and reordered; None when the model found no improvement."""
     window = _window(problem, known, inside)
     answer = solve_model(window.problem, effort, round(known.makespan), window.pins, context=window.context)
     if answer.schedule is None:
@@ -116,7 +119,7 @@ def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -
         targets = tuple(local[target] for target in flow.targets if target in members)
         times = [list(row) for row in flow.seconds]
         if flow.source not in members:
-            # Where somebody outside took it before, it is there already.
+            # It is already on the devices of its consumers before the window.
             here = known.assignment[flow.source]
             for k in {known.assignment[t] for t in flow.targets if t in past} - {here}:
                 times[here][k] = 0.0
@@ -150,11 +153,11 @@ def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -
 
 
 def _rest(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> dict[int, float]:
-    """By operator, from its start to the end of everything that waits for it, in the schedule's order."""
+    """By operator, the time from its start to the end of everything that waits for it, in the schedule's order."""
     where = known.assignment
     rest: dict[int, float] = {}
     sent: dict[Send, float] = {}
-    next_on: dict[tuple[str, int], float] = {}  # by resource, of what has it next
+    next_on: dict[tuple[str, int], float] = {}  # by resource, the rest of the item that uses it next
     for item in reversed(order):
         if isinstance(item, Send):
             flow = problem.flows[item.flow]
@@ -179,7 +182,7 @@ def _rest(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> 
 
 
 def _holders(problem: PlacementProblem, known: Schedule, members: set[int], taken: Sequence[int]) -> list[int]:
-    """Operators outside that already hold weights which some inside share: one for each device."""
+    """Operators outside that hold weights shared with operators inside: one per group of weights and device."""
     found: dict[tuple[int, int], int] = {}
     for index, group in enumerate(problem.shared):
         if members.intersection(group.operators):
@@ -190,7 +193,7 @@ def _holders(problem: PlacementProblem, known: Schedule, members: set[int], take
 
 
 def _room(problem: PlacementProblem, known: Schedule, outside: Sequence[int]) -> tuple[int, ...]:
-    """What the operators outside leave of each device's memory; weights shared with the inside are not taken off."""
+    """Bytes of each device that the operators outside leave free; weights shared with the inside are not subtracted."""
     room = list(problem.budget_bytes)
     for i in outside:
         room[known.assignment[i]] -= problem.memory_bytes[i]

@@ -1,4 +1,4 @@
-"""What the throughput planner is compared with (Parthasarathy and Krishnamachari, IV): random and greedy joint choice. Pure."""
+"""Baselines of the throughput planner (Parthasarathy and Krishnamachari, IV): random and greedy joint choice. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from coordinator.plan.graph.throughput.partitions import fewest_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
-_ATTEMPTS = 200  # with devices of unequal memory a random order can come to a dead end
+_ATTEMPTS = 200  # with devices of unequal memory, a random order can reach a dead end
 
 
 def random_stages(problem: PipelineProblem, chance: Random) -> Stages:
-    """A random device, a random partition that it can hold and that leaves the rest possible; and so on.
+    """Repeatedly choose a random device, and a random partition that it can hold and that leaves the rest feasible.
 
     Raises ModelDoesNotFit.
     """
@@ -36,14 +36,17 @@ def random_stages(problem: PipelineProblem, chance: Random) -> Stages:
 
 
 def joint_stages(problem: PipelineProblem) -> Stages:
-    """From each device: always the partition that it can hold with the smallest transfer after it, then the device with the
-    fastest link from there. The start with the lowest bottleneck wins. Raises ModelDoesNotFit."""
+    """Greedy choice of cuts and devices together, tried from each device; the lowest bottleneck wins.
+
+    Each step takes the partition with the smallest transfer after it that the device can hold, then the device with the
+    fastest link from there. Raises ModelDoesNotFit.
+    """
     found = [stages for start in range(problem.num_devices) if (stages := joint_stages_from(problem, start))]
     return min(found, key=problem.bottleneck_seconds) if found else largest_first(problem)
 
 
 def largest_first(problem: PipelineProblem) -> Stages:
-    """As much on each device as it can hold, largest first. Raises ModelDoesNotFit."""
+    """Fill each device with as many blocks as it can hold, largest device first. Raises ModelDoesNotFit."""
     stages: list[Stage] = []
     first = 0
     for device in sorted(range(problem.num_devices), key=lambda each: (-problem.memory_bytes[each], each)):
@@ -58,7 +61,7 @@ def largest_first(problem: PipelineProblem) -> Stages:
 
 
 def joint_stages_from(problem: PipelineProblem, device: int) -> Stages | None:
-    """The greedy choice from one device; None where it comes to a dead end."""
+    """The greedy choice that starts at one device; None if it reaches a dead end."""
     needed = fewest_stages(problem, max(problem.memory_bytes))
     unused = set(range(problem.num_devices)) - {device}
     stages: list[Stage] = []
@@ -83,7 +86,7 @@ def nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int
 
 
 def _ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:
-    """Where a partition on this device may end, so that as many devices as are left may hold the rest."""
+    """Last blocks of a partition on this device after which the remaining devices may still hold the rest."""
     last = problem.last_block(first, problem.memory_bytes[device])
     return [each for each in range(first, last + 1) if needed[each + 1] <= num_left]
 

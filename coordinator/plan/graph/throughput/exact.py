@@ -1,12 +1,11 @@
-"""The pipeline with the lowest bottleneck, proven, or with a bound and the gap that is left. Pure.
+"""The pipeline with the lowest bottleneck, proven optimal or with a lower bound. Pure.
 
     minimise  max( seconds of each stage on its device,  bytes across each cut / rate of its link )
-    over cuts, and a different device for each stage that can hold it; devices may stay unused.
+    over cuts, and over assignments of stages to different devices that can hold them; devices may stay unused.
 
-The minimum is one of finitely many values: the times of all stages and of all transfers. Whether a pipeline within such a
-value exists is decided exactly (pipeline_search); the values are searched from the best that is known (the published
-planner's, so this is never worse) down to a bound, which is the least value at which devices that are used again and again
-would do.
+The minimum is one of finitely many values: the times of all stages and of all transfers. Whether a pipeline within a given
+value exists is decided exactly (search.py). The search runs between the best known value and a lower bound. The former is
+the published planner's, so the result is never worse; the latter is the optimum if devices may be used more than once.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from coordinator.plan.graph.throughput.search import Decision, Reaches, TooMuchW
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit
 
-_CLOSE = 1.002  # where nothing can be proven, the search ends this close to what is open
+_CLOSE = 1.002  # ratio of values at which the search ends if the values below are undecided
 
 
 def best_stages(
     problem: PipelineProblem, chance: Random, stop: Callable[[], bool], known: Sequence[Stages] = ()
 ) -> Solution[Stages]:
-    """Search until the best is proven, or until `stop()`. Raises ModelDoesNotFit.
+    """Search until the optimum is proven, or until `stop()`. Raises ModelDoesNotFit.
 
-    `known` are pipelines to start from, of which the published planner's should be one; without, it is made here.
+    `known` are pipelines to start from, and should include the published planner's; if empty, that one is computed here.
     """
     reaches = Reaches(problem)
     best = min(known or _simple(reaches, chance, stop), key=problem.bottleneck_seconds)
@@ -43,9 +42,9 @@ def best_stages(
     proven, high = _first_with_walk(reaches, values), len(values) - 1
     critical: set[int] = set()
     low, step, top = proven, 0, high
-    while low < high and not stop():  # the bound is often the answer, or close to it: from there in growing steps
+    while low < high and not stop():  # the optimum is often at or near the bound: go up from there in growing steps
         if low > proven and values[high] <= values[low] * _CLOSE:
-            break  # between open questions, closer than they are worth
+            break  # the values below are undecided, and the rest of the interval is too small to matter
         middle = min(low + step, (low + high) // 2)
         try:
             found = Decision(reaches, values[middle]).pipeline(critical, stop)
@@ -59,7 +58,7 @@ def best_stages(
         else:
             best, high = found, bisect_left(values, problem.bottleneck_seconds(found))
     top = min(top, high)
-    while proven < top and not stop():  # questions stayed open: what can still be said about the bound
+    while proven < top and not stop():  # some values stayed undecided: try to raise the bound
         middle = (proven + top) // 2
         try:
             found = Decision(reaches, values[middle]).pipeline(critical, stop)
@@ -76,19 +75,21 @@ def best_stages(
 
 
 def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:
-    """What no pipeline can be below: the lowest bottleneck if devices could be used again and again. Some pipeline must be
-    known."""
+    """A lower bound on the bottleneck: the optimum if devices could be used more than once.
+
+    `stages` is any known pipeline.
+    """
     values = _values(problem, problem.bottleneck_seconds(stages))
     return values[_first_with_walk(Reaches(problem), values)]
 
 
 def _first_with_walk(reaches: Reaches, values: Sequence[float]) -> int:
-    """The last value has a pipeline, so it has a walk."""
+    """The index of the least value with a walk (a pipeline that may repeat devices). The last value has one."""
     return bisect_left(range(len(values) - 1), True, key=lambda index: Decision(reaches, values[index]).has_walk)
 
 
 def _values(problem: PipelineProblem, upper: float) -> list[float]:
-    """What a bottleneck of at most `upper` can be: sorted, each once; `upper` is one."""
+    """All possible values of a bottleneck of at most `upper`, sorted and unique; `upper` is included."""
     rates = np.unique(problem.link_rates)
     found = [np.array([0.0, upper])]
     for size in sorted(set(problem.boundary_bytes)):
@@ -108,7 +109,7 @@ def _simple(reaches: Reaches, chance: Random, stop: Callable[[], bool]) -> list[
         lambda: joint_stages(problem),
     )
     for search in searches:
-        with suppress(ModelDoesNotFit):  # the published one counts every device as large as the smallest
+        with suppress(ModelDoesNotFit):  # the published one assumes that every device has the memory of the smallest
             found.append(search())
     if found:
         return found

@@ -1,11 +1,11 @@
-"""Simple paths of k vertices: colour coding (Alon, Yuster and Zwick 1995), as the paper's Algorithm 2 needs it. Pure.
+"""Find simple paths of k vertices by colour coding (Alon, Yuster and Zwick 1995), for the published planner. Pure.
 
-Vertices get random colours; a path whose colours all differ visits no vertex twice, and such paths are found by dynamic
-programming over sets of colours. A path that is found is one; that none is found says that there is none but for a
-probability that is stated. Before that, what can be told for certain is told for certain: a path that a short search
-finds, and that no walk of that length, or no component of that size, is left.
+Vertices get random colours. A path whose colours all differ visits no vertex twice, and dynamic programming over sets of
+colours finds such paths. A path that is found is correct; the result "no path" is wrong with a bounded probability. Exact
+tests come first: a short depth-first search for a path, and checks that a walk of this length and a component of this
+size exist.
 
-A graph is a list of bit masks: bit b of `graph[a]` is set where an edge leads from vertex a to vertex b.
+A graph is a list of bit masks: bit b of `graph[a]` is set if there is an edge from vertex a to vertex b.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Graph = Sequence[int]
 _Words = NDArray[np.uint64]
 _Tables = dict[tuple[int, ...], _Words]  # by set of colours
 
-# That a path which exists is missed. A miss costs a step of the binary search, not correctness.
+# Probability of missing a path that exists. A miss costs a step of the binary search, not correctness.
 FAILURE_PROBABILITY = 0.01
-# More colours than vertices of the path make a good colouring likelier and the tables larger.
+# More colours than vertices of the path: good colourings become likelier, and the tables larger.
 _COLOURS_PER_VERTEX = 1.3
-# Tables grow as 2^colours times trials; beyond this (k about 12) a path is what the search finds.
+# Table entries: 2^colours times trials. Beyond this (k about 12) only the depth-first search looks for a path.
 _MAX_TABLE = 1 << 24
-_SEARCH_STEPS = 40  # per vertex of the path
+_SEARCH_STEPS = 40  # steps of the depth-first search, per vertex of the path
 
 
 def k_path(
@@ -46,7 +46,8 @@ def k_path(
 ) -> tuple[int, ...] | None:
     """A simple path of k vertices out of `allowed` (a mask), from `start` to `end` where these are given.
 
-    `start` and `end` need not be in `allowed`. None: there is none, or, with at most `failure_probability`, it was missed.
+    `start` and `end` need not be in `allowed`. Returns None if there is no path, or, with at most `failure_probability`, if
+    it was missed.
     """
     ends = [each for each in (start, end) if each is not None]
     free = k - len(ends)
@@ -70,7 +71,7 @@ def k_path(
 
 
 def neighbours(graph: Graph, mask: int) -> int:
-    """All that an edge from a vertex of the mask leads to."""
+    """The mask of all successors of the vertices in `mask`."""
     found = 0
     while mask:
         low = mask & -mask
@@ -82,9 +83,9 @@ def neighbours(graph: Graph, mask: int) -> int:
 def colour_coded_path(
     graph: Graph, layers: Sequence[int], chance: Random, failure_probability: float
 ) -> tuple[int, ...] | None:
-    """A simple path whose i-th vertex is in the mask `layers[i]`, or None, wrongly with at most `failure_probability`.
+    """A simple path whose i-th vertex is in the mask `layers[i]`; None is wrong with at most `failure_probability`.
 
-    None as well where the tables would be too large (`num_trials`).
+    Also returns None if the tables would be too large (`_MAX_TABLE`).
     """
     k = len(layers)
     used = sorted({vertex for mask in layers for vertex in members(mask)})
@@ -100,7 +101,7 @@ def colour_coded_path(
         of_colour[column, np.arange(trials), index // 64] |= np.uint64(1 << index % 64)
     reaches = _lookup(graph, used, place, words)
     masks = [_words(sum(1 << place[vertex] for vertex in members(mask)), words) for mask in layers]
-    # tables[i][set of i + 1 colours] [trials, words]: where paths of i + 1 vertices in these colours may end.
+    # tables[i][set of i + 1 colours] [trials, words]: the ends of paths of i + 1 vertices in exactly these colours.
     tables: list[_Tables] = [{(colour,): of_colour[colour] & masks[0] for colour in range(num_colours)}]
     for mask in masks[1:]:
         sets = list(combinations(range(num_colours), len(tables) + 1))
@@ -119,17 +120,20 @@ def colour_coded_path(
 
 
 def num_trials(k: int, failure_probability: float) -> int:
-    """How many colourings make it likely enough that one of them gives the k vertices of a path different colours."""
+    """Number of random colourings such that one of them gives the k vertices of a path different colours.
+
+    With probability at least 1 - `failure_probability`.
+    """
     num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
     success = math.perm(num_colours, k) / num_colours**k
     return 1 if success >= 1 else math.ceil(math.log(failure_probability) / math.log1p(-success))
 
 
-# ---- what can be told for certain -------------------------------------------------------------------------------------
+# ---- exact tests ------------------------------------------------------------------------------------------------------
 
 
 def _components(graph: Graph, allowed: int) -> Iterator[int]:
-    """Vertices that edges join, in either direction; largest first."""
+    """The weakly connected components, largest first."""
     joined = [graph[each] & allowed if allowed >> each & 1 else 0 for each in range(len(graph))]
     for vertex in members(allowed):
         for other in members(joined[vertex]):
@@ -146,8 +150,10 @@ def _components(graph: Graph, allowed: int) -> Iterator[int]:
 
 
 def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[int] | None:
-    """By position, the vertices that walks of k vertices from `first` to `last` pass there; None where there is no walk,
-    or too few vertices for a path."""
+    """By position, the vertices at that position of walks of k vertices from `first` to `last`.
+
+    None if there is no walk, or if the walks have too few vertices for a path.
+    """
     if allowed.bit_count() < k or not first or not last:
         return None
     layers = [first]
@@ -168,9 +174,9 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
 def depth_first(
     choices: Callable[[Sequence[T]], Iterator[T]], is_done: Callable[[Sequence[T]], bool], steps: int
 ) -> list[T] | None:
-    """The first path that is done; None where there is none, or none was found in so many steps.
+    """Depth-first search: the first path for which `is_done`; None if there is none, or none was found in `steps` steps.
 
-    `choices` gives the ways on from a path, the best first.
+    `choices` gives the next elements of a path, best first.
     """
     path: list[T] = []
     todo = [choices(path)]
@@ -189,7 +195,7 @@ def depth_first(
 
 
 def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
-    """Depth first, the vertex with the fewest ways on first; gives up after so many steps."""
+    """Depth-first search that tries vertices with the fewest successors first; gives up after `steps` steps."""
 
     def ways_on(path: Sequence[int]) -> Iterator[int]:
         used = sum(1 << each for each in path)
@@ -210,7 +216,7 @@ def _words(mask: int, words: int) -> _Words:
 
 
 def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int) -> NDArray[np.uint64]:
-    """[bytes, 256, words]: where edges lead from the vertices of each value of each byte of a mask."""
+    """[bytes, 256, words]: for each byte of a mask and each value of it, the mask of the successors of its vertices."""
     onward = [
         _words(sum(1 << place[other] for other in members(graph[vertex]) if other in place), words) for vertex in used
     ]
@@ -222,7 +228,7 @@ def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int
 
 
 def _onward(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
-    """[trials, words] of masks to the masks of all that their vertices lead to."""
+    """[trials, words]: masks of vertices to the masks of their successors."""
     found = np.zeros_like(table)
     for index, byte in enumerate(table.view(np.uint8).T):
         found |= reaches[index, byte]
@@ -237,7 +243,7 @@ def _walk_back(
     trial: int,
     used: Sequence[int],
 ) -> tuple[int, ...]:
-    """The path that one trial's tables hold, from its end to its start."""
+    """Reconstruct the path from one trial's tables, from its end to its start."""
 
     def held(table: _Words) -> list[int]:
         mask = int.from_bytes(table[trial].astype("<u8").tobytes(), "little")

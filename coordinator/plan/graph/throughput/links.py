@@ -1,4 +1,4 @@
-"""Links between devices, as graphs of those that are fast enough. Pure. A graph is one bit mask of receivers per sender."""
+"""Graphs of the links that are fast enough, by threshold. Pure. A graph is one bit mask of receivers per sender."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.plan.graph.throughput.problem import PipelineProblem
 
 
 class Links:
-    """The communication graph of some devices. `thresholds` are the rates in it, fastest first."""
+    """The communication graph of some devices. `thresholds` are its distinct rates in bytes per second, fastest first."""
 
     def __init__(self, problem: PipelineProblem, devices: Sequence[int]) -> None:
         self.devices = sum(1 << device for device in devices)
@@ -30,5 +30,5 @@ class Links:
         return self._graphs[index]
 
     def slowest_within(self, num_bytes: float, seconds: float) -> int:
-        """The index of the slowest threshold at which so many bytes take no longer; -1 where none is fast enough."""
+        """Index of the slowest threshold at which `num_bytes` take at most `seconds`; -1 if none is fast enough."""
         return bisect_right(self.thresholds, seconds, key=lambda rate: num_bytes / rate) - 1

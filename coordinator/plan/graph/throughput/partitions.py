@@ -1,8 +1,8 @@
-"""Which blocks become one partition (Parthasarathy and Krishnamachari, III-B1, Algorithm 1), and classes of transfers. Pure.
+"""Partitions of a chain (Parthasarathy and Krishnamachari, III-B1, Algorithm 1), and classes of transfers. Pure.
 
-The partition graph's vertices are the runs of blocks that fit into a device; an edge joins a run to each that begins where
-it ends, and weighs what crosses that cut. All runs that end at one point have the same ways on, so the cheapest is found
-once for each point.
+The vertices of the partition graph are the runs of blocks that fit into a device. An edge joins a run to each run that
+begins where it ends; its weight is the bytes across that cut. All runs that end at one point have the same successors, so
+that the cheapest continuation is computed once per point.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ class Partitioning(NamedTuple):
 
 
 def fewest_stages(problem: PipelineProblem, budget_bytes: int) -> list[float]:
-    """[N + 1]: how many devices of this memory the blocks from each on need at least; infinite where none would do."""
+    """[N + 1]: the least number of devices of this memory for the blocks from each one on; infinite if a block does not fit."""
     needed: list[float] = [math.inf] * problem.num_blocks + [0]
     for first in range(problem.num_blocks - 1, -1, -1):
         last = problem.last_block(first, budget_bytes)
-        if last >= first:  # what is left only shrinks with a longer stage
+        if last >= first:  # a longer stage leaves less for the others
             needed[first] = 1 + needed[last + 1]
     return needed
 
 
 def least_transfers(problem: PipelineProblem, budget_bytes: int, max_stages: int) -> Partitioning | None:
-    """Algorithm 1: the partitions of at most `budget_bytes` whose transfers sum up to least; None where none fit.
+    """Algorithm 1: the partitions of at most `budget_bytes` with the least sum of transfers; None if none fit.
 
-    The paper does not say what happens when there are more partitions than nodes; then this is the least sum with
-    `max_stages` of them.
+    The paper does not say what happens if there are more partitions than nodes; this takes the least sum with at most
+    `max_stages` partitions.
     """
     n, sizes = problem.num_blocks, (*problem.boundary_bytes, 0.0)
     reach = [problem.last_block(first, budget_bytes) for first in range(n)]
-    cost: list[float] = [math.inf] * n + [0.0]  # of the blocks from each on, in as many stages as there are choices
+    cost: list[float] = [math.inf] * n + [0.0]  # of the blocks from each one on, in at most len(choices) stages
     choices: list[list[int]] = []  # [stages left - 1][first block]: the last block of the first of these stages
     while len(choices) < max_stages:
         rest, cost, choice = cost, [math.inf] * n + [0.0], [0] * n
         for first in range(n):
-            for last in range(reach[first], first - 1, -1):  # of equals the longest
+            for last in range(reach[first], first - 1, -1):  # the longest of equals
                 if rest[last + 1] + sizes[last] < cost[first]:
                     cost[first], choice[first] = rest[last + 1] + sizes[last], last
         choices.append(choice)
@@ -61,7 +61,10 @@ def least_transfers(problem: PipelineProblem, budget_bytes: int, max_stages: int
 
 
 def classes_of(problem: PipelineProblem, transfers: Sequence[float], num_classes: int) -> tuple[int, ...]:
-    """1 (smallest) to `num_classes`, in equal steps from the smallest transfer at any cut to the largest (equation 5)."""
+    """The class of each transfer, 1 (smallest) to `num_classes` (equation 5).
+
+    The classes are equal steps from the smallest transfer at any cut to the largest.
+    """
     ranked = sorted(problem.boundary_bytes)
     if not ranked:
         return ()

@@ -1,7 +1,7 @@
-"""Planners of throughput pipelines, by name: what `hearth plan --objective throughput --strategy NAME` calls.
+"""Planners of throughput pipelines by name: the strategies of `hearth plan --objective throughput --strategy NAME`.
 
-The published planner and its baselines cut a graph where a single operator carries all (`candidate_chain`), as the paper
-has it; `pipeline-exact` cuts it also where several tensors pass (`fine_chain`), of which the former are a part.
+The published planner and its baselines cut a graph at operators that every path passes through (`candidate_chain`), as in
+the paper. `pipeline-exact` also cuts it where several tensors cross (`fine_chain`), a superset of these cuts.
 
 pipeline        as published (published)
 pipeline-exact  the lowest bottleneck of compute and transfers, proven where time allows (exact)
@@ -27,7 +27,7 @@ from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
 EXACT = "pipeline-exact"
-# Those that cut at single operators. Raise ModelDoesNotFit.
+# Planners that cut only at candidate points. They raise ModelDoesNotFit.
 PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
     "pipeline": published_stages,
     "random": random_stages,
@@ -38,11 +38,11 @@ PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
 def plan_pipeline(
     spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, strategy: str, options: SearchOptions
 ) -> Solution[Assigned]:
-    """The device of each operator, by `EXACT` or one of `PUBLISHED`; the rest as in `pipeline_problem`.
+    """The device of each operator, by `EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
 
-    The bottleneck counts what crosses a cut at that cut; on devices some of it goes past the next stage, straight to where
-    it is taken. So that no pipeline of these cuts is below the bound on devices either, it counts only what cannot.
-    `pipeline-exact` is never worse than `pipeline` with the same seed. Raises ModelDoesNotFit.
+    The bottleneck charges all bytes that cross a cut to the link at that cut. On devices, a tensor may skip stages and go
+    straight to its consumer. For a bound that also holds on devices, only tensors between adjacent blocks are
+    counted. `pipeline-exact` is never worse than `pipeline` with the same seed. Raises ModelDoesNotFit.
     """
     chain = fine_chain(spec)
     coarse = pipeline_problem(spec, seconds, memory_bytes, rate, candidate_chain(spec))
@@ -63,7 +63,7 @@ def plan_pipeline(
         took = options.clock() - began
     else:
         problem, stages = coarse, PUBLISHED[strategy](coarse, Random(options.seed))
-        took = options.clock() - began  # without the bound, which these do not give themselves
+        took = options.clock() - began  # without the bound, which is not part of these planners
         bound = relaxed_bound(least, refined(coarse, stages))
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
@@ -71,6 +71,6 @@ def plan_pipeline(
 
 
 def refined(coarse: PipelineProblem, stages: Stages) -> Stages:
-    """The same stages on a chain of the same operators, each a block of its own."""
+    """The same stages on a chain of the same operators in which each operator is one block."""
     ends = [0, *itertools.accumulate(map(len, coarse.blocks))]
     return tuple(Stage(ends[stage.first], ends[stage.last + 1] - 1, stage.device) for stage in stages)

@@ -1,17 +1,17 @@
-"""Where a graph of operators can be cut into a pipeline: candidate partition points (Parthasarathy and Krishnamachari, III-A).
+"""Candidate partition points: where an operator graph can be cut into a pipeline (Parthasarathy and Krishnamachari, III-A).
 
-A point is an operator through which every path from the graph's main source to its main sink goes. The paper finds these
-by longest paths and a depth-first search; here they are the post-dominators of the source, which is the same set where
-there is one source and one sink, and reaches further:
+A point is an operator on every path from the graph's main source to its main sink. The paper finds these by longest paths
+and a depth-first search. Here they are the post-dominators of the source: the same set if there is one source and one
+sink, and defined for other graphs too:
 
-- with several sinks the main one is the one that needs most of the graph; a head on the side stays with the block that
-  feeds it, and its outputs cross no cut;
-- with several sources the main one is the one with most points after it. What does not come from it (BERT's mask) is a
-  side input: its tensors are carried along with the boundary tensor wherever they are still needed;
+- with several sinks, the main one is the one that needs most of the graph; a side head stays with the block that feeds
+  it, and its outputs cross no cut;
+- with several sources, the main one is the one with most points after it. Tensors from other sources (BERT's mask) are
+  side inputs: they are carried along with the boundary tensor as long as they are still needed;
 - small integer tensors (shapes) never decide where a graph can be cut. They are carried along too.
 
-Where branches run side by side there is no point, and yet there are cuts: between any two operators of an order in which
-they can run, across which several tensors pass. `fine_chain` has these too.
+Parallel branches contain no point, but they can still be cut between any two operators of a topological order; several
+tensors then cross the cut. `fine_chain` includes these cuts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from coordinator.plan.graph.bits import members, reached
 from hearth.plan.graph_spec import GraphSpec, Tensor
 
-# Integers up to this size carry shapes and indices of a graph, not activations.
+# Integer tensors of up to this many bytes carry shapes and indices, not activations.
 _SHAPE_BYTES = 1024
 
 
@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     """N blocks of operators, each ending with its point, and N - 1 cuts between them.
 
     `crossing[b]` are the tensors (indices into `spec.tensors`) that blocks after b need from block b and those before it:
-    the boundary tensor, side inputs, and inputs of the graph. Each is counted once, however many operators take it.
+    the boundary tensor, side inputs, and inputs of the graph. Each counts once, however many consumers it has.
     """
 
     points: tuple[int, ...]
@@ -41,8 +41,11 @@ class Chain(NamedTuple):
         return tuple(sum(spec.tensors[index].num_bytes for index in crossing) for crossing in self.crossing)
 
     def adjacent_bytes(self, spec: GraphSpec) -> tuple[int, ...]:
-        """Of them, those that the block before a cut makes and the one after it takes: they go from the one stage to the
-        other, whatever stages there are. The rest may go past the next stage, straight to the one that takes it."""
+        """Bytes across each cut of the tensors from the block just before it to the block just after it.
+
+        These go from one stage to the next, whatever the stages are. Other tensors may skip stages, straight to their
+        consumer.
+        """
         block_of = {operator: index for index, block in enumerate(self.blocks) for operator in block}
         found = [0] * len(self.crossing)
         for tensor in spec.tensors:
@@ -54,10 +57,10 @@ class Chain(NamedTuple):
 
 
 def candidate_chain(spec: GraphSpec) -> Chain:
-    """The graph as a chain of blocks at its candidate points. A graph without any is one block.
+    """The graph as a chain of blocks that end at its candidate points. A graph without points is one block.
 
-    Every operator goes into the first block in which all that it needs is there; only operators that are no heavier to
-    bring than their results (a constant, a mask that is widened) wait for the first that takes them.
+    Every operator goes into the first block in which its inputs are available. Operators whose inputs are no larger than
+    their results (a constant, a mask that is widened) instead go into the block of their first consumer.
     """
     points = candidate_points(spec)
     block, is_point = [0] * spec.num_operators, set(points)
@@ -80,8 +83,8 @@ def candidate_chain(spec: GraphSpec) -> Chain:
 def fine_chain(spec: GraphSpec) -> Chain:
     """The graph as a chain of single operators: cut at its points, and between them across several tensors.
 
-    In a block one branch follows the other, in the order that keeps little alive: of the operators that can run the one
-    next that adds least to what is still needed.
+    Within a block, branches follow one another in an order that keeps few bytes alive: the next operator is the ready one
+    that adds least to the tensors still needed.
     """
     order = [operator for block in candidate_chain(spec).blocks for operator in _thrifty(spec, block)]
     place = [0] * spec.num_operators
@@ -92,12 +95,12 @@ def fine_chain(spec: GraphSpec) -> Chain:
 
 
 def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
-    """The operators, in order, that are on every path from the main source to the main sink; both of these included."""
+    """The operators, in order, on every path from the main source to the main sink, both included."""
     if not spec.num_operators:
         return ()
     successors = _data_successors(spec)
     sink = _main_sink(spec, successors)
-    # Immediate post-dominators with the sink as the root: what all ways on have in common.
+    # Immediate post-dominators, with the sink as the root: the first operator common to all paths onwards.
     parent, depth = {sink: sink}, {sink: 0}
     for operator in range(sink - 1, -1, -1):
         after = [each for each in successors[operator] if each in depth]
@@ -123,7 +126,7 @@ def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
 def _thrifty(spec: GraphSpec, block: Sequence[int]) -> list[int]:
     inside = set(block)
     waits_for = {operator: sum(each in inside for each in spec.predecessors[operator]) for operator in block}
-    # Operators of this block that still need each tensor; one that others need too never dies here.
+    # Operators of this block that still need each tensor, plus one if other blocks need it: that one never dies here.
     needed = {
         tensor.name: sum(each in inside for each in tensor.consumers)
         + any(each not in inside for each in tensor.consumers)
@@ -131,9 +134,9 @@ def _thrifty(spec: GraphSpec, block: Sequence[int]) -> list[int]:
         for tensor in (*spec.consumed[operator], *spec.produced[operator])
     }
     order: list[int] = []
-    ready = {operator: 0 for operator in block if not waits_for[operator]}  # since which step
+    ready = {operator: 0 for operator in block if not waits_for[operator]}  # the step since which it is ready
     while ready:
-        # Of equals the one that could not run for longest: a branch is followed to its end.
+        # Among equals, take the one that became ready last: a branch is followed to its end.
         operator = min(ready, key=lambda each: (_added_bytes(spec, each, needed), -ready[each], each))
         del ready[operator]
         order.append(operator)
@@ -163,7 +166,7 @@ def _crossing(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tup
 
 
 def _data_successors(spec: GraphSpec) -> list[tuple[int, ...]]:
-    """By operator, who takes its activations; shapes do not count."""
+    """By operator, the consumers of its activations; shape tensors do not count."""
     return [
         tuple(sorted({consumer for tensor in tensors if not _is_shape(tensor) for consumer in tensor.consumers}))
         for tensors in spec.produced
@@ -175,7 +178,7 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _main_sink(spec: GraphSpec, successors: Sequence[tuple[int, ...]]) -> int:
-    """The operator without successors that needs most others; of several the last."""
+    """The operator without successors that depends on most operators; the last of equals. Sinks of activations first."""
     needed = [1 << operator for operator in range(spec.num_operators)]
     for operator, after in enumerate(successors):
         for each in after:
@@ -186,7 +189,7 @@ def _main_sink(spec: GraphSpec, successors: Sequence[tuple[int, ...]]) -> int:
 
 
 def _between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
-    """The operators on ways from the first point to the last."""
+    """The operators on paths from the first point to the last."""
     if not points:
         return set()
     first, last = points[0], points[-1]

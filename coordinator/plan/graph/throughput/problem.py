@@ -1,11 +1,12 @@
-"""A chain of blocks, cut into stages on a chain of devices: what the throughput planners solve. Pure.
+"""The problem of the throughput planners: cut a chain of blocks into stages, and assign each stage to a device. Pure.
 
-N blocks follow each other, K devices may take them. A pipeline gives each of some devices one run of blocks, all blocks in
-order. Requests follow each other through it, so it is as fast as its slowest part (the paper's equation 1):
+There are N consecutive blocks and K devices. A pipeline gives some of the devices one run of consecutive blocks each, and
+covers all blocks in order. Requests follow one another through it, so its throughput is that of its slowest part
+(equation 1 of Parthasarathy and Krishnamachari):
 
     beta = max( seconds of each stage on its device,  bytes across each cut / rate of the link that it crosses )
 
-A link's latency keeps neither the link nor a device busy, so it delays a request but not the next one: it is not in beta.
+A link's latency occupies neither the link nor a device: it delays a request but not the next one, so it is not in beta.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Stages = tuple[Stage, ...]
 
 
 def stages_at(last: Sequence[int], devices: Sequence[int]) -> Stages:
-    """The stages that end with these blocks, each on one of the devices."""
+    """Stages from the last block of each and the device of each."""
     return tuple(map(Stage, [0, *(each + 1 for each in last[:-1])], last, devices))
 
 
@@ -47,9 +48,9 @@ class PipelineProblem:
     name: str
     blocks: tuple[tuple[int, ...], ...]  # [N], operators of each
     boundary_bytes: tuple[float, ...]  # [N - 1], across the cut after each block
-    seconds: NDArray[np.float64]  # [N, K]; all 0: compute is left out, as in the paper
-    stage_bytes: NDArray[np.int64]  # [N, N], that blocks i to j together hold; 0 below the diagonal
-    memory_bytes: tuple[int, ...]  # [K], what each device may hold
+    seconds: NDArray[np.float64]  # [N, K]; all 0 ignores compute, as in the paper
+    stage_bytes: NDArray[np.int64]  # [N, N], weights of blocks i to j together; 0 below the diagonal
+    memory_bytes: tuple[int, ...]  # [K], for weights on each device
     rate: NDArray[np.float64]  # [K, K] bytes per second from row to column, infinite on the diagonal
 
     @property
@@ -62,20 +63,20 @@ class PipelineProblem:
 
     @cached_property
     def elapsed(self) -> NDArray[np.float64]:
-        """[N + 1, K]: seconds of all blocks before each; a stage takes the difference of two."""
+        """[N + 1, K]: total seconds of the blocks before each one; a stage takes the difference of two entries."""
         zeros = np.zeros((1, self.num_devices))
         elapsed: NDArray[np.float64] = np.concatenate([zeros, np.cumsum(self.seconds, axis=0)])
         return elapsed
 
     @cached_property
     def link_rates(self) -> NDArray[np.float64]:
-        """[K, K] as `rate`, but 0 on the diagonal: a stage never follows another on the same device."""
+        """[K, K] like `rate`, but 0 on the diagonal: two stages are never on the same device."""
         rates: NDArray[np.float64] = self.rate.copy()
         np.fill_diagonal(rates, 0.0)
         return rates
 
     def last_block(self, first: int, budget_bytes: int) -> int:
-        """The last block of the longest stage from `first` that fits into so many bytes; `first - 1` where none does."""
+        """The last block of the longest stage from `first` that fits into `budget_bytes`; `first - 1` if none fits."""
         fits = np.searchsorted(self.stage_bytes[first, first:], budget_bytes, side="right")
         return first - 1 + int(fits)
 
@@ -83,7 +84,7 @@ class PipelineProblem:
         return float(self.elapsed[stage.last + 1, stage.device] - self.elapsed[stage.first, stage.device])
 
     def transfer_seconds(self, cut: int, sender: int, receiver: int) -> float:
-        """Across the cut after block `cut`."""
+        """Seconds of the transfer across the cut after block `cut`."""
         return self.boundary_bytes[cut] / float(self.rate[sender, receiver])
 
     def bottleneck_seconds(self, stages: Sequence[Stage]) -> float:
@@ -93,7 +94,7 @@ class PipelineProblem:
         return max([*compute, *(self.transfer_seconds(a.last, a.device, b.device) for a, b in pairs)])
 
     def assignment(self, stages: Sequence[Stage]) -> tuple[int, ...]:
-        """By operator, the device that runs it."""
+        """The device of each operator."""
         found = [0] * sum(map(len, self.blocks))
         for stage in stages:
             for block in self.blocks[stage.first : stage.last + 1]:
@@ -102,7 +103,7 @@ class PipelineProblem:
         return tuple(found)
 
     def missing_bytes(self, budgets: Sequence[int]) -> int:
-        """Of the blocks that are left when devices of these budgets are filled one after the other, largest first."""
+        """Bytes of the blocks left over when devices with these budgets are filled in turn, largest first."""
         first = 0
         for budget in sorted(budgets, reverse=True):
             first = self.last_block(first, budget) + 1
@@ -114,10 +115,10 @@ class PipelineProblem:
 def pipeline_problem(
     spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, chain: Chain | None = None
 ) -> PipelineProblem:
-    """A graph on K devices: seconds [n][K] of each operator, bytes that each device may hold, bytes per second [K][K].
+    """The problem of a graph on K devices: operator seconds [n][K], weight bytes per device, bytes per second [K][K].
 
     A stage holds the weights of its operators, shared ones once. Without a `chain`, cuts are at candidate points. Raises
-    ValueError for shapes that disagree.
+    ValueError if the shapes disagree.
     """
     chain = chain or candidate_chain(spec)
     times = np.asarray(seconds, dtype=np.float64).reshape(spec.num_operators, len(memory_bytes))
@@ -135,7 +136,7 @@ def pipeline_problem(
 
 
 def _stage_bytes(spec: GraphSpec, chain: Chain) -> NDArray[np.int64]:
-    """[N, N]: all that blocks i to j use, less what is counted twice since two of them share it."""
+    """[N, N]: weight bytes of blocks i to j, where weights shared by several blocks count once."""
     n = len(chain.blocks)
     users: dict[int, list[int]] = {}
     for index, block in enumerate(chain.blocks):

@@ -1,9 +1,9 @@
 """The published throughput planner (Parthasarathy and Krishnamachari, III-B): partitions first, then k-paths for them. Pure.
 
-Partitions are those whose transfers sum up to least (Algorithm 1). Transfers are put into classes; from the highest class
-to the lowest, and from the longest run of one class to the shortest, each run gets the path of still unused devices whose
-slowest link is fastest, between the ends that earlier runs have fixed (Algorithms 2 and 3). Compute is not looked at, and
-every device counts as large as the smallest. Where that is too small the smallest devices are left out.
+The partitions have the least sum of transfers (Algorithm 1). Transfers are divided into classes. From the highest class to
+the lowest, and from the longest run of one class to the shortest, each run gets the path of unused devices whose slowest
+link is fastest, between the ends fixed by earlier runs (Algorithms 2 and 3). The planner ignores compute, and assumes that
+every device has the memory of the smallest. If that is too little, the smallest devices are left out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from coordinator.plan.graph.throughput.partitions import Partitioning, classes_o
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
 from hearth.errors import ModelDoesNotFit
 
-# The most that the paper tries, and what it finds best.
+# Classes of transfers: the largest number that the paper tries, and the best one it finds.
 NUM_CLASSES = 20
 
 
 def published_stages(problem: PipelineProblem, chance: Random, num_classes: int = NUM_CLASSES) -> Stages:
-    """Algorithms 1 to 3. Fewer classes where that many find no placement. Raises ModelDoesNotFit."""
+    """Algorithms 1 to 3. Uses fewer classes if `num_classes` yield no placement. Raises ModelDoesNotFit."""
     partitioning, devices = equal_partitions(problem)
     links = Links(problem, devices)
     for classes in range(num_classes, 0, -1):
@@ -31,13 +31,16 @@ def published_stages(problem: PipelineProblem, chance: Random, num_classes: int 
         nodes = match_paths(links, of_cut, chance)
         if nodes is not None:
             return stages_at(partitioning.last, nodes)
-    # Every probability of a miss came true: any order of the devices is a placement.
+    # Every search missed, by chance: any order of the devices is a placement.
     return stages_at(partitioning.last, devices[: len(partitioning.last)])
 
 
 def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int, ...]]:
-    """The partitions of Algorithm 1, and the devices that may take them: all, if the smallest is large enough, else as many
-    of the largest as it takes. Raises ModelDoesNotFit."""
+    """The partitions of Algorithm 1, and the devices that may hold them.
+
+    These are all devices if the smallest is large enough, otherwise as many of the largest as possible. Raises
+    ModelDoesNotFit.
+    """
     ranked = sorted(range(problem.num_devices), key=lambda device: (-problem.memory_bytes[device], device))
     missing = []
     for count in range(len(ranked), 0, -1):
@@ -69,7 +72,7 @@ def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[i
 
 
 def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last transfer of each longest run of one class: highest class first, in it the longest run first."""
+    """First and last transfer of each maximal run of one class: highest class first, longest run first within a class."""
     runs: list[tuple[int, int]] = []
     for index, each in enumerate(classes):
         if index and classes[index - 1] == each:
@@ -82,7 +85,7 @@ def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
 def _best_path(
     links: Links, unused: int, k: int, start: int | None, end: int | None, chance: Random
 ) -> tuple[int, ...] | None:
-    """Algorithm 2: binary search for the highest threshold whose links hold a path of k vertices."""
+    """Algorithm 2: binary search for the highest threshold whose links contain a path of k vertices."""
     low, high = 0, len(links.thresholds)
     best = None
     while low < high:

@@ -1,14 +1,14 @@
-"""Is there a pipeline no part of which takes longer than beta? Decided exactly where the work stays within a limit. Pure.
+"""Decide whether a pipeline exists in which no part takes longer than beta. Exact, within a limit of work. Pure.
 
-At a given beta every stage and every link is either good enough or not, so a pipeline is a way from position 0 to position
-N of the chain (a position is a cut, or an end) that visits no device twice. Ways that may visit devices again are found by
-dynamic programming over positions, with the possible devices as a bit mask. Where the way that comes out has a device
-twice, that device becomes critical: from then on states remember whether it was used. This goes on until a way has no
-device twice, or there is none at all (decremental state-space relaxation, Righini and Salani 2008). Devices that nothing
-tells apart at this beta (twins) are used in order, so that their states count them instead of naming them.
+At a given beta every stage and every link is either fast enough or not, so a pipeline is a path from position 0 to position
+N of the chain (a position is a cut, or an end) that visits no device twice. Walks, which may repeat devices, are found by
+dynamic programming over positions, with the possible devices as a bit mask. If the resulting walk repeats a device, that
+device becomes critical: from then on states record whether it was used. This is repeated until a walk repeats no device, or
+there is no walk (decremental state-space relaxation, Righini and Salani 2008). Devices that are interchangeable at this
+beta (twins) are used in a fixed order, so states only need to count them.
 
-A stage that begins later on the same device reaches as far or farther. So a state need not be passed on to every position
-where its stage may end: it is enough to know until where it may.
+A stage that begins later on the same device can extend at least as far. A state is therefore not copied to every position
+at which its stage may end; it stores the last of these positions.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from coordinator.plan.graph.throughput.k_path import Graph, depth_first, neighbo
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
 
-_QUICK_STEPS = 300  # of the depth-first search
-_MAX_STATES = 30_000  # of one dynamic programme, all positions together
-_BEAM = 100  # states kept at each position when all would be too many
-_FEW_CRITICAL = 8  # with up to so many, there are few states
+_QUICK_STEPS = 300  # steps of the depth-first search
+_MAX_STATES = 30_000  # limit on the states of one dynamic program, all positions together
+_BEAM = 100  # states kept per position in the heuristic search
+_FEW_CRITICAL = 8  # groups of twins that are critical; with up to this many there are few states, and no beam is needed
 
 _Parts = list[tuple[int, int]]  # (position, mask of devices), masks disjoint
-_Ranking = Callable[[int], float]  # of a mask of used devices; the lower the better
+_Ranking = Callable[[int], float]  # mask of used devices -> rank; lower is better
 
 
 class TooMuchWork(Exception):
-    """The question stays open."""
+    """The search reached its limit of work without a decision."""
 
 
 class Decision:
-    """One problem at one beta."""
+    """The decision problem for one beta, in seconds."""
 
     def __init__(self, reaches: Reaches, beta: float) -> None:
         problem = reaches.problem
@@ -47,25 +47,25 @@ class Decision:
         self._links = reaches.links
         levels = [reaches.links.slowest_within(size, beta) for size in problem.boundary_bytes]
         self._levels = sorted(set(levels) - {-1})
-        # By position, who can send to whom across the cut there; positions that no link is fast enough for are none.
+        # By position, the graph of links that are fast enough for the cut there; cuts without such links are left out.
         self._graphs = {cut + 1: self._links.from_threshold(level) for cut, level in enumerate(levels) if level >= 0}
         self._positions = [0, *self._graphs]
         self._limits = {position: reaches.limits(position, beta) for position in self._positions}
         self._share = reaches.share(beta)
-        # By position, the devices from which there is a way on when their stage ends there.
+        # By position, the devices with a walk to the end if their stage ends there.
         self._back, startable = self._ways_to_the_end()
-        # Whether there is a way when devices may be used again. If not, there is no pipeline either.
+        # Whether there is a walk. If not, there is no pipeline either.
         self.has_walk = startable != 0
 
     def pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
-        """A pipeline, or None: there is none. Devices found critical are added to the set, for the next question.
+        """A pipeline, or None if there is none. Newly found critical devices are added to the set, for the next decision.
 
         Raises TooMuchWork.
         """
         if not self.has_walk:
             return None
         twins = self._twins()
-        # Before much is spent on proving that there is none, one is looked for.
+        # Look for a pipeline heuristically before spending much on a proof that there is none.
         searched = tried = False
         while True:
             tracked = sum(1 << each for each in critical)
@@ -87,11 +87,11 @@ class Decision:
                 return found
             searched = True
 
-    # ---- without memory of what was used -----------------------------------------------------------------------------
+    # ---- walks that may repeat devices ---------------------------------------------------------------------------------
 
     def _ways_to_the_end(self) -> tuple[dict[int, int], int]:
         back, startable = {self._n: self._all}, 0
-        nearest: _Parts = [(self._n, self._all)]  # where the next end with a way on is, nearest last
+        nearest: _Parts = [(self._n, self._all)]  # by device, the next position with a walk to the end; nearest last
         for position in reversed(self._positions):
             startable = 0
             for limit, mask in self._limits[position]:
@@ -105,7 +105,7 @@ class Decision:
                     nearest.append((position, ways))
         return back, startable
 
-    # ---- depth first, for a quick yes ----------------------------------------------------------------------------------
+    # ---- depth-first search, for a quick positive answer ---------------------------------------------------------------
 
     def _search(self, steps: int) -> Stages | None:
         def ways_on(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -116,7 +116,7 @@ class Decision:
         return _as_stages(path) if path else None
 
     def _choices(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
-        """Long stages first; of the devices for one, those with the fewest ways on from there."""
+        """The next stages, longest first; for one length, devices with the fewest successors first."""
         ahead = (self._all if device is None else self._graphs[position][device]) & ~used
         for end in (self._n, *reversed(self._graphs)):
             if end <= position:
@@ -133,17 +133,18 @@ class Decision:
             for _, each in sorted(pair for pair in ranked if pair[0]):
                 yield end, each
 
-    # ---- exactly -------------------------------------------------------------------------------------------------------
+    # ---- exact search --------------------------------------------------------------------------------------------------
 
     def _walk(
         self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
     ) -> Stages | None:
-        """A way that visits no tracked device twice; others it may. None: there is none. Raises TooMuchWork.
+        """A walk that visits no tracked device twice, but may repeat others; None if there is none. Raises TooMuchWork.
 
-        With a ranking of used devices only the first states are kept at each position (a beam): then None says nothing.
+        With a ranking of used devices, only the best states are kept at each position (beam search): then None proves
+        nothing.
         """
         groups = [twin for twin in twins if twin & tracked]
-        # By tracked devices used: until where the stage on each device may end. What is over is left out.
+        # By tracked devices used: the last position at which the stage on each device may end. Past ones are dropped.
         active: dict[int, _Parts] = {}
         reach: dict[int, dict[int, int]] = {}  # [position][tracked devices used]: devices whose stage may end there
         num_states = 0
@@ -182,14 +183,14 @@ class Decision:
         return _undominated(found if ranking is None else found[:_BEAM])
 
     def _share_of(self, used: int) -> float:
-        """About how much of the whole the used devices could have taken."""
+        """Estimate of the fraction of the model that the used devices could have held."""
         return sum(self._share[each] for each in members(used))
 
     def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
         path: list[tuple[int, int]] = []
         position, seen = self._n, 0
         while position:
-            # A device that the way has not yet is better: fewer ways with repetitions come out.
+            # Prefer devices that the walk does not contain yet: fewer walks with repetitions result.
             device = next(members(devices & ~seen or devices))
             path.append((position, device))
             seen |= 1 << device
@@ -200,7 +201,7 @@ class Decision:
     def _came_from(
         self, reach: dict[int, dict[int, int]], end: int, device: int, used: int, seen: int
     ) -> tuple[int, int]:
-        """The position at which the stage of this device began, and the devices that may have come before."""
+        """The position at which this device's stage began, and the devices that the stage before may have."""
         found = []
         for position, states in reach.items():
             if position >= end:
@@ -217,7 +218,7 @@ class Decision:
         return found[0]
 
     def _twins(self) -> list[int]:
-        """Devices as masks of those that are the same in every link and every stage at this beta."""
+        """Groups of interchangeable devices, as masks: those with the same links and the same stages at this beta."""
         keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
         for level in self._levels:
             out = self._links.from_threshold(level)
@@ -235,13 +236,13 @@ class Decision:
 
 
 class Reaches:
-    """How far stages go, and over which links, of one problem at any beta."""
+    """The longest stages and the usable links of one problem, for any beta. Shared by its decisions."""
 
     def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
         self.links = Links(problem, range(problem.num_devices))
         n, budgets = problem.num_blocks, np.array(problem.memory_bytes)
-        # [N, K]: the position at the end of the longest stage from each, by memory alone.
+        # [N, K]: the end of the longest stage from each position, limited by memory alone.
         self._by_memory: NDArray[np.int64] = np.array(
             [first + np.searchsorted(problem.stage_bytes[first, first:], budgets, side="right") for first in range(n)]
         )
@@ -249,7 +250,7 @@ class Reaches:
         self._parts: dict[tuple[int, bytes], _Parts] = {}
 
     def limits(self, first: int, beta: float) -> _Parts:
-        """The last position where a stage from here may end, and the devices of which that is true; farthest first."""
+        """The last positions at which a stage from `first` may end, each with the mask of its devices; farthest first."""
         limits: NDArray[np.int64] = self._by_memory[first]
         if self._computes:
             elapsed = self.problem.elapsed
@@ -264,7 +265,7 @@ class Reaches:
         return self._parts[key]
 
     def share(self, beta: float) -> list[float]:
-        """[K]: about how much of the whole each device could take, by memory and by time."""
+        """[K]: estimate of the fraction of the model that each device could take, by memory and by time."""
         whole = max(int(self.problem.stage_bytes[0, -1]), 1)
         by_memory = [budget / whole for budget in self.problem.memory_bytes]
         if not self._computes:
@@ -278,7 +279,7 @@ def _as_stages(path: Sequence[tuple[int, int]]) -> Stages:
 
 
 def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
-    """These devices' stages may end as late as `limit` now; smallest limits stay first."""
+    """Record that stages of these devices may end as late as `limit`; entries stay sorted by limit."""
     parts = active.get(used)
     if parts is None:
         active[used] = [(limit, mask)]
@@ -298,13 +299,13 @@ def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
 
 
 def _first_unused(groups: Sequence[int], used: int) -> list[int]:
-    """The lowest bit of each group that is not used yet."""
+    """The lowest unused bit of each group."""
     left = [group & ~used for group in groups]
     return [mask & -mask for mask in left if mask]
 
 
 def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Without devices that are reached with fewer used devices as well, as far as those come first."""
+    """Remove devices that an earlier state reaches with a subset of the used devices."""
     kept: dict[int, int] = {}
     for used, devices in states:
         for fewer, reached in kept.items():
@@ -318,7 +319,7 @@ def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 
 def _alike(out: Graph, devices: int) -> list[object]:
-    """A key per device: equal for two that swap without changing the graph, be they linked with each other or not."""
+    """A key per device: equal for two devices that can be swapped without changing the graph, linked or not."""
     into = [0] * len(out)
     for sender in members(devices):
         for receiver in members(out[sender]):

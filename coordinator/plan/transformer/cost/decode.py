@@ -1,8 +1,8 @@
-"""What one token costs a decoder. Pure.
+"""Predicted time of decoding one token. Pure.
 
 While a token is decoded, no transfer overlaps a computation: every exchange waits for what comes before it. So a step is
-evaluated phase by phase rather than as a graph of tasks; what is busy is the same: each rank's compute, and both sides
-of its network.
+evaluated phase by phase rather than as a graph of tasks. The resources are the same: each rank's compute, and both sides
+of its network interface.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
 from hearth.plan.value_formats import BYTES_PER_VALUE, Values
 
-FEW_VALUES = 16  # of candidates, or of an order: the message costs, not its bytes
-# What a step does once (its order, the word row, sampling, the answer) takes about as long as the calls of so many layers
-# (measured: 0.8 ms, where a layer's take 0.2 ms).
+FEW_VALUES = 16  # values in a message of candidates or a step order, whose cost is per message rather than per byte
+# Fixed cost of a step (step order, word embedding row, sampling, answer), in units of the call overhead of one layer:
+# measured 0.8 ms, where a layer's calls take 0.2 ms.
 STEP_LAYERS = 4
 
 
 def attention_bytes(spec: ModelSpec, heads: int, num_tokens: float) -> float:
-    """What a rank reads of one layer for one token: the weights of its heads, and their keys and values."""
+    """Bytes that a rank reads for one token in one layer's attention: the weights of its heads, their keys and values."""
     weights = heads // spec.group_size * _group_bytes(spec)
     return weights + 2 * spec.kv_width(heads) * num_tokens * COMPUTE_BYTES
 
 
 def mlp_bytes(spec: ModelSpec, columns: int) -> float:
+    """Bytes that a rank reads for one token in one layer's MLP: the weights of its columns."""
     return columns * _column_bytes(spec)
 
 
 def head_bytes(spec: ModelSpec, vocabulary: int) -> float:
-    """The output head is read once for a token, not once a layer."""
+    """Bytes of the output head, which is read once per token, for a share of the vocabulary."""
     return vocabulary * spec.hidden_size * spec.head_bytes
 
 
@@ -50,13 +51,13 @@ def _column_bytes(spec: ModelSpec) -> float:
 
 
 def token_layer_seconds(spec: ModelSpec, blocks: BlockProfile, num_tokens: float) -> float:
-    """One layer for one token, where its KV cache holds `num_tokens`."""
+    """Seconds of one whole layer for one token, when the KV cache holds `num_tokens`."""
     num_bytes = attention_bytes(spec, spec.num_heads, num_tokens) + mlp_bytes(spec, spec.ffn_size)
     return blocks.decode_seconds_per_byte * num_bytes + blocks.decode_layer_seconds
 
 
 def token_head_seconds(spec: ModelSpec, blocks: BlockProfile) -> float:
-    """What the first stage does once for a token: its order, the word row, the output head, and the choice."""
+    """Seconds that the first stage spends once per token: step order, word embedding row, output head and sampling."""
     head = blocks.decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
     return head + STEP_LAYERS * blocks.decode_layer_seconds
 
@@ -69,13 +70,13 @@ def exchange(
     targets: Collection[int],
     verbatim: bool = False,
 ) -> list[float]:
-    """Messages of one hop: every source sends `num_values` to every target but itself, one after the other. Returns when
-    each rank is done with its part.
+    """Simulate one exchange: every source sends `num_values` to every target except itself, one after the other.
 
-    `verbatim`: in no plan's format.
+    `ready` is the time at which each rank begins, in seconds. Returns the time at which each rank is done.
+    `verbatim`: the values are sent exactly, whatever the plan's wire format.
     """
     busy, sending, receiving = list(ready), list(ready), [0.0] * len(ready)
-    arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # when, and what receiving it costs
+    arriving: list[list[tuple[float, float]]] = [[] for _ in ready]  # arrival time, and CPU seconds of receiving
     for offset in range(1, len(ready)):
         for source in sources:
             target = (source + offset) % len(ready)

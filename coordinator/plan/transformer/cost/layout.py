@@ -1,4 +1,4 @@
-"""A model divided among the devices of a cluster: everything that its price depends on. Pure."""
+"""A model divided among the devices of a cluster: the input of the cost model. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layout(Generic[Body_co]):
 
     @cached_property
     def links(self) -> dict[tuple[int, int], Link]:
-        """By sending and receiving rank."""
+        """The links, by sending and receiving rank."""
         ids = [device.device_id for device in self.cluster.devices]
         by_ids = {(link.source, link.target): link for link in self.cluster.links}
         return {(a, b): by_ids[ids[a], ids[b]] for a, b in permutations(self.ranks, 2)}
@@ -49,12 +49,15 @@ class Layout(Generic[Body_co]):
         return {ends: self.body.values_on(*ends, self.wire.values) for ends in permutations(self.ranks, 2)}
 
     def wire_seconds(self, rank: int, num_values: float, format_: Values, converted: float = 0.5) -> float:
-        """Compute time that this rank's end of a transfer takes."""
+        """CPU seconds of this rank's end of a transfer."""
         return wire_seconds(self.blocks[rank].wire, num_values, format_, converted)
 
 
 def wire_seconds(cost: WireCost, num_values: float, format_: Values, converted: float = 0.5) -> float:
-    """Compute time of one end of a transfer: encryption, TCP, and its part of the conversion."""
+    """CPU seconds of one end of a transfer: encryption, TCP, and its part of the conversion.
+
+    `converted` is the fraction of a conversion and its inverse that this end does.
+    """
     num_chunks = max(1, min(num_values * 4 // rings.CHUNK_BYTES, rings.MAX_CHUNKS))
     return (
         num_values * BYTES_PER_VALUE[format_] * cost.encrypted_seconds_per_byte

@@ -1,7 +1,8 @@
-"""Every byte that a device will hold under a plan (Galaxy's constraint counts weights alone; ALGORITHMS.md section 1).
+"""Memory of a device under a transformer plan, in bytes. Galaxy's memory constraint counts weights only; this one counts
+activations, the KV cache and the worker process too.
 
-S rows of a step, H hidden, w = heads * head_dim of a rank and q its QKV width (3w without grouped queries), c its MLP
-columns, V its share of the vocabulary, B sequences that are decoded in one step, L tokens of one sequence.
+Shape letters: S rows of a step, H hidden size, w = heads * head_dim of a rank, q its QKV width (3w without grouped
+queries), c its MLP columns, V its share of the vocabulary, B sequences decoded in one step, L tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from hearth.plan.transformer import GenerationLimits, Holding
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
 WORKER_PROCESS_BYTES = 288 << 20
-COMPUTE_BYTES = 4  # workers compute in float32, and keep keys and values in it
-# What sampling holds per candidate of the one sequence that is sampled: its id and logit, sorted, partly in float64.
+COMPUTE_BYTES = 4  # float32: workers compute in it, and store keys and values in it
+# float32 values held per candidate while a sequence is sampled, one sequence at a time: ids and logits, sorted, partly float64.
 VALUES_PER_CANDIDATE = 12
 
 
@@ -27,7 +28,7 @@ _BYTES_OF_KIND = {"connective": COMPUTE_BYTES, "embedding": COMPUTE_BYTES}
 
 
 def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> float:
-    """In a device's memory. Biases count as the matrices beside them."""
+    """Bytes per weight in a device's memory. Biases count like the matrices of their chunk."""
     if kind == "vocabulary":
         return spec.word_bytes
     return _BYTES_OF_KIND.get(kind, spec.matrix_bytes)
@@ -56,22 +57,22 @@ def layer_bytes(spec: ModelSpec, held: Holding) -> int:
 
 
 def kv_bytes(spec: ModelSpec, heads: int, generation: GenerationLimits, num_layers: int | None = None) -> int:
-    """The KV cache of so many query heads, for all tokens that are promised; without `num_layers`, of all layers."""
+    """Bytes of the KV cache for `heads` query heads and all reserved tokens; by default for all layers."""
     layers = spec.num_layers if num_layers is None else num_layers
     return 2 * spec.kv_width(heads) * layers * generation.kv_tokens * COMPUTE_BYTES
 
 
 def step_rows(seq_len: int, generation: GenerationLimits | None) -> int:
-    """S: the most rows of any step, be it prefill or decoding."""
+    """S: the maximum number of rows of any step, prefill or decoding."""
     return max(seq_len, generation.max_sequences) if generation else seq_len
 
 
 def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: GenerationLimits | None) -> int:
-    """At the worst moment of attention.
+    """Peak number of values of attention.
 
-    An encoder: QKV [S,3w], context [S,w], and one sequence's scores [heads,S,S], of which a fused kernel needs a part.
-    A decoder: QKV [S,q] and what turning its positions takes beside it, context [S,w]. Its sequences are long: scores
-    are counted as the fused kernel has them, block by block; what grows is the mask [S,L], made from another one.
+    Encoder: QKV [S,3w], context [S,w], and the scores of one sequence [heads,S,S], of which a fused kernel needs only a part.
+    Decoder: QKV [S,q] and as much again for rotary embedding, context [S,w]. The fused kernel computes scores block by
+    block, so only the mask [S,L] grows with the sequence; it counts twice, since it is made from another one.
     """
     S = step_rows(seq_len, generation)
     if not spec.causal:
@@ -81,18 +82,18 @@ def attention_values(spec: ModelSpec, heads: int, seq_len: int, generation: Gene
 
 
 def mlp_values(spec: ModelSpec, columns: int, seq_len: int, generation: GenerationLimits | None) -> int:
-    """[S,c] before and after the activation, and once more where it gates."""
+    """Peak number of values of the MLP: [S,c] before and after the activation, and once more for a gated MLP."""
     return (3 if spec.gated else 2) * step_rows(seq_len, generation) * columns
 
 
 def logit_values(vocabulary: int, generation: GenerationLimits | None) -> int:
-    """Logits [B,V] and the candidates of one sequence."""
+    """Number of values of the logits [B,V] and the candidates of one sequence."""
     return (generation.max_sequences + VALUES_PER_CANDIDATE) * vocabulary if generation else 0
 
 
 @lru_cache(maxsize=256)
 def largest_chunk_bytes(spec: ModelSpec) -> int:
-    """What lies beside the shard while it is loaded: a chunk, and a matrix that is quantised when all of it is there."""
+    """Temporary bytes while a shard is loaded: a chunk, and, for int8 and int4, a whole matrix before it is quantised."""
     kinds: list[ChunkKind] = ["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
     if spec.has_separate_head:
         kinds.append("head")

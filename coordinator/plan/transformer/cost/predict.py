@@ -1,4 +1,4 @@
-"""Prices a plan: simulates the task graph of one step, and gives its time, its busy devices and its timeline. Pure."""
+"""Price a plan: simulate the task graph of one step, and return its time, busy seconds and timeline. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hearth.wire.messages import DeviceTrace
 
 
 def predict(layout: Layout) -> tuple[Prediction, tuple[float, ...]]:
-    """Price one step: the prediction, and each rank's busy seconds."""
+    """Price one step: the prediction, and the compute seconds of each rank."""
     total, busy = strategy_of(layout.body).timing(layout)
     compute = tuple(busy.get(Resource(ResourceKind.COMPUTE, rank), 0.0) for rank in layout.ranks)
     links = (seconds for resource, seconds in busy.items() if resource.kind is not ResourceKind.COMPUTE)
@@ -27,9 +27,9 @@ def predict(layout: Layout) -> tuple[Prediction, tuple[float, ...]]:
 
 
 def seconds_of(plan: TransformerPlan) -> float:
-    """What plans are compared by: one step; of a decoder, the request that is expected of it, all its tokens.
+    """The seconds by which plans are compared: one step, or, for a decoder, a whole request of the expected length.
 
-    A prompt of another length than a step counts as so many steps, or as such a part of one.
+    The time for a prompt is that of a step, scaled by the prompt's length.
     """
     generation = plan.body.generation
     if generation is None:
@@ -39,11 +39,11 @@ def seconds_of(plan: TransformerPlan) -> float:
 
 
 def decoding_seconds(plan: TransformerPlan) -> float:
-    """Of the tokens that a decoder is expected to add to a prompt; 0 for an encoder."""
+    """Seconds to decode the tokens of the expected answer; 0 for an encoder."""
     return plan.body.generation.new_tokens * plan.predicted.decode_seconds if plan.body.generation else 0.0
 
 
 def predicted_timeline(layout: Layout) -> tuple[DeviceTrace, ...]:
-    """The simulated step in the form of a measured one, for `hearth.trace.chrome_trace`."""
+    """The simulated step in the form of a measured trace, for `hearth.trace.chrome_trace`."""
     tasks = strategy_of(layout.body).tasks(layout)
     return traces_of(tasks, simulate(tasks), [device.name for device in layout.cluster.devices])

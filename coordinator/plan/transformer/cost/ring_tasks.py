@@ -20,9 +20,9 @@ Ends = tuple[int, int]  # the ranks that send and receive
 
 
 class RingTasks:
-    """Builds the tasks of some rows of a step, all of it or one micro-batch. Each method appends its tasks for all ranks.
+    """Builder of the tasks of a step or of one micro-batch. Each method appends its tasks for all ranks.
 
-    `last[r]` are the tasks that rank r's next computation must wait for. `rows[r]` are the rows that rank r owns.
+    `last[r]` are the tasks that rank r's next computation must wait for. `rows[r]` is the number of rows that rank r owns.
     """
 
     def __init__(self, layout: Layout[TensorParallel], part: Span) -> None:
@@ -31,11 +31,11 @@ class RingTasks:
         self.num_rows = part.size
         self.rows = rows_for(self.body.row_weights, part.size)
         self.last: list[After] = [()] * len(self.ranks)
-        self.layer: int | None = None  # of the tasks that are appended; None: outside the layers
+        self.layer: int | None = None  # of the tasks being appended; None: outside the layers
         self._layout = layout
         self._num_ranks = len(self.ranks)
         self._sides_of = {ends: sides_of(*ends) for ends in layout.links}
-        # A profile taken at another length is scaled by the rows; planning profiles at its own length.
+        # A profile measured at another sequence length is scaled by the rows; planning profiles at the request's length.
         self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
         attended = part.stop**2 - part.start**2
         self.core_scale = [attended / blocks.seq_len**2 for blocks in self.blocks]
@@ -45,11 +45,11 @@ class RingTasks:
 
     @property
     def nothing(self) -> list[list[float]]:
-        """No seconds for any tile on any rank."""
+        """Zero seconds for every tile on every rank, as `[r][k]`."""
         return [[0.0] * self._num_ranks for _ in self.ranks]
 
     def own_rows(self, rank: int, whole: float) -> float:
-        """A GEMM over the rank's own rows, where one over all rows takes `whole`."""
+        """Seconds of a GEMM over the rank's own rows, if one over all rows takes `whole`."""
         return whole * self.scale[rank] * self.rows[rank] / self.num_rows * self._tile_factor[rank][rank]
 
     def tiled(self, block: Callable[[int], float]) -> list[list[float]]:
@@ -65,9 +65,10 @@ class RingTasks:
     # ---- phases ---------------------------------------------------------------------------------------------------
 
     def embedding(self, rows: Sequence[int]) -> None:
-        """Each vocabulary owner sends its rows straight to the rank that needs them (tokens taken as spread evenly).
+        """Each owner of vocabulary sends embedding rows straight to the rank that needs them; rank r needs `rows[r]`.
 
-        Rank r needs `rows[r]`."""
+        Tokens are assumed to be spread evenly over the vocabulary.
+        """
         owned = [share / self.spec.vocab_size for share in self.body.vocabulary]
         values = [
             [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
@@ -76,7 +77,7 @@ class RingTasks:
         self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
 
     def head(self) -> None:
-        """The last row's logits, each rank's share of them; that it travels is next to nothing."""
+        """The logits of the last row, each rank's share of them. Sending the row is negligible and left out."""
         share_bytes = [share * self.spec.hidden_size * self.spec.head_bytes for share in self.body.vocabulary]
         self.compute(Work.HEAD, [self.blocks[r].decode_seconds_per_byte * share_bytes[r] for r in self.ranks])
 
@@ -88,9 +89,9 @@ class RingTasks:
         self.compute(kind, [self.blocks[r].connective(rows[r]) for r in self.ranks])
 
     def gather(self, phase: Phase, seconds: Sequence[Sequence[float]], row_values: int | None = None) -> None:
-        """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile is there.
+        """Ring AllGather: `seconds[r][k]` is rank r's GEMM on tile k, which may start when the tile has arrived.
 
-        Without a GEMM (no `phase.work`), tasks of the phase itself, of no seconds, end when the tiles are there.
+        Without a GEMM (no `phase.work`), tasks of the phase itself that take no time end when the tiles have arrived.
         """
         arrived, moved = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
         for rank in self.ranks:
@@ -105,7 +106,7 @@ class RingTasks:
             self.last[rank] = tuple(ends) or before
 
     def scatter(self, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
-        """Ring ReduceScatter: a tile is computed, the partial sum that arrived is added, and it goes on."""
+        """Ring ReduceScatter: compute a tile, add the partial sum that arrived, and send it on."""
         kind = phase.work or phase
         start = list(self.last)
         if not self.body.overlap:
@@ -128,8 +129,8 @@ class RingTasks:
         leaving: Phase,
         second: Sequence[Sequence[float]],
     ) -> None:
-        """A gather and a scatter whose GEMMs on a tile (their seconds as in `gather`) follow each other: the first partial
-        sums leave while later tiles are still gathered."""
+        """A gather and a scatter that run both GEMMs of a tile one after the other: the first partial sums are sent while
+        later tiles are still being gathered. `first` and `second` are the seconds of the GEMMs, as in `gather`."""
         if not self.body.overlap:
             self.gather(entering, first)
             self.scatter(leaving, second)
@@ -153,14 +154,14 @@ class RingTasks:
         self._ring_reduce_scatter(leaving, computed, start)
 
     def _in_order_of_sums(self, rank: int) -> list[int]:
-        """Tiles without rows are left out."""
+        """The tiles in the order in which the ring sums them; tiles without rows are left out."""
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
     def _ring_all_gather(self, phase: Phase, row_values: int) -> tuple[dict[tuple[int, int], After], Sequence[float]]:
-        """The transfers alone. Returns what rank r waits for before it has tile k, as `[r, k]`, and what each rank's end
-        of the transfers takes from its compute."""
+        """Append the transfers. Returns the tasks after which rank r has tile k, as `[r, k]`, and the CPU seconds that each
+        rank's ends of the transfers take."""
         arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
-        formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # in which a rank has a tile
+        formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # format of tile k on rank r
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self.ranks:
@@ -178,8 +179,8 @@ class RingTasks:
         return arrived, moved
 
     def _ring_reduce_scatter(self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[After]) -> None:
-        """The transfers alone; `computed[r, k]` is rank r's partial sum of tile k. What they take from the compute may be
-        done from `start` on."""
+        """Append the transfers; `computed[r, k]` is the task of rank r's partial sum of tile k. The CPU work of the
+        transfers may begin after `start`."""
         partial: dict[tuple[int, int], After] = {}
         moved = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
@@ -205,10 +206,10 @@ class RingTasks:
         num_values: Sequence[Sequence[float]],
         tiled: bool = False,
     ) -> list[dict[int, After]]:
-        """All-to-all: rank r computes what rank k needs (`seconds[r][k]`), and sends it; its own part comes last.
+        """All-to-all: rank r computes what rank k needs (`seconds[r][k]`) and sends it; it computes its own part last.
 
-        `tiled`: it computes on the rows of rank k; otherwise on its own rows, for rank k. Returns what arrived at each
-        rank, by its source; each rank's `last` becomes its own compute (see `wait_for`).
+        `tiled`: rank r computes on the rows of rank k; otherwise on its own rows, for rank k. Returns, for each rank, the
+        tasks after which the parts of each source have arrived; `last` only has the rank's own compute (see `wait_for`).
         """
         kind = phase.work or phase
         arrived: list[dict[int, After]] = [{} for _ in self.ranks]
@@ -231,7 +232,7 @@ class RingTasks:
         return arrived
 
     def wait_for(self, arrived: Sequence[Mapping[int, After]]) -> None:
-        """Each rank's next computation needs all that arrived there."""
+        """Make each rank's next computation wait for everything that arrives there."""
         for rank in self.ranks:
             tasks = (task for after in arrived[rank].values() for task in after)
             self.last[rank] = tuple(dict.fromkeys((*self.last[rank], *tasks)))
@@ -254,9 +255,9 @@ class RingTasks:
     def _transfer(
         self, ends: Ends, phase: Phase, tile: int, values: float, after: After, busy: list[float], had: Values = "exact"
     ) -> int:
-        """From sender to receiver (`ends`); the compute seconds that it takes at each are added to `busy`.
+        """Append a transfer from sender to receiver (`ends`), and add the CPU seconds of both to `busy`.
 
-        `had` is the format in which the sender has the values: what has lost its precision once is not converted again.
+        `had` is the format in which the sender holds the values: values that were converted once are forwarded as they are.
         """
         source, target = ends
         link, format_ = self._layout.links[ends], self._format(ends, had)

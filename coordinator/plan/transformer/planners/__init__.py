@@ -1,4 +1,4 @@
-"""Searches for the shares of each device: one file each, by the names that strategies know them by."""
+"""Searches for the shares of each device: one file each, by the name in `Strategy.search`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ _SHARED: Mapping[str, Callable[[PlanRequest, Any], TransformerPlan]] = {"rows": 
 
 
 def plan_on_all(request: PlanRequest, strategy: Strategy[Any]) -> TransformerPlan:
-    """Over all devices of the request, as far as the model has layers for them. Raises ModelDoesNotFit that says how many
-    bytes are missing."""
+    """The plan over all devices of the request; a pipeline uses at most one device per layer.
+
+    Raises ModelDoesNotFit with the number of missing bytes.
+    """
     if strategy.search == "stages":
         return plan_stages(request, min(len(request.cluster.devices), request.spec.num_layers))
     return _SHARED[strategy.search](request, strategy.name)
 
 
 def plan_on_some(request: PlanRequest, strategy: Strategy[Any], num_devices: int) -> TransformerPlan:
-    """Over so many devices: the fastest, or for stages those that suit them best. Raises ModelDoesNotFit."""
+    """The plan over `num_devices` devices: the fastest ones, or for a pipeline those that its search chooses.
+
+    Raises ModelDoesNotFit.
+    """
     if strategy.search == "stages":
         return plan_stages(request, num_devices)
     fastest = {device.device_id for device in by_capacity(request)[:num_devices]}

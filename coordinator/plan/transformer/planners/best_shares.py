@@ -1,4 +1,4 @@
-"""The proven shares of a tensor-parallel strategy, or Galaxy's where the simulator finds those faster. Pure."""
+"""The proven best shares of a tensor-parallel strategy, or Galaxy's shares if the simulator finds them faster. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hearth.plan.transformer import ShareStrategy
 
 
 def plan_shares(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
-    """Raises ModelDoesNotFit."""
+    """The faster of the exact and the Galaxy plan, as simulated. Raises ModelDoesNotFit."""
     request = in_ring(request)
     plans = [plan_exact(request, strategy)]
-    with suppress(ModelDoesNotFit):  # Galaxy's balancing can miss what the integer program finds
+    with suppress(ModelDoesNotFit):  # Galaxy's balancing can miss a fit that the integer program finds
         plans.append(plan_galaxy(request, strategy))
     return min(plans, key=seconds_of)

@@ -1,14 +1,14 @@
-"""The best integer shares for Galaxy's objective (5), proven, or with a bound and the gap that is left.
+"""The best integer shares for Galaxy's objective (5), proven optimal or with a lower bound.
 
     minimise  max_d L(MHA, a_d, d) + max_d L(MLP, b_d, d)
-    over integer KV groups a_d, column grains b_d, vocabulary grains v_d, each kind summing to the model's whole,
-    so that every byte that device d will hold (coordinator.plan.transformer.cost.memory) is within its budget.
+    over integer KV groups a_d, column grains b_d, vocabulary grains v_d, each kind summing to the model's total,
+    such that all memory of device d (coordinator.plan.transformer.cost.memory) is within its budget.
 
-Of a decoder L is what the expected request takes: its prompt, and every token of the answer (shares.Work).
+For a decoder, L is the time of the expected request: its prompt, and every token of the answer (shares.Work).
 
-The two maxima are thresholds out of finite sets: the times of whole numbers of groups and grains. Without memory each
-kind is dealt out by itself, grain by grain, and that is the optimum. Where memory binds, the thresholds are walked along
-the border of what is feasible (a larger one allows a smaller other), each step a small integer program for HiGHS.
+The two maxima are thresholds from finite sets: the times of whole numbers of groups and grains. Without memory limits,
+each kind is assigned separately, grain by grain, which is optimal. Where memory binds, the search follows the border of the
+feasible pairs of thresholds (a larger one allows a smaller other one); each step is a small integer program for HiGHS.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remaind
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import ShareStrategy
 
-_MAX_PROGRAMS = 120  # along the border; a count, not a time, so that a plan repeats
-_SOLVE_SECONDS = 0.2  # one integer program; a few dozen variables take milliseconds
+_MAX_PROGRAMS = 120  # integer programs along the border; a count rather than a time, so that results repeat
+_SOLVE_SECONDS = 0.2  # time limit of one integer program; a few dozen variables take milliseconds
 
 
 class Shares(NamedTuple):
-    """Grains of each device."""
+    """The number of grains of each kind on each device."""
 
     groups: tuple[int, ...]
     columns: tuple[int, ...]
@@ -43,7 +43,7 @@ class Shares(NamedTuple):
 
 
 def plan_exact(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
-    """`hmp` (or `megatron-tp`, which shards alike) over all devices, in their order. Raises ModelDoesNotFit."""
+    """`hmp` (or `megatron-tp`, which shards in the same way) over all devices, in their order. Raises ModelDoesNotFit."""
     best = best_shares(request, strategy)
     proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
     body = body_of(request, strategy, *best.assignment)
@@ -53,7 +53,7 @@ def plan_exact(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan
 
 
 def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Shares]:
-    """Minimise objective (5), seconds of one layer; stops after a count of programs with the best so far.
+    """Minimise objective (5), the seconds of one layer. After `_MAX_PROGRAMS` programs, return the best so far.
 
     Raises ModelDoesNotFit.
     """
@@ -74,7 +74,7 @@ class _Problem:
         self._seconds = (_rising(groups), _rising(columns))
         self._thresholds = tuple(sorted({t for device in kind for t in device}) for kind in self._seconds)
         self._num = len(blocks)
-        # Weights of the output head's rows on each device; none where the vocabulary takes no time.
+        # Relative time per row of the output head on each device; empty where the vocabulary takes no time.
         head = [b.decode_seconds_per_byte for b in blocks] if request.generation else []
         self._head_seconds = [seconds / max(head) for seconds in head] if any(head) else []
 
@@ -91,12 +91,12 @@ class _Problem:
         if anything is None:
             raise ModelDoesNotFit(model=self._model, missing_bytes=self._budget.missing(*self._totals))
         best, seconds = anything, self._objective(anything)
-        # The border: as the first threshold falls from where everything is allowed, the second one rises.
+        # Follow the border: lower the first threshold from its maximum, and raise the second one as needed.
         i, j = last[0], least[1]
         proven, programs = True, 0
         while i >= least[0] and j <= last[1]:
             if self._thresholds[0][i] + self._thresholds[1][j] >= seconds:
-                i -= 1  # nothing on this side of the border can be better
+                i -= 1  # no pair with this first threshold and a larger second one can be better
                 continue
             if programs == _MAX_PROGRAMS:
                 proven = False
@@ -114,7 +114,7 @@ class _Problem:
         return Solution(best, max(seconds, bound), bound, seconds <= bound)
 
     def _balanced(self, kind: int) -> tuple[int, ...]:
-        """Memory aside: each grain to the device that is done with it first, which no other order can beat."""
+        """The optimum without memory limits: each grain goes to the device that finishes it first."""
         shares = [0] * self._num
         seconds = self._seconds[kind]
         done = [(seconds[d][1], d) for d in range(self._num)]
@@ -127,13 +127,16 @@ class _Problem:
         return tuple(shares)
 
     def _vocabulary(self) -> tuple[int, ...]:
-        """It costs bytes and hardly any time: in equal parts where there is room; by the time of a decoder's head."""
+        """Vocabulary shares without memory limits: equal parts for encoders, by the speed of the output head for decoders.
+
+        An encoder's vocabulary takes memory but hardly any time.
+        """
         weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num
         return largest_remainder(weights, self._totals[2])
 
     def _vocabulary_within(self, found: Shares) -> tuple[int, ...]:
-        """The vocabulary of feasible shares, where it takes time dealt anew: grain by grain to the device that is done
-        with it first, of those that have room beside their other shares."""
+        """The vocabulary of feasible shares, reassigned where it takes time: each grain goes to the device that finishes it
+        first, among those with room left by their other shares."""
         if not self._head_seconds:
             return found.vocabulary
         without = found._replace(vocabulary=(0,) * self._num)
@@ -141,7 +144,7 @@ class _Problem:
         shares = [0] * self._num
         for _ in range(self._totals[2]):
             free = [d for d in range(self._num) if shares[d] < room[d]]
-            if not free:  # feasible but for the solver's tolerance
+            if not free:  # feasible only within the solver's tolerance
                 return found.vocabulary
             shares[min(free, key=lambda d: ((shares[d] + 1) * self._head_seconds[d], d))] += 1
         return tuple(shares)
@@ -156,11 +159,11 @@ class _Problem:
         )
 
     def _most(self, kind: int, threshold: float) -> list[int]:
-        """The most that each device does of a kind within the threshold."""
+        """The most grains of a kind that each device finishes within the threshold (seconds)."""
         return [bisect_left(seconds, threshold * (1 + 1e-12) + 1e-15) - 1 for seconds in self._seconds[kind]]
 
     def _least_threshold(self, kind: int) -> int:
-        """Index of the least threshold that covers the whole, memory aside."""
+        """Index of the least threshold within which the devices finish all grains, without memory limits."""
         thresholds, total = self._thresholds[kind], self._totals[kind]
         return bisect_left(
             range(len(thresholds) - 1), True, key=lambda index: sum(self._most(kind, thresholds[index])) >= total
@@ -179,7 +182,7 @@ class _Problem:
         for d in range(self._num):
             row = {kind * self._num + d: self._sizes[kind] / unit for kind in range(3)}
             rows.at_most(row, self._budget.total(d) / unit)
-        # Among equals: balanced, that is most to those who are fast, which the upper bounds express.
+        # Among equals prefer balanced shares: more to fast devices, which have higher upper bounds.
         cost = [1.0 / max(most, 1) if kind < 2 else 0.0 for kind in range(3) for most in bounds[kind]]
         upper = np.array([most for kind in range(3) for most in bounds[kind]], np.float64)
         try:
@@ -191,5 +194,5 @@ class _Problem:
 
 
 def _rising(kind: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Measured curves may dip; more work never counts as less."""
+    """Make measured curves monotonic: they may dip, but more work never counts as less time."""
     return [list(accumulate(seconds, max)) for seconds in kind]

@@ -1,7 +1,7 @@
 """Galaxy's Algorithm 1, "Heterogeneity and Memory Aware Workload Planning", as published, with full memory accounting.
 
-Line numbers in comments are the paper's. Beyond the paper: shares become whole grains (largest remainder), every byte
-that a device will hold counts (`coordinator.plan.transformer.cost.memory`), and the vocabulary is split by the same balancing.
+Line numbers in comments are the paper's. Beyond the paper: shares become whole grains (largest remainder), all memory of a
+device counts (`coordinator.plan.transformer.cost.memory`), and the vocabulary is split by the same balancing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
 def balanced_partition(workload: float, capacities: Sequence[float]) -> list[float]:
-    """BalancedPartition (lines 3-9): in proportion to capacity, whatever the memory."""
+    """BalancedPartition (lines 3-9): shares in proportion to capacity, regardless of memory."""
     return [capacity / sum(capacities) * workload for capacity in capacities]
 
 
@@ -26,8 +26,8 @@ def memory_aware_balancing(
 ) -> list[float]:
     """MemoryAwareBalancing (lines 14-27): shift each device's overflow to those with room, in proportion to capacity.
 
-    `room(d)` is the largest share that device d's memory admits, of this kind, beside all else it holds. A handled
-    device leaves the list. Overflow that nobody can take stays where it is: the caller finds it over budget.
+    `room(d)` is the largest share of this kind for which device d has memory, next to everything else that it holds. A
+    handled device leaves the list. Overflow that no device can take stays where it is; the caller checks the budgets.
     """
     shares = list(shares)
     over = [d for d in devices if shares[d] > room(d)]
@@ -43,7 +43,7 @@ def memory_aware_balancing(
 
 
 def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
-    """`hmp` (or `megatron-tp`, which shards alike) over all devices, in their order. Raises ModelDoesNotFit."""
+    """`hmp` (or `megatron-tp`, which shards in the same way) over all devices, in their order. Raises ModelDoesNotFit."""
     spec, devices = request.spec, request.cluster.devices
     budget, ranks = Budget(request, strategy), range(len(devices))
     capacities = [capacity(request, device.blocks) for device in devices]
@@ -67,7 +67,7 @@ def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPla
 
 
 def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
-    """Rounding may push a device over its budget: move single grains to whoever has most room, finest kind first."""
+    """Repair budgets that rounding exceeded: move single grains to the device with most room, finest kind first."""
     while True:
         excess = [over_budget(request, body, rank) for rank in range(len(request.cluster.devices))]
         moved = next(_moves(request, body, excess), None) if max(excess) > 0 else None
@@ -77,7 +77,7 @@ def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
 
 
 def _moves(request: PlanRequest, body: TensorParallel, excess: Sequence[int]) -> Iterator[TensorParallel]:
-    """One grain from the fullest device to another that has room for it; the shorter last grain stays with the last."""
+    """Moves of one grain from the fullest device to another with room. The shorter last grain stays on the last device."""
     spec, source = request.spec, excess.index(max(excess))
     kinds = (
         ("columns", COLUMN_GRAIN, spec.ffn_size),

@@ -1,14 +1,14 @@
-"""A pipeline of layers: which devices, in which order, how many whole layers on each, and in what chunks a prompt passes.
+"""Plan a pipeline of layers: the devices and their order, the number of layers on each, and the chunk size of prompts.
 
-For one order of devices and one size of chunks, the time of the expected request is close to
+For one order of devices and one chunk size, the time of the expected request is approximately
 
     sum_r n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) + constant     over n_r >= 1 that sum to the model's layers,
 
-n_r within device r's memory. w_r is what one layer of device r adds to a prompt that passes stage after stage, and to all
-tokens of the answer; p_r is what it takes for one chunk, e_r what the device does beside it, m what the slowest link takes:
-with more chunks than one, the slowest of all is waited for again and again. Under a given bound on that maximum the sum is
-least when layers go to the least w_r first, so that the bounds that matter are tried, and the split is the best there is.
-The few best of all orders and chunks are then priced by the simulator.
+with n_r within device r's memory. For device r, w_r is the time that one layer adds to the first chunk on its way through the
+stages and to all tokens of the answer; p_r is its time for one chunk, and e_r the device's other work per chunk. m is the
+time of the slowest link per chunk. Each further chunk takes as long as the slowest of all these. For a given bound on the
+maximum, the sum is least if layers go to the devices with the least w_r first; trying all bounds that matter gives the
+optimal split. The simulator then prices the best few of all orders and chunk sizes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Pipeline
 from hearth.plan.value_formats import BYTES_PER_VALUE
 
-_CHUNKS = (1, 2, 4, 8)  # of a step
-_LEAST_CHUNK_ROWS = 16  # fewer, and a stage reads its weights too often
-_MAX_ALL_ORDERS = 4  # devices; of more, orders along a good ring
-_MAX_ALL_SUBSETS = 24
-_PRICED = 3  # of the best estimates
+_CHUNKS = (1, 2, 4, 8)  # numbers of chunks per step that are tried
+_LEAST_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
+_MAX_ALL_ORDERS = 4  # devices; with more, only orders along a good ring are tried
+_MAX_ALL_SUBSETS = 24  # subsets; if there are more, only the fastest and the largest devices are tried
+_PRICED = 3  # best estimates that are simulated
 
 
 class Split(NamedTuple):
-    """Layers of each stage, and the objective without its constant."""
+    """Layers of each stage, and the objective without its constant, in seconds."""
 
     layers: tuple[int, ...]
     seconds: float
@@ -59,7 +59,7 @@ def best_split(
 ) -> Split | None:
     """Minimise sum n_r w_r + repeats * max(m, max_r (n_r p_r + e_r)) over 1 <= n_r <= most_r that sum to `num_layers`.
 
-    `weights` are w, `chunk_weights` p, `chunk_extras` e and `least_bound` m. None: memory does not allow any.
+    `weights` are w, `chunk_weights` p, `chunk_extras` e and `least_bound` m. Returns None if no split fits in memory.
     """
     ranks = range(len(most))
     most = [min(count, num_layers - len(most) + 1) for count in most]
@@ -82,11 +82,11 @@ def best_split(
     best = filled(most)
     if repeats <= 0 or best is None:
         return best
-    linear = sum(count * weight for count, weight in zip(best.layers, weights, strict=True))  # no bound makes it less
+    linear = sum(count * weight for count, weight in zip(best.layers, weights, strict=True))  # least for any bound
     by_rank = [[n * chunk_weights[rank] + chunk_extras[rank] for n in range(1, most[rank] + 1)] for rank in ranks]
     for bound in sorted({seconds for each in by_rank for seconds in each}):
         if linear + repeats * max(bound, least_bound) >= best.seconds:
-            break  # from here on the maximum alone costs too much
+            break  # with this bound or a larger one, no split can be better
         found = filled([bisect_left(each, bound * (1 + 1e-12) + 1e-15) for each in by_rank])
         if found is not None and found.seconds < best.seconds:
             best = found
@@ -94,7 +94,7 @@ def best_split(
 
 
 def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
-    """On so many of the request's devices, those that suit it best. Raises ModelDoesNotFit."""
+    """The fastest pipeline found on `num_devices` of the request's devices. Raises ModelDoesNotFit."""
     search = _Search(request)
     found: list[_Estimate] = []
     missing: list[int] = []
@@ -111,7 +111,7 @@ def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
 
 
 class _Estimate(NamedTuple):
-    """`order` are devices by their index in the cluster; sorts by time, and equal ones the same way on every run."""
+    """A candidate with its estimated seconds. `order` are device indices in the cluster. Sorts deterministically by time."""
 
     seconds: float
     order: tuple[int, ...]
@@ -120,7 +120,7 @@ class _Estimate(NamedTuple):
 
 
 class _Search:
-    """What the objective consists of, by device and link; devices by their index in the request's cluster."""
+    """The terms of the objective, by device and link. Devices are indices in the request's cluster."""
 
     def __init__(self, request: PlanRequest) -> None:
         self._request, self._spec = request, request.spec
@@ -132,15 +132,15 @@ class _Search:
         self._steps = promise.prompt_tokens / request.seq_len if promise else 1.0
         self._tokens = promise.new_tokens if promise else 0
         self._token_layer = [token_layer_seconds(self._spec, each, request.num_cached_tokens) for each in self._blocks]
-        # Every order and every chunk size asks for these again.
+        # Cached: every order and every chunk size needs them.
         self._chunk_layer = lru_cache(None)(self._chunk_layer_seconds)
         self._hop = lru_cache(None)(self._hop_seconds)
         self._bytes = lru_cache(None)(self._stage_bytes)
 
-    # ---- what there is to choose from -----------------------------------------------------------------------------
+    # ---- candidates -------------------------------------------------------------------------------------------------
 
     def subsets(self, count: int) -> Iterator[tuple[int, ...]]:
-        """All, or of very many those of the fastest and of the largest devices."""
+        """All subsets of `count` devices; if there are too many, only the fastest and the largest devices."""
         everyone = range(len(self._devices))
         if comb(len(everyone), count) <= _MAX_ALL_SUBSETS:
             yield from combinations(everyone, count)
@@ -153,7 +153,10 @@ class _Search:
         yield from sorted(chosen)
 
     def orders(self, subset: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """The first leads, and the last hands back to it: every order, or of many devices every start on a good ring."""
+        """Orders of the stages: all of them for few devices, otherwise all rotations of a good ring.
+
+        The last stage sends its row back to the first.
+        """
         if len(subset) <= _MAX_ALL_ORDERS:
             yield from permutations(subset)
             return
@@ -163,17 +166,17 @@ class _Search:
             yield along[start:] + along[:start]
 
     def chunk_sizes(self, num_devices: int) -> list[int]:
-        """An encoder's rows see each other, and pass as a whole."""
+        """Chunk sizes in rows to try; 0 is the whole step. An encoder's rows attend to each other, so they stay together."""
         if self._request.generation is None or num_devices == 1:
             return [0]
         seq_len = self._request.seq_len
         sizes = [num_grains(num_grains(seq_len, count), ROW_GRAIN) * ROW_GRAIN for count in _CHUNKS[1:]]
         return [0, *dict.fromkeys(size for size in sizes if _LEAST_CHUNK_ROWS <= size < seq_len)]
 
-    # ---- what it takes ----------------------------------------------------------------------------------------------
+    # ---- estimates --------------------------------------------------------------------------------------------------
 
     def estimate(self, order: tuple[int, ...], chunk_rows: int) -> _Estimate | int:
-        """The best split, or how many bytes are missing."""
+        """The best split for this order and chunk size, or the number of missing bytes."""
         spec, H = self._spec, self._spec.hidden_size
         num_chunks = len(chunks_of(self._request.seq_len, chunk_rows))
         rows = chunk_rows or self._request.seq_len
@@ -210,19 +213,19 @@ class _Search:
         return Pipeline.of(self._spec, layers, self._request.seq_len, chunk_rows, self._request.limits)
 
     def _most_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
-        """How many layers each device has room for; and the bytes that all of them lack for the model, or 0."""
+        """The number of layers that each device has room for, and the bytes that all devices together lack (0: none)."""
         per_layer, first, other = self._bytes(len(order), chunk_rows)
         left = [
             self._devices[device].budget_bytes - (other if rank else first) - per_layer
             for rank, device in enumerate(order)
-        ]  # beside one layer
+        ]  # bytes left next to one layer
         most = [1 + space // per_layer if space >= 0 else 0 for space in left]
         lacking = self._spec.num_layers - sum(max(count, 1) for count in most)
         return most, sum(max(-space, 0) for space in left) + max(lacking, 0) * per_layer
 
     def _stage_bytes(self, num_devices: int, chunk_rows: int) -> tuple[int, int, int]:
-        """Of one layer, and of the first stage and of any other without one."""
-        one, two = (self._body((count,) * num_devices, chunk_rows) for count in (1, 2))  # the totals do not matter here
+        """Bytes of one layer, of the first stage without layers, and of any other stage without layers."""
+        one, two = (self._body((count,) * num_devices, chunk_rows) for count in (1, 2))  # need not sum to the model
 
         def total(body: Pipeline, rank: int) -> int:
             return memory_use(self._spec, body, rank).total
@@ -231,7 +234,7 @@ class _Search:
         return per_layer, total(one, 0) - per_layer, total(one, num_devices - 1) - per_layer
 
     def _chunk_layer_seconds(self, device: int, chunk_rows: int) -> float:
-        """One layer for one chunk: of all chunks the mean, as later ones have more before them."""
+        """Seconds of one layer for one chunk: the mean over all chunks, since later ones attend to more rows."""
         chunks = chunks_of(self._request.seq_len, chunk_rows)
         return sum(layer_seconds(self._spec, self._blocks[device], rows) for rows in chunks) / len(chunks)
 
@@ -243,7 +246,7 @@ class _Search:
 
 
 class _Hop(NamedTuple):
-    """Seconds of the sender's and the receiver's compute, of the link, and until the values are there."""
+    """Seconds of a transfer between stages: the sender's CPU, the link, the receiver's CPU, and all of it with latency."""
 
     sender: float
     moving: float

@@ -1,4 +1,4 @@
-"""Plans for strategies that share rows only: weights whole on one device (`local`), or on every device (`sp`). Pure."""
+"""Plans for strategies that split only rows: all weights on one device (`local`), or on every device (`sp`). Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
 def plan_rows(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
-    """Raises ModelDoesNotFit."""
+    """The fastest way to split the rows, as simulated. Raises ModelDoesNotFit."""
     request = in_ring(request)
     bodies = [_body(request, strategy, rows) for rows in _splits(request)]
     missing = [missing_bytes(request, body) for body in bodies]
@@ -23,10 +23,10 @@ def plan_rows(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
 
 
 def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]) -> TensorParallel:
-    """The vocabulary in equal parts.
+    """The plan with these row weights. An encoder's vocabulary is split into equal parts.
 
-    A decoder decodes with a share of the weights on every device, and caches the keys and values of it: by how fast
-    the devices read.
+    For decoding, every device uses a share of the weights and caches the keys and values of its heads; shares, including
+    the vocabulary's, are proportional to the speed at which devices read memory.
     """
     spec, num_ranks = request.spec, len(request.cluster.devices)
     everything, evenly = [1.0, *[0.0] * (num_ranks - 1)], [1.0] * num_ranks
@@ -41,7 +41,7 @@ def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]
 
 
 def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
-    """Rows in equal parts, and by speed where devices differ."""
+    """Row weights to try: equal parts, and by speed if the devices' speeds differ by more than 5 %."""
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)
     return [equal] if max(speeds) <= 1.05 * min(speeds) else [equal, tuple(speed / sum(speeds) for speed in speeds)]

@@ -1,4 +1,4 @@
-"""Where a lossy wire format buys no time: those links carry activations exactly. Pure."""
+"""Send activations exactly on links where a lossy wire format saves no time. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from hearth.plan.plan import TransformerPlan
 
-_A_HAIR = 1.005  # of the step that a more exact output may cost
-_SAME_RATE = 1.25  # links whose rates differ by less are decided together: it is the measurement that differs
-_MOST_TRIALS = 8  # each is a simulation
+_A_HAIR = 1.005  # a more exact output may cost 0.5 % of the time
+_SAME_RATE = 1.25  # links with rates within this ratio are decided together: the difference is measurement noise
+_MOST_TRIALS = 8  # sets of links tried; each is a simulation
 
 
 def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
-    """The same plan with exact activations on the fastest links, as many as the simulator says cost nothing.
+    """The same plan with exact activations on the fastest links, as many as cost no time according to the simulator.
 
-    The request's cluster must hold the plan's devices. Nothing changes where the format is exact already.
+    The request's cluster must contain the plan's devices. A plan whose format is exact already is returned as it is.
     """
     if request.wire.values == "exact" or plan.num_ranks == 1:
         return plan
@@ -37,7 +37,7 @@ def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> Transformer
 
 
 def _classes(rates: list[float]) -> list[float]:
-    """The slowest rate of each class of like rates, the fastest class first."""
+    """The slowest rate of each class of similar rates, the fastest class first."""
     least: list[float] = []
     newest = 0.0
     for rate in sorted(rates, reverse=True):

@@ -1,4 +1,4 @@
-"""A decoder's prefill in two micro-batches in flight at once, where that hides more than smaller GEMMs cost."""
+"""Split a decoder's prefill into two concurrent micro-batches, if overlap gains more than smaller GEMMs cost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from coordinator.plan.transformer.cost.predict import seconds_of
 from coordinator.plan.transformer.request import PlanRequest, on_subset, price
 from hearth.plan.plan import TransformerPlan
 
-_WORTH = 0.98  # of the time in one piece: threads that take turns cost something that the simulator does not see
+_WORTH = 0.98  # required fraction of the time without: thread switches have a cost that the simulator does not include
 
 
 def in_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
-    """The same plan with two micro-batches in flight, where that is faster under the simulator; else it itself."""
+    """The same plan with two micro-batches in flight, if the simulator finds that faster; otherwise `plan` itself."""
     body = plan.body
     if request.generation is None or plan.num_ranks == 1 or not body.may_cut_prefill:
         return plan

@@ -1,7 +1,8 @@
-"""Which weight groups of which layers every device holds whole: spare memory buys less traffic (ALGORITHMS.md section 5).
+"""Replicate weight groups of layers on all devices: use spare memory to reduce traffic.
 
-Layers are alike, so a group is replicated in as many layers as memory allows. Greedy, the best gain per byte under the
-simulator first, until nothing helps. Where computing follows rows (replicated groups), rows follow speed.
+Layers are alike, so a group is replicated in as many layers as memory allows. The search is greedy: it takes the move with
+the best simulated gain per byte first, until no move helps. A replicated group computes on the rank's own rows, so rows
+may then be split by speed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from coordinator.plan.transformer.shares import row_capacity
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
 
-_WORTH = 0.995  # a replicated group must save at least this much: equal plans keep to the smaller memory
+_WORTH = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
 _MOVES: tuple[dict[str, str], ...] = (
     {"mlp": "replicated"},
     {"qkv": "replicated", "out": "replicated"},
@@ -28,7 +29,7 @@ _MOVES: tuple[dict[str, str], ...] = (
 
 
 def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
-    """The plan with the replication that the simulator finds fastest; the same plan where none helps or fits."""
+    """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits."""
     best = plan
     while request.may_replicate:
         candidates = [price(request, body, f"{plan.planner}, replicating") for body in _next(request, best.body)]
@@ -37,7 +38,7 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
             return best
         now, held = seconds_of(best), _weights(best)
         best = max(faster, key=lambda c: (now - seconds_of(c)) / max(_weights(c) - held, 1))
-        # What is fastest outright is taken where it fits as well: gain per byte matters only between those that do not.
+        # Take the fastest candidate if it fits in all layers: gain per byte matters only where memory is short.
         quickest = min(faster, key=seconds_of)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
@@ -45,7 +46,7 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
 
 
 def rough_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
-    """About what `replicate` makes of the plan, for one simulation: with all groups of as many layers as fit, or none."""
+    """Estimate of the result of `replicate` with a single simulation: replicate all groups of as many layers as fit."""
     if not request.may_replicate:
         return seconds_of(plan)
     modes = [plan.body.mode(layer) for layer in range(request.spec.num_layers)]
@@ -56,7 +57,7 @@ def rough_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
 
 
 def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
-    """Every plan with one more kind of group replicated, in as many layers as fit, for each way of splitting the rows."""
+    """Every plan with one more move of `_MOVES` in as many layers as fit, for each split of the rows."""
     num_layers = request.spec.num_layers
     modes = [body.mode(layer) for layer in range(num_layers)]
     for rows in _row_weights(request, body):
@@ -74,7 +75,7 @@ def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBo
 
 def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[float, ...]]:
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
-    # Who has no rows holds no replicated weights, and could not decode with its heads.
+    # A rank without rows holds no replicated weights, and could not decode with its heads.
     least = 1e-4 if request.spec.causal else 0.0
     by_speed = tuple(max(round(speed / sum(speeds), 4), least) for speed in speeds)
     if max(speeds) <= 1.05 * min(speeds):
@@ -86,7 +87,7 @@ def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[floa
 def _most_layers(
     request: PlanRequest, body: TransformerBody, modes: Sequence[LayerMode], moved: Sequence[LayerMode]
 ) -> int:
-    """In how many layers, from the first on, the move fits on every device. Bytes grow with each, so bisect."""
+    """The number of layers, from the first on, in which the move fits on every device. Memory grows with it: bisect."""
 
     def fits(count: int) -> bool:
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})

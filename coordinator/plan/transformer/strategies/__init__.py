@@ -1,4 +1,4 @@
-"""The strategies by name: how a Transformer may be divided, and what that costs."""
+"""The strategies by name: the ways to divide a transformer among devices, and their costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import MemoryUse
 from hearth.plan.transformer import TransformerBody
 
-# In the order in which planners try them: of equal plans the first is taken.
+# In the order in which planners try them; among equal plans, the first is taken.
 STRATEGIES: Mapping[str, Strategy[Any]] = {each.name: each for each in (LOCAL, HMP, SP, MEGATRON, PIPELINE)}
 
 
@@ -22,5 +22,5 @@ def strategy_of(body: TransformerBody) -> Strategy[Any]:
 
 
 def memory_use(spec: ModelSpec, body: TransformerBody, rank: int) -> MemoryUse:
-    """Every byte that a rank will hold."""
+    """The memory of a rank, in bytes."""
     return strategy_of(body).memory_use(spec, body, rank)

@@ -1,4 +1,4 @@
-"""What planners and the simulator know of a strategy: its tasks, its costs and its memory. Pure."""
+"""The interface of a strategy for planners and the simulator: its tasks, times and memory. Pure."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Timing = tuple[float, Mapping[Resource, float]]
 
 @dataclass(frozen=True)
 class Strategy(ABC, Generic[B]):
-    """One way to divide a Transformer. `search` names the planner that looks for its shares (see `planners`)."""
+    """One way to divide a transformer. `search` names the planner of its shares (see `planners`)."""
 
     name: transformer.Strategy
-    summary: str  # one line for people
+    summary: str  # one line for users
     search: Literal["rows", "shares", "stages"]
     whole_prompts: bool = False  # a decoder's prompt must be prefilled in one step
     # Also tried without each device in turn: the slow link may belong to a fast device.
     leaves_one_out: bool = False
     refines: tuple[Literal["replicate", "micro-batches"], ...] = ()
-    most_devices: int = 256  # that can share
+    most_devices: int = 256  # that can share a model
 
     def max_devices(self, spec: ModelSpec) -> int:
-        """The most devices that can share."""
+        """The largest number of devices that can share this model."""
         return self.most_devices
 
     @abstractmethod
@@ -48,23 +48,23 @@ class Strategy(ABC, Generic[B]):
 
     @abstractmethod
     def timing(self, layout: Layout[B]) -> Timing:
-        """One step; equal layers need not be simulated one by one."""
+        """The timing of one step; equal layers need not all be simulated."""
 
     @abstractmethod
     def decode_seconds(self, layout: Layout[B], num_tokens: float) -> float:
-        """From one token of one sequence to the next, where its KV cache holds `num_tokens`."""
+        """Seconds from one token of one sequence to the next, when the KV cache holds `num_tokens`."""
 
     @abstractmethod
     def decoding_values(self, spec: ModelSpec, body: B, limits: GenerationLimits) -> int:
-        """Values that a rank holds for the steps of a generation beside those of its own computation."""
+        """Values that a rank holds for generation steps, in addition to those of its own computation."""
 
     def memory_use(self, spec: ModelSpec, body: B, rank: int) -> MemoryUse:
-        """What a rank holds for steps of at most `body.max_step_rows` rows (S), at the worst moment of a layer.
+        """The peak memory of a rank for steps of at most `body.max_step_rows` rows (S).
 
-        Activations: the gathered input and a partial sum [S,H] each with its receive buffer, the rank's rows and their
-        residual [s,H] counted as [S,H] each (a decoder's are normalised beside the residual: one more); and the larger
-        of attention and the MLP. With `body.generation`: the KV cache of the rank's heads, logits of its share of the
-        vocabulary, `decoding_values`, and on rank 0 the candidates of all ranks.
+        Activations: the gathered input and a partial sum, each [S,H] with a receive buffer; the rank's rows and their
+        residual [s,H], counted as [S,H] each; for a decoder one more, since its pre-norm keeps the residual; and the
+        larger of attention and the MLP. With `body.generation`: the KV cache of the rank's heads, the logits of its share
+        of the vocabulary, `decoding_values`, and on rank 0 the candidates of all ranks.
         """
         limits, rows = body.generation, body.max_step_rows
         vocabulary = spans(body.vocabulary)[rank]
@@ -95,7 +95,7 @@ class Strategy(ABC, Generic[B]):
 
 
 def _runs_of_layers(spec: ModelSpec, body: TensorParallel | Pipeline, rank: int) -> list[tuple[int, int]]:
-    """Runs of layers of which a rank holds the same: the first layer and the count."""
+    """Runs of consecutive layers of which a rank holds the same part: the first layer and the count."""
     if not body.modes:
         own = body.layers_of(rank, spec.num_layers)
         return [(own.start, own.size)]

@@ -1,4 +1,4 @@
-"""Galaxy's hybrid model parallelism: tensor parallel inside attention and MLP, sequence parallel between (section III-B).
+"""Galaxy's hybrid model parallelism: tensor parallel in attention and MLP, sequence parallel in between (section III-B).
 
 With one device it is `local`; with all weights on every device it is `sp`.
 """
@@ -47,7 +47,7 @@ def _gather_qkv(ring: RingTasks) -> None:
 
 
 def reduce_out(ring: RingTasks) -> None:
-    """Attention of a tile's rows and their output projection, tile by tile."""
+    """Attention and output projection, tile by tile, with a ring ReduceScatter of the partial sums."""
     out = ring.tiled(lambda r: ring.blocks[r].out(ring.body.heads[r]))
     for rank in ring.ranks:
         core = ring.blocks[rank].core(ring.body.heads[rank]) * ring.core_scale[rank]
@@ -56,7 +56,7 @@ def reduce_out(ring: RingTasks) -> None:
 
 
 def _exchange_qkv(ring: RingTasks) -> None:
-    """Own rows are projected for each rank's heads in turn; each part leaves when it is done."""
+    """Replicated QKV: a rank projects its own rows for the heads of each rank in turn, and sends each part when done."""
     spec, heads = ring.spec, ring.body.heads
     whole = [ring.own_rows(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
     arrived = ring.exchange(
@@ -68,7 +68,8 @@ def _exchange_qkv(ring: RingTasks) -> None:
 
 
 def _exchange_out(ring: RingTasks) -> None:
-    """Our heads' outputs leave for the owners of their rows; own rows are projected part by part as they come."""
+    """Replicated output projection: a rank sends its heads' outputs to the owners of the rows, and projects its own rows
+    part by part as the outputs of other ranks' heads arrive."""
     spec, heads = ring.spec, ring.body.heads
     core = [ring.blocks[r].core(heads[r]) * ring.core_scale[r] for r in ring.ranks]
     arrived = ring.exchange(

@@ -1,4 +1,4 @@
-"""Megatron's tensor parallelism: every rank has all rows, and a ring AllReduce follows attention and MLP."""
+"""Megatron's tensor parallelism: every rank has all rows; a ring AllReduce follows attention and the MLP."""
 
 from __future__ import annotations
 

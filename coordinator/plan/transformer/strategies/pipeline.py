@@ -1,6 +1,6 @@
-"""A pipeline of layers: each device is the stage of some whole layers. Pure.
+"""Pipeline parallelism over layers: each device is a stage of some whole layers. Pure.
 
-S rows of a step, which pass the stages in chunks; H hidden. Stage r runs on the cluster's device r.
+The rows of a step pass the stages in chunks. Stage r runs on the cluster's device r.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hearth.plan.value_formats import BYTES_PER_VALUE
 
 
 def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
-    """The rows of each chunk; all of them in one where `chunk_rows` is 0."""
+    """The rows of each chunk; with `chunk_rows` 0, one chunk of all rows."""
     size = chunk_rows or seq_len
     return tuple(Span(start, min(start + size, seq_len)) for start in range(0, seq_len, size))
 
 
 def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
-    """One layer, all its heads and columns, on these rows of a sequence; a decoder's attend to the rows before them."""
+    """Seconds of one whole layer on these rows of a sequence. A decoder's rows also attend to the rows before them."""
     share = rows.size / blocks.seq_len
     heads, columns = spec.num_heads, spec.ffn_size
     gemms = blocks.qkv(heads) + blocks.out(heads) + blocks.up(columns) + blocks.down(columns)
@@ -40,10 +40,10 @@ class Stages(Strategy[Pipeline]):
         return spec.num_layers
 
     def tasks(self, layout: Layout[Pipeline]) -> list[Task]:
-        """Every stage runs the chunks in order, and hands each to the next when it is done with it.
+        """Every stage runs the chunks in order and sends each to the next stage when it is done.
 
-        A chunk begins no sooner than what is in flight allows. A decoder's last row goes back to the first stage, which
-        has the output head.
+        At most `max_steps_in_flight` chunks are in flight. A decoder's last row goes back to the first stage, which has
+        the output head.
         """
         return _StageTasks(layout).tasks
 
@@ -52,8 +52,8 @@ class Stages(Strategy[Pipeline]):
         return timeline.makespan, timeline.busy
 
     def decode_seconds(self, layout: Layout[Pipeline], num_tokens: float) -> float:
-        """From the moment when the first stage has chosen a token: its order to all, stage after stage, and its row
-        back to the first."""
+        """Seconds per token: the first stage sends the step order to all, the row passes the stages and returns to the
+        first, which applies the output head and samples."""
         spec, ranks = layout.spec, layout.ranks
         ready = decode.exchange(layout, [0.0 for _ in ranks], decode.FEW_VALUES, [0], ranks, verbatim=True)
         for rank in ranks:
@@ -64,7 +64,7 @@ class Stages(Strategy[Pipeline]):
         return ready[0] + decode.token_head_seconds(spec, layout.blocks[0])
 
     def decoding_values(self, spec: ModelSpec, body: Pipeline, limits: GenerationLimits) -> int:
-        """The rows of the steps that may be in flight."""
+        """Values of the rows of all steps that may be in flight."""
         return body.max_steps_in_flight * max(body.max_step_rows, limits.max_sequences) * spec.hidden_size
 
 
@@ -102,7 +102,7 @@ class _StageTasks:
     def _hop(
         self, phase: Phase, layer: int, chunk: int | None, ends: tuple[int, int], num_rows: int, after: int
     ) -> int:
-        """The transfer, and the work of both its ends."""
+        """Append a transfer and the CPU work at both its ends."""
         layout, (source, target) = self._layout, ends
         link, format_ = layout.links[ends], layout.formats[ends]
         values = num_rows * layout.spec.hidden_size

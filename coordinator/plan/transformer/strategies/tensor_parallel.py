@@ -1,6 +1,6 @@
-"""What all strategies that share every layer have in common: micro-batches, equal layers, decoding. Pure.
+"""The common part of all strategies that divide every layer: micro-batches, equal layers, decoding. Pure.
 
-H hidden. Ranks are the cluster's devices in order.
+H is the hidden size. Ranks are the cluster's devices in order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Work
 from hearth.plan.transformer import GenerationLimits, LayerMode, TensorParallel
 
-# Of equal layers this many are simulated; each further one takes as long as the last of them.
+# The number of equal layers that are simulated; each further one takes as long as the last of them.
 _SIMULATED_LAYERS = 2
-_LAYERS_TO_SETTLE = 4  # with micro-batches in flight
+_LAYERS_TO_SETTLE = 4  # layers until micro-batches in flight reach a steady state
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
     def step(
         self, layout: Layout[TensorParallel], modes: Sequence[LayerMode] | None = None
     ) -> tuple[list[Task], list[list[int]]]:
-        """The tasks of a step, all its micro-batches, and the tasks of each layer. `modes` stand for the plan's own when
-        fewer layers will do.
+        """The tasks of a step with all its micro-batches, and the indices of the tasks of each layer.
 
-        A later micro-batch attends when the keys and values of those before it are there.
+        `modes` replace the plan's own, to simulate fewer layers. A later micro-batch attends once the keys and values of
+        those before it have been computed.
         """
         modes = _modes(layout) if modes is None else modes
         seq_len, count = layout.body.seq_len, layout.body.micro_batches
@@ -52,7 +52,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         edges = [seq_len * index // count for index in range(count + 1)]
         tasks: list[Task] = []
         by_layer: list[list[int]] = [[] for _ in modes]
-        kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: the projections of the micro-batch before
+        kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: QKV tasks of the previous micro-batch
         for part in map(Span, edges, edges[1:]):
             of_part, layers = self._part(layout, part, modes)
             offset, keeps = len(tasks), dict[tuple[int, int], list[int]]()
@@ -72,7 +72,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
     def _part(
         self, layout: Layout[TensorParallel], part: Span, modes: Sequence[LayerMode]
     ) -> tuple[list[Task], list[tuple[int, int]]]:
-        """The tasks of some rows of the step, and the span of tasks of each layer; the last rows are sampled."""
+        """The tasks of some rows of the step, and the span of tasks of each layer. The last part includes the output head."""
         ring = RingTasks(layout, part)
         ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.repeats_rows else ring.rows)
         layers = []
@@ -86,8 +86,8 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         return ring.tasks, layers
 
     def timing(self, layout: Layout[TensorParallel]) -> Timing:
-        """Runs of equal layers are cut to a few, and what the last of them takes is added for the others: the layers of
-        a run differ only at its ends."""
+        """Simulate only a few layers of each run of equal layers, and add the time of the last one for each of the others:
+        the layers of a run differ only at its ends."""
         modes = _modes(layout)
         if layout.body.micro_batches > 1:
             return self._timing_of_micro_batches(layout, modes)
@@ -110,8 +110,8 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
 
     def _timing_of_micro_batches(self, layout: Layout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
-        """An early micro-batch runs layers ahead of a late one, so that it takes a few layers until each adds as much as
-        the one before; layers that differ are simulated whole."""
+        """With micro-batches, extrapolate from a few layers after the first ones. An early micro-batch runs layers ahead of
+        a late one, so each layer adds the same time only after a few layers. Unequal layers are all simulated."""
         shown = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= shown:
             timeline = simulate(self.step(layout, modes)[0])
@@ -124,12 +124,12 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode_seconds(self, layout: Layout[TensorParallel], num_tokens: float) -> float:
-        """From the moment when every rank has the token's word row: all layers, the output head, the candidates to rank
-        0, its order to all, and the next word row from its owner (the slowest counts) to all."""
+        """Seconds per token: all layers, the output head, the candidates to rank 0, the step order from rank 0 to all, and
+        the next word embedding row from its owner (the slowest counts) to all."""
         spec, body, ranks, H = layout.spec, layout.body, layout.ranks, layout.spec.hidden_size
 
         def after(ready: Sequence[float], num_bytes: Sequence[float], num_layers: float) -> list[float]:
-            """When each rank has read its bytes and made the calls of so many layers."""
+            """The time at which each rank has read its bytes and made the calls of `num_layers` layers."""
             return [
                 start + (blocks.decode_seconds_per_byte * read + num_layers * blocks.decode_layer_seconds)
                 for start, blocks, read in zip(ready, layout.blocks, num_bytes, strict=True)
@@ -156,7 +156,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         return max(max(decode.exchange(layout, ready, H, [owner], ranks)) for owner in owners)
 
     def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:
-        """Partial sums [B,H] of every rank."""
+        """Values of the partial sums [B,H] of every rank, for B sequences."""
         return len(body.heads) * limits.max_sequences * spec.hidden_size
 
 

@@ -504,7 +504,7 @@ def test_a_segment_that_onnxruntime_does_not_take_is_a_bad_plan(files: tuple[Seg
     made, store = files
     put = put_into(store)
     broken = made.model_copy(update={"graph": (put(b"\x07\x07\x07"),)})
-    with pytest.raises(BadPlan, match="no ONNX model"):
+    with pytest.raises(BadPlan, match="not an ONNX model"):
         load(broken, store)
     with pytest.raises(BadPlan, match="without its weight w"):
         load(made.model_copy(update={"initializers": ()}), store)
@@ -529,5 +529,5 @@ def test_a_segment_that_onnxruntime_does_not_take_is_a_bad_plan(files: tuple[Seg
             [helper.make_tensor_value_info("y", TensorProto.STRING, [3])],
         )
     )  # fmt: skip
-    with pytest.raises(BadPlan, match=r"x, a tensor\(string\) .* cannot travel"):
+    with pytest.raises(BadPlan, match=r"x, a tensor\(string\) .* cannot be sent"):
         load(SegmentFiles(graph=(put(texts.SerializeToString()),)), store, ("x",))

@@ -118,7 +118,7 @@ def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -
 
 
 def test_what_cannot_be_profiled_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadPlan, match="no ONNX model"):
+    with pytest.raises(BadPlan, match="not an ONNX model"):
         profiled(tmp_path, b"\x07\x07")
     value = helper.make_tensor_value_info
     for kind, shape, reason in (("Nonesuch", [3], "Nonesuch"), ("Relu", ["batch"], "input x")):

@@ -46,7 +46,7 @@ def test_a_tensor_with_two_makers_is_refused() -> None:
     segments = DIAMOND.body.segments
     body = DIAMOND.body.model_copy(update={"segments": (*segments, segments[1])})
     plan = DIAMOND.model_copy(update={"body": body})
-    with pytest.raises(BadPlan, match="two segments make the tensor c"):
+    with pytest.raises(BadPlan, match="two segments produce the tensor c"):
         routes_of(plan, 0)
 
 
@@ -97,7 +97,7 @@ def test_no_tensor_is_taken_twice_or_after_the_end_or_where_nobody_takes_it() ->
     assert not second.arrive(1, "d", FAR)
     second.end(5)  # given up before it came
     assert not second.arrive(5, "a", FAR)
-    with pytest.raises(BadRequest, match="is over"):
+    with pytest.raises(BadRequest, match="already started, or has ended"):
         second.open(5, FAR)
 
 

@@ -99,7 +99,7 @@ def test_a_picture_is_saved_by_its_ending(tmp_path: Path) -> None:
     drawing = drawing_of("model", ["a"], ["x", "y"], (), [0, 0], [(0, 1)])
     save_picture(tmp_path / "plan.svg", drawing)
     ElementTree.parse(tmp_path / "plan.svg")
-    with pytest.raises(BadSetting, match=r"neither in \.svg nor in \.png"):
+    with pytest.raises(BadSetting, match=r"must end in \.svg or \.png"):
         check_picture(tmp_path / "plan.pdf")
     with pytest.raises(BadSetting, match="cannot be written"):
         save_picture(tmp_path / "plan.svg" / "inside.svg", drawing)

@@ -98,11 +98,11 @@ def change_config(**changes: object) -> Callable[[Path], None]:
     ("harm", "error", "match"),
     [
         (lambda d: (d / "config.json").unlink(), BadCheckpoint, "config.json.*No such file"),
-        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "is no JSON"),
+        (lambda d: (d / "config.json").write_text("{"), BadCheckpoint, "is not JSON"),
         (lambda d: (d / "config.json").write_text("[]"), BadCheckpoint, "JSON object"),
         (change_config(hidden_size=...), BadCheckpoint, "hidden_size is missing"),
         (change_config(num_attention_heads=5), BadCheckpoint, "cannot be split among 5 heads"),
-        (change_config(num_attention_heads="x"), BadCheckpoint, "num_attention_heads: x is no whole number"),
+        (change_config(num_attention_heads="x"), BadCheckpoint, "num_attention_heads: x is not a whole number"),
         (change_config(vocab_size=-1), BadCheckpoint, "vocab_size"),
         (change_config(model_type="resnet"), UnsupportedArchitecture, "'resnet'.*Supported: bert, distilbert"),
         (change_config(hidden_act="tanh"), UnsupportedArchitecture, "tanh"),
@@ -142,7 +142,7 @@ FIRST = "embeddings.LayerNorm.bias"
         (lambda p: p.write_bytes(b""), "cannot be read"),
         (
             lambda p: p.write_bytes((1 << 60).to_bytes(8, "little") + bytes(50)),
-            "cut short, or is no safetensors",
+            "cut short, or is not a safetensors",
         ),
         (lambda p: p.write_bytes((4).to_bytes(8, "little") + b"nope"), "header cannot be read"),
         (lambda p: rewrite_header(p, lambda h: h[FIRST].update(shape=[7])), f"{FIRST} has"),
@@ -230,7 +230,7 @@ def test_a_decoders_truncated_file_is_named(num_files: int, tmp_path: Path) -> N
         ("{", "index cannot be read"),
         ('{"weight_map": {"a": "../../secret.safetensors"}}', "outside its directory"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "no such file"),
-        ('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}', "promises the tensor absent"),
+        ('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}', "lacks the tensor absent"),
     ],
 )
 def test_bad_indexes_are_named(index: str, match: str, tmp_path: Path) -> None:

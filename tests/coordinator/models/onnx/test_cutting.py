@@ -156,9 +156,9 @@ def test_a_tensor_is_named_once_however_many_operators_take_it() -> None:
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        ([[0, 2], [1]], r"in a circle: segment 0 .* needs op1 of segment 1, segment 1 \(rank 1\) needs op0 of segment 0"),
-        ([[0], [1]], r"operator 2 \(op2\) stands in no segment"),
-        ([[0, 1], [1, 2]], r"operator 1 \(op1\) stands in two segments"),
+        ([[0, 2], [1]], r"in a cycle: segment 0 .* needs op1 of segment 1, segment 1 \(rank 1\) needs op0 of segment 0"),
+        ([[0], [1]], r"operator 2 \(op2\) is in no segment"),
+        ([[0, 1], [1, 2]], r"operator 1 \(op1\) is in two segments"),
         ([[0, 1, 2], []], "segment 1 is empty"),
         ([[0, 1], [2, 3]], "operator 3 does not exist"),
     ],
@@ -181,7 +181,7 @@ def test_every_operator_needs_a_device(assignment: list[int]) -> None:
     [
         ({"inputs": ()}, "segment 1 lacks op0"),
         ({"outputs": ("op1", "op2")}, "segment 1 gives op2"),
-        ({"operators": (2,)}, "stands in two segments"),
+        ({"operators": (2,)}, "is in two segments"),
         ({"operators": (1, 99)}, "operator 99 does not exist"),
         ({"inputs": ("op0", "elsewhere")}, "segment 1 takes elsewhere"),
     ],

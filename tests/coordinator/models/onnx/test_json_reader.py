@@ -53,7 +53,7 @@ def test_a_graph_is_read_as_it_stands(tmp_path: Path) -> None:
         (lambda graph: graph["nodes"][1].update(name="layer0"), "same name"),
         (lambda graph: graph["edges"].append([3, 1]), r"\[3, 1\] does not go"),
         (lambda graph: graph["edges"].append([0, 9]), r"\[0, 9\] does not go"),
-        (lambda graph: graph["edges"].append([0, 1]), r"\[0, 1\] stands in it twice"),
+        (lambda graph: graph["edges"].append([0, 1]), r"\[0, 1\] appears twice"),
         (lambda graph: graph.update(nodes=[]), "nodes"),
     ],
 )

@@ -161,7 +161,7 @@ def test_an_open_dimension_without_a_value_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "reason"),
     [
-        ({"bach": 1}, "--dim bach=1.*leaves open only batch, x.0, x.1"),
+        ({"bach": 1}, "--dim bach=1.*leaves open: only batch, x.0, x.1"),
         ({"batch": 0, "x.1": 1}, "--dim batch=0.*at least 1"),
         ({"x.2": 64}, "--dim x.2=64"),
     ],
@@ -200,10 +200,10 @@ def unlike_branches() -> list[onnx.NodeProto]:
     [
         ([node("Fancy", "x", "y", domain="our.domain")], "our.domain.Fancy", "y", "domain 'our.domain'"),
         ([node("Fancy", "x", "y")], "Fancy", "y", "version 17 of the standard operators"),
-        ([node("Fancy", "x", "y", domain="com.microsoft")], "com.microsoft.Fancy", "y", "output y is known only when"),
-        ([node("NonZero", "x", "i"), node("Neg", "i", "y")], "NonZero", "i", "output i is known only when"),
-        ([node("SplitToSequence", "x", "y")], "SplitToSequence", "y", "no tensor"),
-        (dynamic_loop(), "Loop", "y", "how often it runs"),
+        ([node("Fancy", "x", "y", domain="com.microsoft")], "com.microsoft.Fancy", "y", "output y is known only at run time"),
+        ([node("NonZero", "x", "i"), node("Neg", "i", "y")], "NonZero", "i", "output i is known only at run time"),
+        ([node("SplitToSequence", "x", "y")], "SplitToSequence", "y", "not a tensor"),
+        (dynamic_loop(), "Loop", "y", "number of its iterations"),
         (unlike_branches(), "If", "y", "branches give different shapes"),
     ],
 )  # fmt: skip
@@ -228,14 +228,14 @@ def test_an_unknown_shape_may_stand_in_the_file(tmp_path: Path) -> None:
     [
         (
             graph([node("Add", "x missing", "y")], X, Y),
-            "the Add node 'y' takes the tensor missing, which nothing makes",
+            "the Add node 'y' uses the tensor missing, which no node produces",
         ),
-        (graph([node("Add", "x b", "a"), node("Exp", "a", "b")], X, [value("b", None)]), "in a circle"),
-        (graph([node("Exp", "x", "y"), node("Abs", "x", "y")], X, Y), "two of its nodes make the tensor y"),
-        (graph([node("Exp", "x", "a")], X, Y), "nothing makes its output y"),
+        (graph([node("Add", "x b", "a"), node("Exp", "a", "b")], X, [value("b", None)]), "in a cycle"),
+        (graph([node("Exp", "x", "y"), node("Abs", "x", "y")], X, Y), "two of its nodes produce the tensor y"),
+        (graph([node("Exp", "x", "a")], X, Y), "no node produces its output y"),
         (graph([node("Exp", "x", "y")], X, []), "no outputs"),
         (graph([node("MatMul", "x w", "y")], X, Y, [weight("w", 3, 3)]), "the MatMul node 'y' does not fit"),
-        (graph([node("Exp", "x", "y")], [value("x", [2], TensorProto.STRING)], Y), "input x is no tensor of numbers"),
+        (graph([node("Exp", "x", "y")], [value("x", [2], TensorProto.STRING)], Y), "x is not a tensor of numbers"),
         (graph([node("Exp", "x", "y")], [value("x", None)], Y), "how many axes its input x has"),
         (graph([node("Exp", "x", "y")], X, Y, [weight("w", 3), weight("w", 3)]), "same name"),
         (graph([node("If", "x", "y")], X, Y), "the If node 'y' is not complete"),
@@ -288,7 +288,7 @@ def point_at(location: str, length: int = 32768) -> Callable[[Path], None]:
     ("damage", "reason"),
     [
         (lambda path: path.with_name("weights.bin").unlink(), r"its weights in weights\.bin are missing"),
-        (cut_weights, r"the weight \w is not all there: weights\.bin was cut short"),
+        (cut_weights, r"the weight \w is incomplete: weights\.bin was cut short"),
         (point_at("../inside.onnx"), r"the weight w lies outside of the model's folder, at \.\./inside\.onnx"),
         (point_at("/etc/hostname"), "outside of the model's folder"),
         (point_at("weights.bin", 1000), "the weight w has 1000 bytes, its type and shape need 32768"),

@@ -226,7 +226,7 @@ def test_what_no_message_has_room_for_is_not_sent() -> None:
     cluster = cluster_of(spec, [1.0, 1.0], 1e15, 1 << 40, process_bytes=1)
     planned = plan_graph(GraphRequest(spec, cluster, "throughput"), time.monotonic)
     assert planned.chosen.num_devices == 1
-    assert any("more than a message takes" in each.reason for each in planned.candidates)
+    assert any("exceed the size limit of a message" in each.reason for each in planned.candidates)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
         ({"devices": [{"name": "a", "memory": 1, "flops": 3}]}, "devices.0.flops"),
         ({"devices": [{"name": "a", "memory": "much", "flops_per_second": 3}]}, "memory of a"),
         ({"devices": [{"name": "a", "memory": 1}]}, "a needs flops_per_second, or operator_seconds for op0"),
-        ({"devices": [{"name": "a", "memory": 1, "operator_seconds": {"conv": 1}}]}, "conv, which is no operator"),
+        ({"devices": [{"name": "a", "memory": 1, "operator_seconds": {"conv": 1}}]}, "conv, which is not an operator"),
         ({"devices": [{"name": "a", "memory": 1, "flops_per_second": 1}] * 2}, "names a device twice"),
     ],
 )
@@ -332,7 +332,7 @@ def test_a_cluster_that_is_none_is_told_with_its_place(tmp_path: Path, change: d
     with pytest.raises(BadSetting, match=reason):
         read_cluster(path, chain(1, [1]))
     path.write_text("{")
-    with pytest.raises(BadSetting, match="is no JSON"):
+    with pytest.raises(BadSetting, match="is not JSON"):
         read_cluster(path, chain(1, [1]))
 
 

@@ -271,7 +271,7 @@ def test_what_cannot_fit_names_how_much_is_missing() -> None:
 def test_auto_says_one_device_is_faster_on_a_slow_link() -> None:
     plan = plan_for(request([1.0, 1.0, 1.0], mbit=5))
     assert plan.body.strategy == "local"
-    assert all(other.reason == "the same" or "slower" in other.reason for other in plan.alternatives)
+    assert all(other.reason == "equally fast" or "slower" in other.reason for other in plan.alternatives)
 
 
 def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> None:

@@ -341,16 +341,19 @@ def _instance(time: Sequence[float] = (1, 2), edge: Sequence[object] = (0, 1, 0,
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "no JSON"),
-        ("[]", "no placement instance"),
+        ("{", "is not JSON"),
+        ("[]", "not a placement instance"),
         ('{"name": "x"}', "'devices' is missing"),
-        (json.dumps({"name": "x", "devices": [{"name": "a", "mem": 1}], "nodes": [], "edges": []}), "an operator"),
+        (
+            json.dumps({"name": "x", "devices": [{"name": "a", "mem": 1}], "nodes": [], "edges": []}),
+            "one operator and one device",
+        ),
         (_instance(time=[1, 2, 3]), "2 operators on 2 devices need 2 x 2 times"),
         (_instance(time=[1, -2]), "a time is negative"),
         (_instance(edge=[1, 0, 0, None]), "the edge 1 -> 0 is not in topological order"),
         (_instance(edge=[0, 2, 0, None]), "the edge 0 -> 2 is not in topological order"),
         (_instance(edge=[0, 1, 0, [0, 1, 1]]), "has 3 times for 2 devices"),
-        (_instance(edge=[0, 1, 0, [1, 1, 1, 0]]), "takes time where both its ends are on one device"),
+        (_instance(edge=[0, 1, 0, [1, 1, 1, 0]]), "takes time although both its ends are on one device"),
     ],
 )
 def test_a_file_that_is_no_instance_is_told(tmp_path: Path, text: str, word: str) -> None:
