@@ -89,14 +89,14 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
     ) -> Result:
         """As `embed`, but also returns the latency and, with `trace`, each device's timeline."""
-        request = wire.Embed(texts=tuple(texts), **_once(timeout_seconds), trace=trace)
+        request = answers.valid(wire.Embed, texts=tuple(texts), **_once(timeout_seconds), trace=trace)
         return await self._vectors(request, (), timeout_seconds)
 
     async def hidden_states(
         self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
     ) -> np.ndarray[Any, Any]:
         """Return the last hidden states [T,H], float32, of one sequence of T token ids."""
-        request = wire.GetHiddenStates(**_once(timeout_seconds))
+        request = answers.valid(wire.GetHiddenStates, **_once(timeout_seconds))
         return (await self._vectors(request, answers.token_frames(token_ids), timeout_seconds)).vectors
 
     def generate(

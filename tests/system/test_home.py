@@ -113,6 +113,8 @@ def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> No
             home.hidden_states([3000])
         with pytest.raises(BadRequest):
             home.hidden_states([])
+        with pytest.raises(BadRequest, match="texts"):
+            home.embed([])
         with pytest.raises(BadRequest, match="tokenizer"):
             home.embed(["this model has no tokenizer"])
         assert home.hidden_states(TOKENS).shape == (40, 96)
