@@ -519,7 +519,7 @@ def shown(plan: TransformerPlan) -> str:
 
 def test_tables_show_the_cache_the_rate_and_the_promise() -> None:
     text = shown(plan_for(request([1.0, 1.0], 10_000)))
-    for expected in ("cache", "256 MiB", "tokens/s", "8192 tokens, for 4 sequences of 2048 at once", "128 of answer"):
+    for expected in ("cache", "256 MiB", "tokens/s", "8192 tokens: 4 concurrent sequences of 2048", "128 of answer"):
         assert expected in text
     assert "cache" not in shown(make_plan(BERT_LARGE, "hmp", (1, 1)))
 
@@ -557,6 +557,6 @@ def test_a_decoder_is_planned_offline_on_80_columns(tmp_path: Path, monkeypatch:
         assert result.exit_code == 0, result.output
         assert max(map(len, result.output.splitlines())) <= 80
         assert "tokens/s" in result.output
-    assert "16 tokens, for 2 sequences of 8 at once" in result.output
+    assert "16 tokens: 2 concurrent sequences of 8" in result.output
     assert "--context cannot be used" in run("--context", "9999").output
     assert "has no decode speed" in run(profile="encoders.json").output
