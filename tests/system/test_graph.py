@@ -178,5 +178,5 @@ def test_after_a_power_cut_the_graph_is_served_again_with_its_plan(model: Path, 
         assert again is not None
         assert again.epoch > plan.epoch
         assert again.body.segments == plan.body.segments
-        pushed = re.findall(r"pushed ([\d.]+ \w+) of weights", house.log("coordinator"))
+        pushed = re.findall(r"sent ([\d.]+ \w+) of weights", house.log("coordinator"))
         assert pushed[-1] == "0 B"  # everything was in the stores
