@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -86,14 +87,21 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("slow"), config)
 
 
+@contextmanager
+def home_of_two(folder: Path, model_dir: Path, known: Path, strategy: str) -> Iterator[TestHome]:
+    """Two agents, and a coordinator that serves by `strategy`."""
+    with TestHome(folder, model_dir, known) as home:
+        home.start_agent("a")
+        home.start_agent("b")
+        home.start_coordinator("--strategy", strategy, "--min-devices", "2")
+        home.ready().close()
+        yield home
+
+
 @pytest.fixture(scope="module")
 def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that serve by hmp, for tests that break nothing."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, known) as home:
-        home.start_agent("a")
-        home.start_agent("b")
-        home.start_coordinator("--strategy", "hmp", "--min-devices", "2")
-        home.ready().close()
+    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, known, "hmp") as home:
         yield home
 
 
@@ -289,11 +297,7 @@ def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
 @pytest.fixture(scope="module")
 def twins(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that both hold all weights."""
-    with TestHome(tmp_path_factory.mktemp("twins"), model_dir, known) as home:
-        home.start_agent("a")
-        home.start_agent("b")
-        home.start_coordinator("--strategy", "sp", "--min-devices", "2")
-        home.ready().close()
+    with home_of_two(tmp_path_factory.mktemp("twins"), model_dir, known, "sp") as home:
         yield home
 
 
