@@ -7,7 +7,7 @@ import pytest
 from hearth.files import write_atomically
 
 
-def test_a_file_is_replaced_as_a_whole_and_may_be_private(tmp_path: Path) -> None:
+def test_atomic_write_replaces_the_file_and_sets_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "state.json"
     write_atomically(path, "old")
     write_atomically(path, memoryview(b"new"), private=True)
@@ -16,7 +16,7 @@ def test_a_file_is_replaced_as_a_whole_and_may_be_private(tmp_path: Path) -> Non
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file_only(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     with pytest.raises(OSError, match="state"):
         write_atomically(tmp_path / "state", "a folder is in its place")

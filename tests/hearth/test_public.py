@@ -1,4 +1,4 @@
-"""What importing costs, and the public names."""
+"""Import cost of the package, and its public names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import pytest
         ("import coordinator.cli.app", ("torch", "onnxruntime", "transformers")),
     ],
 )
-def test_importing_loads_nothing_heavy(statement: str, forbidden: tuple[str, ...]) -> None:
+def test_imports_load_no_heavy_libraries(statement: str, forbidden: tuple[str, ...]) -> None:
     pytest.importorskip("psutil")
     code = f"{statement}\nimport sys\nprint([name for name in {forbidden!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_public_names_are_these() -> None:
+def test_public_names() -> None:
     import hearth
 
     assert sorted(hearth.__all__) == [
@@ -42,14 +42,14 @@ def test_the_public_names_are_these() -> None:
         _ = hearth.nonsense
 
 
-def test_both_faces_of_the_client_have_the_same_calls() -> None:
+def test_sync_and_async_clients_have_equal_signatures() -> None:
     from hearth import AsyncHome, Home
 
     calls = {name: call for name, call in vars(AsyncHome).items() if name[0] != "_" and name not in ("open", "close")}
     assert len(calls) > 12
     for name, call in calls.items():
-        waiting = getattr(Home, name)
-        assert inspect.signature(waiting).parameters == inspect.signature(call).parameters, name
-        assert not inspect.iscoroutinefunction(waiting), name
-        assert inspect.getdoc(waiting), name
+        synchronous = getattr(Home, name)
+        assert inspect.signature(synchronous).parameters == inspect.signature(call).parameters, name
+        assert not inspect.iscoroutinefunction(synchronous), name
+        assert inspect.getdoc(synchronous), name
     assert "`for token in home.generate" in str(inspect.getdoc(Home.generate))

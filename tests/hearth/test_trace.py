@@ -1,4 +1,4 @@
-"""Timelines from traces."""
+"""Timelines from traces: transfers, overlap, labels and a common clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def received(end: float) -> TraceEvent:
     return event("receive", end, end, Phase.GATHER_MLP, 0)
 
 
-def test_transfers_are_drawn_from_send_to_arrival_and_their_overlap_is_counted() -> None:
+def test_transfers_span_send_to_arrival_and_overlap_is_summed() -> None:
     traces = [
         DeviceTrace(device="a", rank=0, events=(sent(1.0),)),
         DeviceTrace(device="b", rank=1, events=(received(3.0), event("compute", 2.0, 5.0))),
@@ -40,7 +40,7 @@ def test_transfers_are_drawn_from_send_to_arrival_and_their_overlap_is_counted()
     }
 
 
-def test_chunks_of_a_tile_and_steps_of_a_request_are_paired_in_order() -> None:
+def test_chunks_and_steps_are_paired_in_order() -> None:
     """Two chunks of one step, then one of the next; both devices have the same name."""
     traces = [
         DeviceTrace(device="x", rank=0, events=(sent(1.0), sent(1.5))),
@@ -72,11 +72,11 @@ def test_labels(fields: dict[str, Any], text: str) -> None:
     assert label(TraceEvent(**{"lane": "compute", "start_seconds": 0.0, "end_seconds": 0.0, **fields})) == text
 
 
-def test_clocks_are_brought_together_from_the_round_trip() -> None:
+def test_clock_offset_is_half_the_round_trip() -> None:
     done = RunDone(
         names=("hidden",), began_seconds=100.0, ended_seconds=102.0, compute_seconds=(1.5,), wire=WireStats(),
         dropped_messages=0,
         trace=(event("compute", 101.0, 101.5),),
     )  # fmt: skip
-    (shifted,) = shift_to_common_clock(done, sent_seconds=5.0, answered_seconds=8.0)  # half a second each way
+    (shifted,) = shift_to_common_clock(done, sent_seconds=5.0, answered_seconds=8.0)  # 0.5 s for each direction
     assert (shifted.start_seconds, shifted.end_seconds) == (6.5, 7.0)

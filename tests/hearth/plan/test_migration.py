@@ -26,7 +26,7 @@ _OF_PIPELINES = {"heads", "columns", "row_weights", "vocabulary", "layers", "chu
 
 
 @pytest.mark.parametrize("name", PLANS_V1)
-def test_a_plan_of_version_1_keeps_its_content(name: str) -> None:
+def test_v1_plan_keeps_its_content(name: str) -> None:
     old = PLANS_V1[name]
     plan = plan_from_json(json.dumps(old))
     new = plan.model_dump(mode="json")
@@ -37,7 +37,7 @@ def test_a_plan_of_version_1_keeps_its_content(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS_V1 if not name.startswith("graph")])
-def test_a_transformer_plan_of_version_1_divides_the_model_as_before(name: str) -> None:
+def test_v1_transformer_plan_keeps_its_shares(name: str) -> None:
     old = PLANS_V1[name]
     new = plan_from_json(json.dumps(old), TransformerPlan).model_dump(mode="json")
     body = new["body"]
@@ -56,7 +56,7 @@ def test_a_transformer_plan_of_version_1_divides_the_model_as_before(name: str) 
 
 
 @pytest.mark.parametrize("name", ["graph latency", "graph throughput"])
-def test_a_graph_plan_of_version_1_cuts_the_graph_as_before(name: str) -> None:
+def test_v1_graph_plan_keeps_its_segments(name: str) -> None:
     old = PLANS_V1[name]
     new = plan_from_json(json.dumps(old), GraphPlan).model_dump(mode="json")
     assert new["model"] == {
@@ -67,7 +67,7 @@ def test_a_graph_plan_of_version_1_cuts_the_graph_as_before(name: str) -> None:
     assert predicted == old["predicted"]
 
 
-def test_every_strategy_and_both_kinds_are_among_the_examples() -> None:
+def test_examples_cover_every_strategy_and_kind() -> None:
     strategies = {plan["body"]["strategy"] for plan in PLANS_V1.values() if "body" in plan}
     assert strategies == {"local", "megatron-tp", "sp", "hmp", "pipeline"}
     assert {plan["objective"] for plan in PLANS_V1.values() if plan.get("kind") == "graph"} == {"latency", "throughput"}
@@ -84,12 +84,12 @@ def test_every_strategy_and_both_kinds_are_among_the_examples() -> None:
         ({"predicted": []}, "predicted"),
     ],
 )
-def test_a_damaged_plan_of_version_1_is_one_clear_error(damage: dict[str, Any], match: str) -> None:
+def test_damaged_v1_plan_is_one_error(damage: dict[str, Any], match: str) -> None:
     with pytest.raises(BadPlan, match=match):
         plan_from_json(json.dumps({**PLANS_V1["hmp"], **damage}))
 
 
-def test_a_plan_of_the_other_kind_is_refused() -> None:
+def test_plan_of_the_other_kind_is_rejected() -> None:
     with pytest.raises(BadPlan):
         plan_from_json(json.dumps(PLANS_V1["hmp"]), GraphPlan)
     with pytest.raises(BadPlan):

@@ -14,7 +14,7 @@ from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import LatencyCurve
 
 
-def test_plans_survive_json() -> None:
+def test_plans_round_trip_through_json() -> None:
     plan = make_plan(BERT_LARGE, "hmp", (3, 1, 2))
     assert plan_from_json(plan.model_dump_json()) == plan
 
@@ -30,7 +30,7 @@ def test_plans_survive_json() -> None:
         ({"strategy": "magic"}, "strategy"),
     ],
 )
-def test_a_plan_that_was_edited_wrongly_says_where(change: dict, match: str) -> None:
+def test_invalid_plan_error_names_the_field(change: dict, match: str) -> None:
     data = json.loads(make_plan(BERT_LARGE, "hmp", (1, 1, 0)).model_dump_json())
     data["body"].update(change)
     with pytest.raises(BadPlan, match=match):
@@ -40,7 +40,7 @@ def test_a_plan_that_was_edited_wrongly_says_where(change: dict, match: str) -> 
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=6), st.floats(0, 3000))
-def test_latency_curves_pass_through_their_points_and_never_below_zero(seconds: list[float], size: float) -> None:
+def test_latency_curve_interpolates_and_is_never_negative(seconds: list[float], size: float) -> None:
     sizes = tuple(range(64, 64 * (len(seconds) + 1), 64))
     curve = LatencyCurve(sizes=sizes, seconds=tuple(seconds))
     assert [curve(s) for s in sizes] == pytest.approx(seconds)

@@ -8,7 +8,7 @@ RINGS = range(1, 9)
 
 
 @pytest.mark.parametrize("num_ranks", RINGS)
-def test_all_gather_brings_every_tile_to_every_rank(num_ranks: int) -> None:
+def test_all_gather_delivers_every_tile_to_every_rank(num_ranks: int) -> None:
     held = [{rank} for rank in range(num_ranks)]
     schedules = [ring_all_gather(num_ranks, rank) for rank in range(num_ranks)]
     for t in range(num_ranks):
@@ -28,7 +28,7 @@ def test_all_gather_brings_every_tile_to_every_rank(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", RINGS)
 def test_reduce_scatter_sums_each_tile_over_all_ranks_once(num_ranks: int) -> None:
-    carried: dict[tuple[int, int], set[int]] = {}  # (receiver, tile): whose partial sums are in it
+    carried: dict[tuple[int, int], set[int]] = {}  # (receiver, tile): the ranks whose partial sums it holds
     for t in range(num_ranks):
         sent = {}
         for rank in range(num_ranks):
@@ -47,7 +47,7 @@ def test_reduce_scatter_sums_each_tile_over_all_ranks_once(num_ranks: int) -> No
 
 
 @pytest.mark.parametrize("num_ranks", RINGS)
-def test_forwarding_ends_before_the_owner(num_ranks: int) -> None:
+def test_forwarding_stops_before_the_owner(num_ranks: int) -> None:
     for tile in range(num_ranks):
         visited, rank = [tile], forwards_to(num_ranks, tile, tile)
         while rank is not None:

@@ -12,8 +12,8 @@ from hearth.plan.rotary import Frequencies, RotarySpec, frequencies, read_rotary
 SCALED = ["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
-def of_transformers(settings: dict[str, Any], head_dim: int, max_positions: int, length: int) -> Frequencies:
-    """What transformers computes from `rope_parameters`."""
+def transformers_frequencies(settings: dict[str, Any], head_dim: int, max_positions: int, length: int) -> Frequencies:
+    """RoPE frequencies of transformers for these `rope_parameters`."""
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -34,14 +34,14 @@ def of_transformers(settings: dict[str, Any], head_dim: int, max_positions: int,
 
 
 def assert_same(found: Frequencies, expected: Frequencies) -> None:
-    # transformers computes in float32, and the ramps of yarn and llama3 magnify its rounding.
+    # transformers computes in float32, and the ramps of yarn and llama3 amplify its rounding.
     assert found.inverse == pytest.approx(expected.inverse, rel=3e-4)
     assert found.scale == pytest.approx(expected.scale, rel=1e-6)
 
 
 @st.composite
 def rope_parameters(draw: st.DrawFn, kind: str) -> tuple[dict[str, Any], int, int]:
-    """`rope_parameters` of a kind, head_dim and max_positions."""
+    """Draw `rope_parameters` of this kind, head_dim and max_positions."""
     head_dim = 4 * draw(st.integers(2, 32))
     original = draw(st.integers(64, 8192))
     max_positions = draw(st.integers(original, 4 * original))
@@ -76,11 +76,11 @@ def rope_parameters(draw: st.DrawFn, kind: str) -> tuple[dict[str, Any], int, in
 
 @pytest.mark.parametrize("kind", ["default", *SCALED])
 @given(st.data(), st.integers(1, 40_000))
-def test_frequencies_are_those_of_transformers(kind: str, data: st.DataObject, length: int) -> None:
+def test_frequencies_equal_transformers(kind: str, data: st.DataObject, length: int) -> None:
     settings, head_dim, max_positions = data.draw(rope_parameters(kind))
     spec = read_rotary({"rope_parameters": settings}, head_dim, max_positions)
     found = frequencies(spec, head_dim, max_positions, length)
-    assert_same(found, of_transformers(settings, head_dim, max_positions, length))
+    assert_same(found, transformers_frequencies(settings, head_dim, max_positions, length))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_frequencies_are_those_of_transformers(kind: str, data: st.DataObject, l
         }}, 128),  # Llama 3.1
         ({"rope_theta": 1e6, "rope_scaling": {
             "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
-        }}, 128),  # Qwen 2.5, as its model card has it for long texts
+        }}, 128),  # Qwen 2.5, with the long-context settings of its model card
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, 64),
         ({"rope_theta": 1e6, "rope_scaling": None}, 64),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 64),
         ({}, 64),
     ],
 )  # fmt: skip
-def test_older_spellings_are_read_as_transformers_reads_them(config: dict[str, Any], head_dim: int) -> None:
+def test_legacy_config_formats_equal_transformers(config: dict[str, Any], head_dim: int) -> None:
     spec = read_rotary(config, head_dim, 131072)
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from transformers import LlamaConfig
@@ -113,11 +113,11 @@ def test_older_spellings_are_read_as_transformers_reads_them(config: dict[str, A
     for length in (1, 131073):
         assert_same(
             frequencies(spec, head_dim, 131072, length),
-            of_transformers(known.rope_parameters, head_dim, 131072, length),
+            transformers_frequencies(known.rope_parameters, head_dim, 131072, length),
         )
 
 
-def test_what_stands_beside_the_scaling_is_read() -> None:
+def test_settings_beside_rope_scaling_are_read() -> None:
     spec = read_rotary(
         {"rope_theta": 7e4, "original_max_position_embeddings": 32, "rope_scaling": {
             "type": "longrope", "short_factor": [1, 1], "long_factor": [2, 4],
@@ -143,7 +143,7 @@ def test_what_stands_beside_the_scaling_is_read() -> None:
         ("default", "not a JSON object"),
     ],
 )  # fmt: skip
-def test_broken_parameters_are_named(settings: Any, match: str) -> None:
+def test_invalid_parameters_are_named(settings: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         read_rotary({"rope_parameters": settings}, 8, 64)
 

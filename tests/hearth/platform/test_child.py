@@ -1,4 +1,4 @@
-"""Children are real processes of this interpreter: their modules are written by the tests."""
+"""Child processes: input, output, exit codes, time limits and cancellation. Each test writes the module it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hearth.platform.child import Ended, run_module
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The source of the module `short_lived`; empty at first."""
+    """Path of the source of module `short_lived`; the file does not exist yet."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     return tmp_path / "short_lived.py"
 
@@ -23,14 +23,14 @@ def run(seconds: float = 60.0, **options: object) -> Ended:
     return asyncio.run(run_module("short_lived", b"1 2 3\n", seconds, **options))  # type: ignore[arg-type]
 
 
-def test_it_gets_its_input_and_its_output_and_lines_come_back(module: Path) -> None:
+def test_input_output_and_log_lines_are_passed(module: Path) -> None:
     module.write_text("import sys; print(sum(map(int, input().split()))); print('one\\ntwo', file=sys.stderr)")
     heard: list[str] = []
     assert run(listen=heard.append) == Ended(b"6\n", 0, ("one", "two"))
     assert heard == ["one", "two"]
 
 
-def test_how_it_ended_is_told(module: Path) -> None:
+def test_exit_code_signal_and_last_lines_are_reported(module: Path) -> None:
     module.write_text("raise SystemExit(3)")
     assert (run().code, run().cause) == (3, "exited with code 3")
     module.write_text("import os; os.kill(os.getpid(), 9)")
@@ -40,7 +40,7 @@ def test_how_it_ended_is_told(module: Path) -> None:
     assert (ended.code, ended.last_lines[-1]) == (1, "ValueError: no input")
 
 
-def test_one_that_is_late_or_cancelled_is_gone(module: Path) -> None:
+def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
     module.write_text("import time; time.sleep(600)")
     with pytest.raises(asyncio.TimeoutError):
         run(seconds=0.2)

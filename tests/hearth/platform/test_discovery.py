@@ -20,7 +20,7 @@ from hearth.platform.discovery import (
 from hearth.protocol import PROTOCOL_VERSION
 
 
-def test_static_peers_by_table() -> None:
+def test_static_peers_table() -> None:
     assert parse_static_peers("a, b:1234,[fe80::1]:5,[::1]") == (
         ("a", 47800),
         ("b", 1234),
@@ -33,7 +33,7 @@ def test_static_peers_by_table() -> None:
             parse_static_peers(nonsense)
 
 
-def test_services_are_found_over_mdns_and_show_nothing_more_than_they_must() -> None:
+def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
     async def scenario() -> None:
         found: asyncio.Queue[Found] = asyncio.Queue()
         browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
@@ -44,7 +44,7 @@ def test_services_are_found_over_mdns_and_show_nothing_more_than_they_must() -> 
                 advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", ["127.0.0.1"]),
             ):
                 first = await asyncio.wait_for(found.get(), 20)
-                while first.id != "1234abcd":  # another agent may be on this machine
+                while first.id != "1234abcd":  # another agent may run on this machine
                     first = await asyncio.wait_for(found.get(), 20)
                 assert first == Found("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
                 assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]

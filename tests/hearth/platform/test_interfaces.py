@@ -1,4 +1,4 @@
-"""Which of several equal interfaces is advertised, and what is said when only loopback is left."""
+"""Choice of the advertised network interface, and the warning when only loopback is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ eth0\t0000A8C0\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")
 
 
-def test_of_equal_interfaces_the_default_routes_is_chosen(tmp_path: Path) -> None:
+def test_default_route_decides_between_equal_interfaces(tmp_path: Path) -> None:
     (tmp_path / "net").mkdir()
     (tmp_path / "net/route").write_text(ROUTES)
     holders = default_route_holders(tmp_path)
@@ -30,7 +30,7 @@ def test_of_equal_interfaces_the_default_routes_is_chosen(tmp_path: Path) -> Non
     assert default_route_holders(tmp_path / "none") == frozenset()
 
 
-def test_loopback_is_used_with_a_word_when_there_is_nothing_else(
+def test_loopback_is_used_with_a_warning_if_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(interfaces, "interfaces", lambda: [LOOPBACK])
@@ -60,7 +60,7 @@ def test_loopback_is_used_with_a_word_when_there_is_nothing_else(
         ("lo", "127.0.0.1", True, False),
     ],
 )
-def test_which_interfaces_are_used(name: str, address: str, is_up: bool, used: bool) -> None:
+def test_interfaces_are_skipped_by_name_address_and_state(name: str, address: str, is_up: bool, used: bool) -> None:
     assert (why_skipped(name, address, is_up) == "") is used
 
 
@@ -68,7 +68,7 @@ def interface(name: str, address: str, wireless: bool = False, speed: int = 1000
     return Interface(name, address, wireless, speed, why_skipped(name, address, True))
 
 
-def test_wired_and_fast_come_first_and_the_user_has_the_last_word() -> None:
+def test_wired_and_fast_interfaces_come_first_unless_the_user_chooses() -> None:
     found = [
         interface("docker0", "172.17.0.1", speed=10000),
         interface("wlan0", "192.168.1.7", wireless=True, speed=5000),

@@ -8,7 +8,7 @@ from pathlib import Path
 from hearth.platform.notify import Notifier
 
 
-def test_systemd_is_told_when_it_listens(tmp_path: Path) -> None:
+def test_ready_is_sent_to_the_systemd_socket(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(5)

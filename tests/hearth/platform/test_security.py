@@ -1,4 +1,4 @@
-"""Keys in files, and CURVE on real sockets: what another key, no key or a revoked key can do."""
+"""Keys in files, and CURVE on real sockets: access with a wrong key, no key or a revoked key."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def credentials() -> Iterator[Credential]:
 
 
 @pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
-def test_credentials_survive_text_and_file(credential: Credential, tmp_path: Path) -> None:
+def test_credentials_round_trip_through_text_and_file(credential: Credential, tmp_path: Path) -> None:
     assert parse_credential(format_credential(credential), "test") == credential
     path = tmp_path / "deep" / "key"
     save_credential(path, credential)
@@ -63,7 +63,7 @@ def test_credentials_survive_text_and_file(credential: Credential, tmp_path: Pat
 
 
 @pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
-def test_secrets_never_show_when_printed(credential: Credential) -> None:
+def test_repr_hides_secrets(credential: Credential) -> None:
     secret = credential.key if isinstance(credential, HomeKey) else credential.secret
     assert secret not in repr(credential) + str(credential)
     pair = new_keypair()
@@ -71,13 +71,13 @@ def test_secrets_never_show_when_printed(credential: Credential) -> None:
 
 
 @given(st.data())
-def test_a_mistyped_character_is_noticed(data: st.DataObject) -> None:
+def test_typing_errors_are_detected(data: st.DataObject) -> None:
     text = format_credential(HOME)
     index = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(min_codepoint=33, max_codepoint=126).filter(lambda c: c != text[index]))
     damaged = text[:index] + other + text[index + 1 :]
     try:
-        assert parse_credential(damaged, "test") == HOME  # the last base64 character has bits that mean nothing
+        assert parse_credential(damaged, "test") == HOME  # the last base64 character has unused bits
         assert index == len(text) - 2 or index == len(text) - 1
     except BadKey as error:
         assert HOME.key not in str(error)
@@ -87,17 +87,17 @@ def test_a_mistyped_character_is_noticed(data: st.DataObject) -> None:
     "text",
     ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"],
 )
-def test_nonsense_is_a_bad_key(text: str) -> None:
+def test_malformed_text_raises_bad_key(text: str) -> None:
     with pytest.raises(BadKey):
         parse_credential(text, "test")
 
 
-def test_a_missing_key_says_how_to_get_one(tmp_path: Path) -> None:
+def test_missing_key_error_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(KeyMissing, match="hearth key new"):
         load_credential(tmp_path / "none")
 
 
-def test_roles_have_different_keys_and_homes_too() -> None:
+def test_keys_differ_between_roles_and_homes() -> None:
     keys = {
         derive_keypair(home.key_bytes(), role).public
         for home in (HOME, new_home_key())
@@ -108,12 +108,12 @@ def test_roles_have_different_keys_and_homes_too() -> None:
     assert coordinator_access(HOME) == coordinator_access(parse_credential(format_credential(HOME), "test"))
 
 
-def test_an_app_key_opens_no_agent() -> None:
+def test_app_key_cannot_access_agents() -> None:
     with pytest.raises(NotAuthorised):
         agent_access(AppKey(name="lamp", secret=new_keypair().secret, coordinator_public=new_keypair().public))
 
 
-def test_the_key_is_where_the_environment_says(tmp_path: Path) -> None:
+def test_default_key_path_follows_the_environment(tmp_path: Path) -> None:
     assert default_key_path({"HEARTH_KEY": "/x"}) == Path("/x")
     assert default_key_path({"HOME": "/home/u"}) == Path("/home/u/.config/hearth/key")
     (tmp_path / "home.key").touch()
@@ -124,22 +124,22 @@ def test_the_key_is_where_the_environment_says(tmp_path: Path) -> None:
 
 
 class Guarded:
-    """A server that admits `admitted`, and what got through to it."""
+    """A server that admits the keys in `admitted` and records the messages that reach it."""
 
     def __init__(self) -> None:
         self.admitted: set[str] = set()
-        self.heard: list[Caller] = []
+        self.received: list[Caller] = []
         self.keys = new_keypair()
         self.port = 0
 
     async def handle(self, caller: Caller, message: Any, payload: Any) -> Done:
-        self.heard.append(caller)
+        self.received.append(caller)
         return Done()
 
 
 @asynccontextmanager
 async def guarded() -> Any:
-    """The server, and a function that makes clients; everything is closed at the end."""
+    """The server, and a function that makes clients; all are closed at the end."""
     guard, clients = Guarded(), list[RpcClient]()
     with zmq_context() as context, zmq_context() as clients_context:
         gatekeeper: Gatekeeper = asyncio_gatekeeper(context)
@@ -162,24 +162,24 @@ async def guarded() -> Any:
             gatekeeper.stop()
 
 
-def test_only_an_admitted_key_gets_through_and_is_named() -> None:
+def test_admitted_key_gets_through_and_is_identified() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, client):
             friend, stranger = new_keypair(), new_keypair()
             guard.admitted.add(friend.public)
             with pytest.raises(WrongKey):
                 await client(stranger).call(GetReadiness(), timeout_seconds=30)
-            with pytest.raises(HearthError) as wrong_server:  # a server that cannot prove to be the expected one
+            with pytest.raises(HearthError) as wrong_server:  # the server does not have the expected key
                 await client(friend, new_keypair().public).call(GetReadiness(), timeout_seconds=2)
             assert isinstance(wrong_server.value, WrongKey | Unreachable)
-            assert guard.heard == []
+            assert guard.received == []
             await client(friend).call(GetReadiness(), timeout_seconds=30)
-            assert guard.heard == [Caller(friend.public)]
+            assert guard.received == [Caller(friend.public)]
 
     asyncio.run(scenario())
 
 
-def test_a_key_that_is_shut_out_cannot_connect_again() -> None:
+def test_revoked_key_cannot_reconnect() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, client):
             friend = new_keypair()
@@ -192,7 +192,7 @@ def test_a_key_that_is_shut_out_cannot_connect_again() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_without_any_key_is_not_heard() -> None:
+def test_client_without_a_key_gets_no_answer() -> None:
     async def scenario() -> None:
         async with guarded() as (guard, _):
             with zmq_context() as context:
@@ -201,13 +201,13 @@ def test_a_client_without_any_key_is_not_heard() -> None:
                 plain.connect(f"tcp://127.0.0.1:{guard.port}")
                 await plain.send_multipart([bytes(8), b"hello"])
                 assert not await plain.poll(500)
-                assert guard.heard == []
+                assert guard.received == []
 
     asyncio.run(scenario())
 
 
-def test_a_server_without_a_gatekeeper_admits_nobody() -> None:
-    """The default of ZeroMQ is to let any key in when no handler runs; ZAP_ENFORCE_DOMAIN closes that."""
+def test_server_without_gatekeeper_rejects_all_keys() -> None:
+    """Without a ZAP handler, ZeroMQ admits every key by default; ZAP_ENFORCE_DOMAIN changes that."""
 
     async def scenario() -> None:
         keys = new_keypair()

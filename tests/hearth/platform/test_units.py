@@ -1,4 +1,4 @@
-"""Sizes are exact, however large."""
+"""Parsing and printing of byte sizes. Sizes are exact, however large."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hearth.platform.units import format_bytes, format_rate, format_seconds, par
 
 
 @given(st.integers(0, 10**400))
-def test_a_plain_number_is_that_many_bytes(num_bytes: int) -> None:
+def test_plain_number_is_bytes(num_bytes: int) -> None:
     assert parse_bytes(str(num_bytes)) == num_bytes
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
-def test_a_suffix_multiplies_exactly(number: int, suffix: str) -> None:
+def test_suffixes_multiply_exactly(number: int, suffix: str) -> None:
     assert parse_bytes(f"{number} {suffix}") == number << 10 * (["KiB", "MiB", "GiB", "TiB"].index(suffix) + 1)
 
 
@@ -23,17 +23,17 @@ def test_a_suffix_multiplies_exactly(number: int, suffix: str) -> None:
     ("text", "expected"),
     [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)],
 )
-def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+def test_sizes_are_parsed(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "M", "-3", "2 bananas", "1e9", "2GiBi"])
-def test_sizes_that_mean_nothing(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
 
 
-def test_figures_as_people_read_them() -> None:
+def test_sizes_are_formatted() -> None:
     assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == [
         "12 B",
         "1.50 KiB",

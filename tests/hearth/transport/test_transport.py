@@ -1,4 +1,4 @@
-"""Both transports under the same tests, and what only the encrypted one must do."""
+"""Both transports under the same tests, and access control of the encrypted one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_arrive_whole_in_order_and_with_their_source(kind: str) -> None:
+def test_messages_arrive_complete_in_order_with_source(kind: str) -> None:
     with KINDS[kind](3) as transports:
         for i in range(20):
             transports[0].send(2, [bytes([i]), bytes(100_000), b""])
@@ -75,7 +75,7 @@ def test_messages_arrive_whole_in_order_and_with_their_source(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_receiving_gives_up_in_time(kind: str) -> None:
+def test_receive_times_out(kind: str) -> None:
     with KINDS[kind](2) as transports:
         began = time.monotonic()
         assert transports[0].receive(0.05) is None
@@ -83,7 +83,7 @@ def test_receiving_gives_up_in_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_closing_wakes_the_receiver(kind: str) -> None:
+def test_close_wakes_the_receiver(kind: str) -> None:
     import threading
 
     with KINDS[kind](2) as transports:
@@ -98,18 +98,18 @@ def test_closing_wakes_the_receiver(kind: str) -> None:
         assert done.wait(10)
 
 
-def test_only_the_plans_peers_get_in() -> None:
+def test_only_peers_of_the_plan_are_admitted() -> None:
     with sockets(2, encrypted=True) as transports:
         context = zmq.Context()
         try:
-            stranger = context.socket(zmq.PUSH)
-            secure_client(stranger, new_keypair(), transports[0].public_key)
-            stranger.connect(f"tcp://127.0.0.1:{transports[0].port}")
-            nobody = context.socket(zmq.PUSH)
-            nobody.linger = 0
-            nobody.connect(f"tcp://127.0.0.1:{transports[0].port}")
-            stranger.send(b"let me in")
-            nobody.send(b"me too")
+            unknown_key = context.socket(zmq.PUSH)
+            secure_client(unknown_key, new_keypair(), transports[0].public_key)
+            unknown_key.connect(f"tcp://127.0.0.1:{transports[0].port}")
+            without_key = context.socket(zmq.PUSH)
+            without_key.linger = 0
+            without_key.connect(f"tcp://127.0.0.1:{transports[0].port}")
+            unknown_key.send(b"unknown key")
+            without_key.send(b"no key")
             assert transports[0].receive(0.5) is None
             transports[1].send(0, [b"peer"])
             received = transports[0].receive(10)
@@ -119,7 +119,7 @@ def test_only_the_plans_peers_get_in() -> None:
             context.destroy(linger=0)
 
 
-def test_a_peer_that_knocks_early_is_let_in_when_we_know_it() -> None:
+def test_peer_that_connects_early_is_admitted_later() -> None:
     keys: list[KeyPair] = [new_keypair(), new_keypair()]
     late, early = (SocketTransport(rank, 2, "127.0.0.1", (0, 0), keys[rank]) for rank in range(2))
     try:
@@ -136,7 +136,7 @@ def test_a_peer_that_knocks_early_is_let_in_when_we_know_it() -> None:
             transport.release()
 
 
-def test_messages_of_too_many_frames_are_dropped_and_counted() -> None:
+def test_messages_with_too_many_frames_are_dropped_and_counted() -> None:
     with sockets(2, encrypted=True) as transports:
         transports[1].send(0, [b""] * (MAX_FRAMES + 1))
         transports[1].send(0, [b"fine"])
@@ -147,7 +147,7 @@ def test_messages_of_too_many_frames_are_dropped_and_counted() -> None:
         assert transports[0].dropped == 1
 
 
-def test_ports_are_tried_in_their_range() -> None:
+def test_port_in_use_error_names_the_range_option() -> None:
     first = SocketTransport(0, 1, "127.0.0.1", (0, 0), None)
     try:
         with pytest.raises(PortInUse, match="--data-ports"):
@@ -157,7 +157,7 @@ def test_ports_are_tried_in_their_range() -> None:
         first.release()
 
 
-def test_the_memory_twin_is_as_slow_as_it_is_told_and_can_be_cut() -> None:
+def test_memory_transport_limits_rate_and_can_be_cut() -> None:
     hub = MemoryHub(2, bytes_per_second=1e6)
     try:
         began = time.monotonic()

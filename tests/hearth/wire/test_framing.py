@@ -47,7 +47,7 @@ def frames_of(array: np.ndarray, wire: WireFormat, key: TileKey = KEY) -> list[b
 
 
 @given(keys, tiles, wires)
-def test_a_tile_comes_back_with_its_key(key: TileKey, array: np.ndarray, wire: WireFormat) -> None:
+def test_tile_and_key_round_trip(key: TileKey, array: np.ndarray, wire: WireFormat) -> None:
     frames = frames_of(array, wire, key)
     found, result = decode_tile(TOKEN, frames)
     assert found == read_header(TOKEN, frames).key == key
@@ -57,9 +57,7 @@ def test_a_tile_comes_back_with_its_key(key: TileKey, array: np.ndarray, wire: W
 
 
 @given(tiles, wires, st.data())
-def test_a_small_tile_is_one_frame_and_no_less_checked(
-    array: np.ndarray, wire: WireFormat, data: st.DataObject
-) -> None:
+def test_small_tile_in_one_frame_is_validated(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
     frames = encode_tile(TOKEN, KEY, array, Codec(wire, 1e6, lambda: 0.0))
     assert len(frames) == 1 or array.size == 0 or wire.values == "int8"
     whole = [bytes(frame) for frame in frames]
@@ -71,17 +69,17 @@ def test_a_small_tile_is_one_frame_and_no_less_checked(
             decode_tile(TOKEN, [damaged])
 
 
-def test_exact_tiles_are_neither_copied_out_nor_in() -> None:
+def test_exact_tiles_are_not_copied() -> None:
     array = np.arange(10_000, dtype=np.float32)
     frames = encode_tile(TOKEN, KEY, array, Codec(WireFormat(lz4="off"), 1e6, lambda: 0.0))
     assert np.shares_memory(np.frombuffer(frames[1], np.float32), array)
     _, result = decode_tile(TOKEN, frames)
     assert np.shares_memory(result, array)
-    assert not result.flags.writeable  # a reader cannot change what is still on its way to others
+    assert not result.flags.writeable  # frames may still be queued for forwarding
 
 
 @given(tiles, wires, st.data())
-def test_truncated_tiles_raise_the_typed_error(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
+def test_truncated_tiles_raise_typed_errors(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
     frames = frames_of(array, wire)
     index = data.draw(st.integers(0, len(frames) - 1))
     kept = data.draw(st.integers(0, max(len(frames[index]) - 1, 0)))
@@ -92,7 +90,7 @@ def test_truncated_tiles_raise_the_typed_error(array: np.ndarray, wire: WireForm
 
 
 @given(tiles, wires, st.data())
-def test_flipped_bits_give_a_tile_or_the_typed_error(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
+def test_flipped_bits_decode_or_raise_typed_errors(array: np.ndarray, wire: WireFormat, data: st.DataObject) -> None:
     frames = frames_of(array, wire)
     index = data.draw(st.integers(0, len(frames) - 1).filter(lambda i: len(frames[i]) > 0))
     bit = data.draw(st.integers(0, len(frames[index]) * 8 - 1))
@@ -105,7 +103,7 @@ def test_flipped_bits_give_a_tile_or_the_typed_error(array: np.ndarray, wire: Wi
 
 
 @given(st.lists(st.binary(max_size=100), max_size=4))
-def test_any_frames_raise_nothing_else(frames: list[bytes]) -> None:
+def test_arbitrary_frames_raise_only_typed_errors(frames: list[bytes]) -> None:
     for read in (lambda: decode_tile(TOKEN, frames), lambda: unpack_array(frames)):
         try:
             read()
@@ -113,24 +111,24 @@ def test_any_frames_raise_nothing_else(frames: list[bytes]) -> None:
             pass
 
 
-def test_another_plans_token_is_refused() -> None:
+def test_wrong_plan_token_is_rejected() -> None:
     with pytest.raises(BadMessage, match="token"):
         read_header(bytes(16), frames_of(np.zeros(3, np.float32), WireFormat()))
 
 
-def test_a_lying_header_allocates_nothing() -> None:
+def test_false_sizes_allocate_no_memory() -> None:
     frames = frames_of(np.zeros((2, 64), np.float32), WireFormat(lz4="on"))
-    assert len(frames[1]) < 2 * 64 * 4  # it is in lz4 indeed
-    lying = bytearray(frames[0])
-    dims = slice(-4 * MAX_DIMS, 8 - 4 * MAX_DIMS)  # the first two
-    lying[dims] = (4096).to_bytes(4, "little") * 2  # 64 MiB: just below the cap, in lz4
+    assert len(frames[1]) < 2 * 64 * 4  # lz4 was applied
+    damaged = bytearray(frames[0])
+    dims = slice(-4 * MAX_DIMS, 8 - 4 * MAX_DIMS)  # the first two dimensions
+    damaged[dims] = (4096).to_bytes(4, "little") * 2  # 64 MiB, just below the limit; in lz4
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage):
-            decode_tile(TOKEN, [bytes(lying), *frames[1:]])
-        lying[dims] = (1 << 31).to_bytes(4, "little") * 2  # 16 EiB
+            decode_tile(TOKEN, [bytes(damaged), *frames[1:]])
+        damaged[dims] = (1 << 31).to_bytes(4, "little") * 2  # 16 EiB
         with pytest.raises(FrameTooLarge):
-            decode_tile(TOKEN, [bytes(lying), *frames[1:]])
+            decode_tile(TOKEN, [bytes(damaged), *frames[1:]])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -139,7 +137,7 @@ def test_a_lying_header_allocates_nothing() -> None:
 @pytest.mark.parametrize(
     "shape", [(0, 1 << 24, 1 << 24, 1 << 24), (1 << 20, 1 << 20, 1 << 20, 0), (0, (1 << 32) - 1, 1, 1)]
 )
-def test_a_zero_hides_no_impossible_shape(shape: tuple[int, ...]) -> None:
+def test_zero_dimension_does_not_hide_an_impossible_shape(shape: tuple[int, ...]) -> None:
     dims = struct.pack(f"<{MAX_DIMS}I", *shape, *[0] * (MAX_DIMS - 4))
     tile = frames_of(np.zeros((1, 1, 1, 0), np.float32), WireFormat())
     packed = [bytes(frame) for frame in pack_array(np.zeros((1, 1, 1, 0), np.float32))]
@@ -150,7 +148,7 @@ def test_a_zero_hides_no_impossible_shape(shape: tuple[int, ...]) -> None:
 
 
 @given(wires, st.integers(0, 4))
-def test_a_wrong_number_of_frames_is_seen_before_a_tile_is_forwarded(wire: WireFormat, num_buffers: int) -> None:
+def test_wrong_number_of_frames_is_detected_in_the_header(wire: WireFormat, num_buffers: int) -> None:
     frames = frames_of(np.ones((2, 3), np.float32), wire)
     damaged = (frames + [b""] * 4)[: 1 + num_buffers]
     if len(damaged) == len(frames):
@@ -160,7 +158,7 @@ def test_a_wrong_number_of_frames_is_seen_before_a_tile_is_forwarded(wire: WireF
             read_header(TOKEN, damaged)
 
 
-def test_what_the_peer_must_refuse_is_not_sent() -> None:
+def test_tiles_that_peers_would_reject_are_not_sent() -> None:
     link = Codec(WireFormat(), 1e6, lambda: 0.0)
     large = np.broadcast_to(np.float32(0), (1 << 12, (1 << 12) + 1))  # just above 64 MiB
     for send in (lambda: encode_tile(TOKEN, KEY, large, link), lambda: pack_array(large)):
@@ -179,8 +177,8 @@ def test_what_the_peer_must_refuse_is_not_sent() -> None:
     ),
     wires,
 )
-@example(np.array(0, np.float32), WireFormat(values="bf16", lz4="on"))  # no axis, whose values a format could scale
-def test_tensors_of_a_graph_may_have_any_type_and_only_floats_lose(array: np.ndarray, wire: WireFormat) -> None:
+@example(np.array(0, np.float32), WireFormat(values="bf16", lz4="on"))  # no axis over which a format could scale
+def test_graph_tensors_keep_dtype_and_only_floats_are_lossy(array: np.ndarray, wire: WireFormat) -> None:
     _, result = decode_tile(TOKEN, frames_of(array, wire, KEY._replace(phase=Phase.TENSOR)))
     assert (result.shape, result.dtype) == (array.shape, array.dtype)
     if array.dtype != np.float32 or wire.values == "exact":
@@ -188,7 +186,7 @@ def test_tensors_of_a_graph_may_have_any_type_and_only_floats_lose(array: np.nda
 
 
 @pytest.mark.parametrize("array", [np.arange(6, dtype=">f4"), np.array(3.0, np.float32), np.ones((3, 4), np.float32).T])
-def test_any_byte_order_scalars_and_transposed_arrays_travel(array: np.ndarray) -> None:
+def test_byte_orders_scalars_and_transposed_arrays_round_trip(array: np.ndarray) -> None:
     _, tile = decode_tile(TOKEN, frames_of(array, WireFormat()))
     payload = unpack_array([bytes(frame) for frame in pack_array(array)])
     for result in (tile, payload):
@@ -197,7 +195,7 @@ def test_any_byte_order_scalars_and_transposed_arrays_travel(array: np.ndarray) 
 
 
 @given(hnp.arrays(st.sampled_from([np.float32, np.int32, np.int64]), hnp.array_shapes(min_side=0, max_dims=3)))
-def test_arrays_travel_as_payload(array: np.ndarray) -> None:
+def test_arrays_round_trip_as_payload(array: np.ndarray) -> None:
     result = unpack_array([bytes(frame) for frame in pack_array(array)])
     assert result.dtype == array.dtype
     assert np.array_equal(result, array, equal_nan=True)

@@ -23,7 +23,7 @@ from hearth.errors import (
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.wire.messages import MESSAGE_TYPES, Done, Failed, Hello, Message, PutChunk, decode, encode
 
-# Written once by `python tests/hearth/wire/test_messages.py`; a change here is a change of the protocol version.
+# Written once by `python tests/hearth/wire/test_messages.py`; a change here changes the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
 VERSION_1 = Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json"
 TYPED = (BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage)
@@ -34,17 +34,17 @@ def test_every_message_type_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", named_examples())
-def test_messages_have_their_golden_bytes(name: str) -> None:
+def test_messages_match_golden_bytes(name: str) -> None:
     message, golden = named_examples()[name], bytes.fromhex(json.loads(GOLDEN.read_text())[name])
     assert encode(message) == golden
     assert decode(golden) == message
 
 
-def test_golden_bytes_are_of_this_protocol() -> None:
+def test_golden_bytes_have_the_current_protocol_version() -> None:
     assert json.loads(GOLDEN.read_text()).keys() == named_examples().keys()
 
 
-def test_messages_of_version_1_raise_the_version_error() -> None:
+def test_v1_messages_raise_protocol_mismatch() -> None:
     for tag, recorded in json.loads(VERSION_1.read_text()).items():
         data = bytes.fromhex(recorded)
         if tag in ("hello", "agent_welcome", "coordinator_welcome"):
@@ -57,8 +57,8 @@ def test_messages_of_version_1_raise_the_version_error() -> None:
             assert (mismatch.value.ours, mismatch.value.theirs) == (PROTOCOL_VERSION, 1)
 
 
-def test_version_1_can_read_the_messages_that_settle_the_version() -> None:
-    """It reads a map, ignores fields that it does not know and asks for all others."""
+def test_v1_can_read_the_handshake_messages() -> None:
+    """Version 1 reads a map, ignores unknown fields and requires all others."""
     recorded = json.loads(VERSION_1.read_text())
     for message in EXAMPLES:
         if message.any_version:
@@ -71,7 +71,7 @@ def _protocol(fields: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("version", [0, 3, -1, 2**64 - 1, "2", None, []])
-def test_another_version_is_told_before_anything_else_of_a_message(version: object) -> None:
+def test_protocol_version_is_checked_before_other_fields(version: object) -> None:
     for fields in ({"t": "done"}, {"t": "sing"}, {"t": "find_missing", "hashes": 3}):
         with pytest.raises((ProtocolMismatch, BadMessage)) as error:
             decode(msgpack.packb({**fields, "v": version}))
@@ -79,14 +79,14 @@ def test_another_version_is_told_before_anything_else_of_a_message(version: obje
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_truncated_messages_raise_the_typed_error(message: Message, data: st.DataObject) -> None:
+def test_truncated_messages_raise_typed_errors(message: Message, data: st.DataObject) -> None:
     encoded = encode(message)
     with pytest.raises(TYPED):
         decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_flipped_bits_give_a_message_or_the_typed_error(message: Message, data: st.DataObject) -> None:
+def test_flipped_bits_decode_or_raise_typed_errors(message: Message, data: st.DataObject) -> None:
     damaged = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, len(damaged) * 8 - 1))
@@ -98,7 +98,7 @@ def test_flipped_bits_give_a_message_or_the_typed_error(message: Message, data: 
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_raise_nothing_else(data: bytes) -> None:
+def test_arbitrary_bytes_raise_only_typed_errors(data: bytes) -> None:
     try:
         decode(data)
     except TYPED:
@@ -118,7 +118,7 @@ json_like = st.recursive(
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-def test_fields_of_any_value_raise_nothing_else(message: Message, data: st.DataObject) -> None:
+def test_arbitrary_field_values_raise_only_typed_errors(message: Message, data: st.DataObject) -> None:
     fields = message.model_dump()
     name = data.draw(st.sampled_from(sorted({"t", "v", *fields})))
     fields[name] = data.draw(json_like)
@@ -134,7 +134,7 @@ def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
         decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "sing"}))
 
 
-def test_oversized_messages_are_refused_before_they_are_read() -> None:
+def test_oversized_messages_are_rejected_before_decoding() -> None:
     with pytest.raises(FrameTooLarge):
         decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
     huge = Failed(code="X", details={f"{'k' * 200}{i}": "v" * 200 for i in range(12_000)})
@@ -142,25 +142,25 @@ def test_oversized_messages_are_refused_before_they_are_read() -> None:
         encode(huge)
 
 
-def test_a_lying_length_allocates_nothing() -> None:
-    lying = b"\x81\xa1t\xdb\xff\xff\xff\xff" + b"x" * 10  # a string of 4 GiB, it says
+def test_false_length_allocates_no_memory() -> None:
+    damaged = b"\x81\xa1t\xdb\xff\xff\xff\xff" + b"x" * 10  # declares a string of 4 GiB
     tracemalloc.start()
     try:
         with pytest.raises(BadMessage):
-            decode(lying)
+            decode(damaged)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_chunks_name_must_be_a_hash() -> None:
+def test_chunk_name_must_be_a_hash() -> None:
     with pytest.raises(BadMessage, match="hash"):
         decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
     assert PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
 
 
 @pytest.mark.parametrize("error_type", ERROR_TYPES.values(), ids=lambda e: e.__name__)
-def test_errors_cross_the_wire_and_say_what_to_do(error_type: type[HearthError]) -> None:
+def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": "x"}
     error = error_type(**{name: samples[kind] for name, kind in error_type.__annotations__.items() if kind in samples})
     received = decode(encode(Failed.of(error)))
@@ -176,7 +176,7 @@ def test_errors_cross_the_wire_and_say_what_to_do(error_type: type[HearthError])
     ("code", "details"),
     [("NoSuchError", {}), ("TextTooLong", {}), ("HearthError", {}), ("BadMessage", {"reason": None})],
 )
-def test_an_error_from_another_version_is_still_an_error(code: str, details: dict[str, None]) -> None:
+def test_unknown_error_code_becomes_a_generic_error(code: str, details: dict[str, None]) -> None:
     assert isinstance(error_from_wire(code, details), HearthError)
 
 

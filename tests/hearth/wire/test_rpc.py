@@ -1,4 +1,4 @@
-"""Requests and answers over real sockets on loopback."""
+"""Requests, answers and streams over real sockets on loopback."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from hearth.wire.rpc import Caller, Reply, Response, RpcClient, RpcServer
 SERVER, CLIENT = new_keypair(), new_keypair()
 
 
-closed: list[str] = []  # the prompts of streams whose end was reached, one way or another
+closed: list[str] = []  # prompts of streams that have ended, in any way
 END = TextEnded(
     text="", reason="length", num_prompt_tokens=1, num_tokens=1, queued_seconds=0, first_token_seconds=0,
     decode_seconds=0,
@@ -55,7 +55,7 @@ END = TextEnded(
 
 
 async def count(request: Generate) -> AsyncGenerator[Reply, None]:
-    """So many answers as `max_tokens` says. Prompts: `broken` fails after half of them, `large` has a large payload."""
+    """Send `max_tokens` answers. Prompts: `broken` fails after half of them, `large` has a large payload."""
     assert request.max_tokens is not None
     try:
         for index in range(request.max_tokens):
@@ -88,7 +88,7 @@ async def echo(caller: Caller, message: Message, payload: Sequence[Any]) -> Resp
 @asynccontextmanager
 async def pair(port: int = 0, sndhwm: int = 1000) -> Any:
     with zmq_context() as context, zmq_context() as client_context:
-        context.setsockopt(zmq.SNDHWM, sndhwm)  # of its sockets
+        context.setsockopt(zmq.SNDHWM, sndhwm)  # of the server's sockets
         gatekeeper = asyncio_gatekeeper(context)
         gatekeeper.admit("test", lambda key: key == CLIENT.public)
         gatekeeper.start()
@@ -103,7 +103,7 @@ async def pair(port: int = 0, sndhwm: int = 1000) -> Any:
 
 
 def raw_client(context: zmq.asyncio.Context, endpoint: str, rcvhwm: int = 1000) -> zmq.asyncio.Socket:
-    """A client that does only what the test does."""
+    """A socket without the client's logic: tests send and receive frames themselves."""
     socket = context.socket(zmq.DEALER)
     socket.rcvhwm = rcvhwm
     secure_client(socket, CLIENT, SERVER.public)
@@ -119,7 +119,7 @@ def run(scenario: Callable[[RpcServer, RpcClient, Any], Awaitable[None]], sndhwm
     asyncio.run(main())
 
 
-def test_payload_frames_come_back() -> None:
+def test_payload_frames_round_trip() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         reply = await client.call(Done(), [b"a" * 100_000, b""], timeout_seconds=30)
         assert reply.message == Done()
@@ -128,7 +128,7 @@ def test_payload_frames_come_back() -> None:
     run(scenario)
 
 
-def test_many_calls_at_once_get_their_own_answers() -> None:
+def test_concurrent_calls_get_their_own_answers() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         payloads = [str(i).encode() for i in range(100)]
         replies = await asyncio.gather(*(client.call(Done(), [p], timeout_seconds=10) for p in payloads))
@@ -137,7 +137,7 @@ def test_many_calls_at_once_get_their_own_answers() -> None:
     run(scenario)
 
 
-def test_errors_arrive_as_what_they_are() -> None:
+def test_errors_keep_their_type() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         with pytest.raises(TextTooLong) as error:
             await client.call(GetReadiness(), timeout_seconds=30)
@@ -149,7 +149,7 @@ def test_errors_arrive_as_what_they_are() -> None:
     run(scenario)
 
 
-def test_every_wait_has_a_deadline() -> None:
+def test_every_call_has_a_deadline() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         with pytest.raises(DeadlineExceeded):
             await client.call(ListDevices(), timeout_seconds=0.2)
@@ -158,7 +158,7 @@ def test_every_wait_has_a_deadline() -> None:
     run(scenario)
 
 
-def test_another_protocol_version_is_named() -> None:
+def test_other_protocol_version_is_reported() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         assert (await client.hello(CoordinatorWelcome, timeout_seconds=30)).name == "far"
         other = RpcClient(context, client.endpoint, Access(CLIENT, SERVER.public), "other version")
@@ -172,7 +172,7 @@ def test_another_protocol_version_is_named() -> None:
     run(scenario)
 
 
-def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> None:
+def test_malformed_and_oversized_frames_are_counted_and_dropped() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         raw = raw_client(context, client.endpoint)
         for frames in (
@@ -185,7 +185,7 @@ def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> No
         answers = [await asyncio.wait_for(raw.recv_multipart(), 30) for _ in range(2)]
         assert all(b"BadMessage" in answer[1] or b"UnknownMessage" in answer[1] for answer in answers)
         assert server.dropped == 4
-        await raw.send_multipart([bytes(8), bytes(65 << 20)])  # over MAXMSGSIZE: only this connection is dropped
+        await raw.send_multipart([bytes(8), bytes(65 << 20)])  # over MAXMSGSIZE: closes this connection only
         raw.close()
         assert await client.call(Done(), timeout_seconds=30)
         assert await client.call(ListApps(), timeout_seconds=30)
@@ -193,7 +193,7 @@ def test_malformed_and_oversized_frames_are_counted_and_the_rest_goes_on() -> No
     run(scenario)
 
 
-def test_a_lost_server_fails_calls_at_once_and_is_found_again() -> None:
+def test_calls_fail_on_connection_loss_and_client_reconnects() -> None:
     async def main() -> None:
         async with pair() as (server, client, _):
             await client.call(Done(), timeout_seconds=30)
@@ -211,7 +211,7 @@ def test_a_lost_server_fails_calls_at_once_and_is_found_again() -> None:
     asyncio.run(main())
 
 
-def test_a_port_that_is_taken_names_the_way_out() -> None:
+def test_port_in_use_error_names_the_option() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         with zmq_context() as context, pytest.raises(PortInUse, match="--port"):
             RpcServer(context, "127.0.0.1", server.port, SERVER, "test", echo)
@@ -230,7 +230,7 @@ def stream(client: RpcClient, prompt: str, max_tokens: int, timeout_seconds: flo
     return client.stream(request, timeout_seconds=timeout_seconds, last=TextEnded)
 
 
-def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
+def test_stream_arrives_in_order_up_to_its_last_message() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         messages = [reply.message async for reply in stream(client, "all", 200)]
         assert messages[-1] == END
@@ -242,7 +242,7 @@ def test_a_stream_comes_in_order_and_ends_with_its_last_message() -> None:
     run(scenario)
 
 
-def test_an_error_in_the_midst_of_a_stream_ends_it_as_what_it_is() -> None:
+def test_error_inside_a_stream_ends_it_with_its_type() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         came = []
 
@@ -259,7 +259,7 @@ def test_an_error_in_the_midst_of_a_stream_ends_it_as_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("way", ["aclose", "cancel"])
-def test_a_stream_that_is_left_early_is_closed_at_the_server(way: str) -> None:
+def test_abandoned_stream_is_closed_at_the_server(way: str) -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         began = asyncio.Event()
 
@@ -282,7 +282,7 @@ def test_a_stream_that_is_left_early_is_closed_at_the_server(way: str) -> None:
     run(scenario)
 
 
-def test_a_stream_whose_next_answer_is_late_is_cancelled() -> None:
+def test_stream_is_cancelled_when_the_next_answer_times_out() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         late = client.stream(ListDevices(), timeout_seconds=0.2, last=Done)
         with pytest.raises(DeadlineExceeded):
@@ -293,7 +293,7 @@ def test_a_stream_whose_next_answer_is_late_is_cancelled() -> None:
     run(scenario)
 
 
-def test_streams_and_calls_run_side_by_side() -> None:
+def test_streams_and_calls_run_concurrently() -> None:
     async def scenario(server: RpcServer, client: RpcClient, _: Any) -> None:
         async def read(index: int) -> list[str]:
             replies = [reply.message async for reply in stream(client, f"stream {index}", 50)]
@@ -309,7 +309,7 @@ def test_streams_and_calls_run_side_by_side() -> None:
     run(scenario)
 
 
-def test_only_the_connection_that_asked_can_cancel() -> None:
+def test_only_the_requesting_connection_can_cancel() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         async with aclosing(stream(client, "mine", ENDLESS)) as mine:
             await anext(mine)
@@ -328,7 +328,7 @@ def test_only_the_connection_that_asked_can_cancel() -> None:
     run(scenario)
 
 
-def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
+def test_request_cancelled_before_it_runs_is_removed() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         raw = raw_client(context, client.endpoint)
         for index in range(50):
@@ -344,20 +344,20 @@ def test_a_request_that_is_cancelled_before_it_runs_leaves_nothing() -> None:
     run(scenario)
 
 
-def test_a_caller_that_vanishes_is_noticed_at_the_next_answer() -> None:
+def test_disconnected_caller_is_noticed_at_the_next_answer() -> None:
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
         closed.clear()
         other = raw_client(context, client.endpoint)
         await other.send_multipart([bytes(8), encode(Generate(prompt="gone", max_tokens=ENDLESS))])
         await asyncio.wait_for(other.recv_multipart(), 30)
-        other.close()  # as when its process is killed: no Cancel
+        other.close()  # as if its process was killed: no Cancel
         await until("the generator's end", lambda: closed == ["gone"])
         assert await client.call(Done(), timeout_seconds=30)
 
     run(scenario)
 
 
-def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_caller_blocks_no_other_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_STALLED_SECONDS", 3.0)
 
     async def scenario(server: RpcServer, client: RpcClient, context: Any) -> None:
@@ -367,7 +367,7 @@ def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: py
         answered_before = 0
         while not closed:
             await client.call(Done(), timeout_seconds=30)
-            answered_before += not closed  # while the other's buffer is full
+            answered_before += not closed  # while the other caller's buffer is full
             await asyncio.sleep(0.01)
         assert answered_before
         raw.close()
@@ -375,7 +375,7 @@ def test_a_caller_that_does_not_read_holds_up_nobody_and_is_left(monkeypatch: py
     run(scenario, sndhwm=10)
 
 
-def test_a_lost_server_ends_a_stream() -> None:
+def test_connection_loss_ends_a_stream() -> None:
     async def main() -> None:
         async with pair() as (server, client, _):
             reading = stream(client, "lost", ENDLESS, timeout_seconds=30)

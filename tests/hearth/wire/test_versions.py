@@ -1,4 +1,6 @@
-"""Version 1 of the protocol and this one, in both directions. The bytes of version 1 were recorded with its own code."""
+"""Protocol version 1 against the current one, in both directions. The bytes of version 1 were recorded with its
+code.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from hearth.wire.messages import AgentWelcome, Done, GetTelemetry, Hello, Messag
 from hearth.wire.rpc import Caller, Response, RpcClient, RpcServer
 
 VERSION_1: dict[str, str] = json.loads((Path(__file__).parents[2] / "corpus" / "data" / "messages_v1.json").read_text())
-# Its answer to the hello of version 2.
+# Version 1's answer to the hello of version 2.
 REFUSAL_1 = bytes.fromhex(
     "83a174a66661696c6564a4636f6465b050726f746f636f6c4d69736d61746368a764657461696c7383a470656572a6636c69656e74a46f75727301"
     "a674686569727302"
@@ -37,7 +39,7 @@ TELEMETRY = next(message for message in EXAMPLES if message.tag == "telemetry")
 
 
 async def agent(caller: Caller, message: Message, payload: Sequence[Any]) -> Response:
-    """An agent of this version, as far as the hello goes."""
+    """An agent of the current version that answers hello and telemetry."""
     if isinstance(message, Hello):
         if message.protocol != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
@@ -59,7 +61,7 @@ async def secured() -> AsyncIterator[zmq.asyncio.Context]:
 
 @asynccontextmanager
 async def version_1(context: zmq.asyncio.Context, answer: bytes) -> AsyncIterator[int]:
-    """A server of version 1 that gives one answer to everything; its port."""
+    """A version 1 server that gives one answer to every request. Yields its port."""
     socket = context.socket(zmq.ROUTER)
     secure_server(socket, SERVER, "test")
     port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -78,8 +80,8 @@ async def version_1(context: zmq.asyncio.Context, answer: bytes) -> AsyncIterato
         socket.close(linger=0)
 
 
-def test_whatever_a_client_of_version_1_asks_it_gets_the_version_error() -> None:
-    """With a hello, and without: ZeroMQ reconnects it to a server that was upgraded meanwhile."""
+def test_v1_client_gets_the_version_error_for_every_request() -> None:
+    """With and without a hello: ZeroMQ reconnects the client to a server that has been upgraded meanwhile."""
 
     async def main() -> None:
         async with secured() as context:
@@ -103,7 +105,7 @@ def test_whatever_a_client_of_version_1_asks_it_gets_the_version_error() -> None
 
 
 @pytest.mark.parametrize("answer", [REFUSAL_1, *(bytes.fromhex(VERSION_1[tag]) for tag in ("agent_welcome", "done"))])
-def test_a_server_of_version_1_is_named_with_both_versions(answer: bytes) -> None:
+def test_v1_server_error_names_both_versions(answer: bytes) -> None:
     async def main() -> None:
         async with secured() as context, version_1(context, answer) as port:
             client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
@@ -115,7 +117,7 @@ def test_a_server_of_version_1_is_named_with_both_versions(answer: bytes) -> Non
     asyncio.run(main())
 
 
-def test_a_server_that_went_back_to_version_1_gives_the_version_error_without_a_hello() -> None:
+def test_server_downgraded_to_v1_raises_the_version_error() -> None:
     async def main() -> None:
         async with secured() as context, version_1(context, bytes.fromhex(VERSION_1["agent_state"])) as port:
             client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
@@ -126,7 +128,7 @@ def test_a_server_that_went_back_to_version_1_gives_the_version_error_without_a_
     asyncio.run(main())
 
 
-def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgraded() -> None:
+def test_v1_agent_is_refused_until_upgraded() -> None:
     async def main() -> None:
         async with secured() as context, AsyncExitStack() as before:
             port = await before.enter_async_context(version_1(context, REFUSAL_1))
@@ -141,7 +143,7 @@ def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgr
                 servers: list[RpcServer] = []
 
                 def upgraded() -> bool:
-                    """libzmq gives the port back a moment after its socket was closed."""
+                    """libzmq releases the port some time after the socket was closed."""
                     with suppress(PortInUse):
                         servers.append(RpcServer(context, "127.0.0.1", port, SERVER, "test", agent))
                     return bool(servers)
@@ -156,10 +158,10 @@ def test_an_agent_of_version_1_is_shown_as_refused_and_taken_in_once_it_was_upgr
     asyncio.run(main())
 
 
-def test_messages_of_this_version_say_so_first() -> None:
+def test_messages_start_with_the_protocol_version() -> None:
     assert all(encode(message)[1:4] == b"\xa1v" + bytes([PROTOCOL_VERSION]) for message in EXAMPLES if _small(message))
 
 
 def _small(message: Message) -> bool:
-    """Its map has a header of one byte."""
+    """Whether the message's map has a header of one byte."""
     return len(type(message).model_fields) < 14
