@@ -25,7 +25,7 @@ from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.files import write_atomically
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.partition_setup import Accounting, draw_links, problem_of
-from tools.bench.partition_theory import check_stages, nearest_stages, published_points, theorem_bound
+from tools.bench.partition_theory import nearest_stages, published_points, theorem_bound
 
 MODELS = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")
 NODES = (5, 10, 15, 20, 50)
@@ -199,7 +199,6 @@ def _one_run(problem: PipelineProblem, cuts: Partitioning, chance: Random, plans
     found.planning.setdefault(PIPELINE, []).append(seconds)
     deadline = time.perf_counter() + plans.time_limit
     answer, seconds = timed(lambda: best_stages(problem, chance, lambda: time.perf_counter() > deadline, [published]))
-    check_stages(problem, answer.assignment)
     exact = problem.bottleneck_seconds(answer.assignment)
     note(EXACT, exact)
     note(BOUND, min(answer.bound, exact))

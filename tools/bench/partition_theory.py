@@ -1,7 +1,6 @@
 """Published rules of Parthasarathy and Krishnamachari, for comparison with Hearth's planners.
 
-Their rule for partition points, their bound (Theorem 1) and their notebook's version of the joint baseline; also a checker
-of pipelines.
+Their rule for partition points, their bound (Theorem 1) and their notebook's version of the joint baseline.
 """
 
 from __future__ import annotations
@@ -60,21 +59,6 @@ def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float
     A lower bound for placements of these partitions, but not for other partitions.
     """
     return max(partitioning.transfers) / float(problem.link_rates.max()) if partitioning.transfers else 0.0
-
-
-def check_stages(problem: PipelineProblem, stages: Stages) -> None:
-    """Raise ValueError unless the stages form a pipeline: each block once, in order, each device once, within memory."""
-    if [stage.first for stage in stages] != [0, *(stage.last + 1 for stage in stages[:-1])]:
-        raise ValueError("the stages leave out blocks or run them twice")
-    if not stages or stages[-1].last != problem.num_blocks - 1:
-        raise ValueError("the last block is in no stage")
-    if any(stage.last < stage.first for stage in stages):
-        raise ValueError("a stage is empty")
-    if len({stage.device for stage in stages}) != len(stages):
-        raise ValueError("a device has two stages")
-    for stage in stages:
-        if problem.stage_bytes[stage.first, stage.last] > problem.memory_bytes[stage.device]:
-            raise ValueError(f"blocks {stage.first} to {stage.last} do not fit on device {stage.device}")
 
 
 def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:

@@ -15,6 +15,7 @@ from support.checkpoints import write_model
 from support.graph_plans import make_graph_plan
 from support.graphs import cluster_of, save_graph, save_two_branch_model, two_branches
 from support.planning import graphs_planned_here
+from support.schedule_checker import violations
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -27,7 +28,6 @@ from coordinator.plan.solution import Assigned, Candidate, Solution
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential
-from tools.bench.schedule_checker import violations
 
 # Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
 INSTANCE = {

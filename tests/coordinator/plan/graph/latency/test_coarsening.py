@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
 
 from support.graphs import from_edges
+from support.schedule_checker import violations
 from typer.testing import CliRunner
 
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.heft import heft
+from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.schedule import best_schedule
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.__main__ import app
@@ -28,7 +31,6 @@ from tools.bench.moirai_coarsening import (
     on_devices,
     problem_on_devices,
 )
-from tools.bench.schedule_checker import violations
 
 KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 
@@ -105,6 +107,7 @@ def test_every_operator_is_in_one_group_and_the_order_stays_topological(data: st
 # ---- the benchmark ----------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.DataObject) -> None:
     spec = data.draw(graphs())
@@ -116,7 +119,9 @@ def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.
     coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
     ranks = st.sampled_from(range(len(SLOWDOWNS)))
     where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
-    for known in (heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
+    solved = solve(coarse, 5.0, time.monotonic).assignment
+    for known in (solved, heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
+        assert violations(coarse, known) == []
         refined = Refinement.of(spec, coarsened).schedule(fine, known)
         assert violations(fine, refined) == []
         assert refined.makespan <= known.makespan * (1 + 1e-9)
@@ -140,15 +145,13 @@ def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
     assert row.local_makespan == pytest.approx(8 * 7.0)
     assert row.fine_proven
     assert row.loss == 0
-    assert row.violations == []
     assert not row.worse_than_baseline
     table = as_markdown([row])
     assert "| residual | 6 | 4 | 4 (-33%) | 56000.00 |" in table
     assert "+0.00%" in table
-    assert "passed" in table
+    assert "| not worse |" in table
     for name in ("fine_makespan", "coarse_own_makespan"):
-        assert "worse than a baseline" in as_markdown([row.model_copy(update={name: 60.0})])
-    assert "rejects" in as_markdown([row.model_copy(update={"violations": ["x"]})])
+        assert "| worse |" in as_markdown([row.model_copy(update={name: 60.0})])
 
 
 def test_a_folder_without_onnx_files_is_told(tmp_path: Path) -> None:

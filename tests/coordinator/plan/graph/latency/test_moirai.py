@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ortools")
 
+from support.schedule_checker import violations
+
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.contention import contended_heft
@@ -28,7 +30,6 @@ from coordinator.plan.graph.latency.patterns import patterns_of
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
 from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
-from tools.bench.schedule_checker import violations
 
 
 @st.composite
@@ -323,12 +324,27 @@ def instances() -> Path:
 
 
 @pytest.mark.parametrize("congestion", [False, True])
+@pytest.mark.parametrize("name", ["example-1", "GoogLeNet", "transformer"])
+def test_every_schedule_of_a_published_instance_passes_the_checker(name: str, congestion: bool) -> None:
+    problem = read_instance(instances() / f"{name}.json", congestion)
+    best = solve(problem, 10, time.monotonic)
+    assert violations(problem, best.assignment) == []
+    for baseline in BASELINES.values():
+        try:
+            found = baseline(problem)
+        except NoPlacement:
+            continue
+        assert violations(problem, found) == []
+        assert best.bound <= best.value <= found.makespan
+
+
+@pytest.mark.parametrize("congestion", [False, True])
 def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(congestion: bool) -> None:
     problem = read_instance(instances() / "example-1.json", congestion)
     found = solve(problem, 20, time.monotonic)
     assert (found.value, found.bound, found.proven) == (30.0, 30.0, True)
     assert violations(problem, found.assignment) == []
-    assert problem.memory_of(found.assignment) == problem.budget_bytes
+    assert problem.memory_of(found.assignment.assignment) == problem.budget_bytes
 
 
 def _instance(time: Sequence[float] = (1, 2), edge: Sequence[object] = (0, 1, 0, None)) -> str:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import from_edges, two_branches
+from support.schedule_checker import check_stages
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED, plan_pipeline, refined
@@ -20,7 +21,6 @@ from coordinator.plan.graph.throughput.published import published_stages
 from coordinator.plan.solution import SearchOptions
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from tools.bench.partition_theory import check_stages
 
 SEEDS = st.integers(0, 10**9)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graphs import chain, from_edges
+from support.schedule_checker import check_stages
 
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
@@ -22,7 +23,7 @@ from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, St
 from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from tools.bench.partition_theory import check_stages, nearest_stages, theorem_bound
+from tools.bench.partition_theory import nearest_stages, theorem_bound
 
 SEEDS = st.integers(0, 10**9)
 

@@ -1,6 +1,6 @@
-"""Checks that a schedule is valid. Shares only the problem's data types with the planners and the simulator. Pure.
+"""Check that a schedule, or a pipeline, is valid. Shares only data types with the planners and the simulator.
 
-Checks every rule pair by pair from its definition (Moirai, constraints 4a to 8), without optimisations.
+Schedules: every rule pair by pair from its definition (Moirai, constraints 4a to 8), without optimisations.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from itertools import combinations
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages
 
 # Relative to the makespan: allows for sums of floats in another order.
 _TOLERANCE = 1e-9
@@ -86,6 +87,21 @@ def violations(problem: PlacementProblem, schedule: Schedule) -> list[str]:
         if used > problem.budget_bytes[device]:
             found.append(f"{problem.devices[device]} holds {used} of {problem.budget_bytes[device]} bytes")
     return found
+
+
+def check_stages(problem: PipelineProblem, stages: Stages) -> None:
+    """Raise ValueError unless the stages form a pipeline: each block once, in order, each device once, within memory."""
+    if [stage.first for stage in stages] != [0, *(stage.last + 1 for stage in stages[:-1])]:
+        raise ValueError("the stages leave out blocks or run them twice")
+    if not stages or stages[-1].last != problem.num_blocks - 1:
+        raise ValueError("the last block is in no stage")
+    if any(stage.last < stage.first for stage in stages):
+        raise ValueError("a stage is empty")
+    if len({stage.device for stage in stages}) != len(stages):
+        raise ValueError("a device has two stages")
+    for stage in stages:
+        if problem.stage_bytes[stage.first, stage.last] > problem.memory_bytes[stage.device]:
+            raise ValueError(f"blocks {stage.first} to {stage.last} do not fit on device {stage.device}")
 
 
 def _overlaps(spans: list[tuple[float, float, str]], where: str, slack: float) -> list[str]:
