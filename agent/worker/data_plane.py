@@ -72,13 +72,13 @@ class DataPlane(ABC, Generic[T]):
         """Process a message. Raises BadMessage, FrameTooLarge."""
 
     @abstractmethod
-    def _send_one(self, leaving: T) -> None:
+    def _send_one(self, item: T) -> None:
         """Send one item of `_outgoing`. Must not raise."""
 
     def _send_loop(self) -> None:
-        while (leaving := self._outgoing.get()) is not None:
-            self._send_one(leaving)
-            del leaving  # frees its tensor while waiting for the next item
+        while (item := self._outgoing.get()) is not None:
+            self._send_one(item)
+            del item  # frees its tensor while waiting for the next item
 
     def _accept_or_drop(self, received: Received | None) -> None:
         if received is None:

@@ -16,7 +16,7 @@ _NOTHING = nullcontext()
 _TENSOR_CHARACTERS = 64  # kept from the end of a tensor's name, which is more specific than its beginning
 
 
-class Moved(NamedTuple):
+class TransferEvent(NamedTuple):
     """A tile was passed to the transport for `peer`, or arrived from it, at `seconds` of the monotonic clock."""
 
     lane: Literal["send", "receive"]
@@ -26,7 +26,7 @@ class Moved(NamedTuple):
     seconds: float
 
     @classmethod
-    def now(cls, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> Moved:
+    def now(cls, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> TransferEvent:
         return cls(lane, key, peer, sum(len(frame) for frame in frames), time.monotonic())
 
 
@@ -37,14 +37,14 @@ class Recorder:
         self.enabled = enabled
         self._events: list[TraceEvent] = []
 
-    def bar(
+    def timed(
         self, work: Work, layer: int | None = None, tile: int | None = None, peer: int | None = None
     ) -> AbstractContextManager[None]:
         """Record the time inside the block as one compute event. `peer`: the rank for whose heads or rows it computes."""
-        return self._bar(work, layer, tile, peer) if self.enabled else _NOTHING
+        return self._timed(work, layer, tile, peer) if self.enabled else _NOTHING
 
     @contextmanager
-    def _bar(self, work: Work, layer: int | None, tile: int | None, peer: int | None) -> Iterator[None]:
+    def _timed(self, work: Work, layer: int | None, tile: int | None, peer: int | None) -> Iterator[None]:
         start = time.monotonic()
         yield
         end = time.monotonic()
@@ -54,22 +54,22 @@ class Recorder:
             )
         )
 
-    def transfer(self, moved: Moved, tensor: str = "") -> None:
+    def transfer(self, event: TransferEvent, tensor: str = "") -> None:
         """Record a send or receive event. `tensor`: the tensor's name, for an ONNX graph."""
         if not self.enabled:
             return
-        key = moved.key
+        key = event.key
         self._events.append(
             TraceEvent(
-                lane=moved.lane,
+                lane=event.lane,
                 kind=key.phase,
                 layer=key.layer,
                 tile=None if tensor else key.tile,
-                peer=moved.peer,
+                peer=event.peer,
                 tensor=tensor[-_TENSOR_CHARACTERS:],
-                start_seconds=moved.seconds,
-                end_seconds=moved.seconds,
-                num_bytes=moved.num_bytes,
+                start_seconds=event.seconds,
+                end_seconds=event.seconds,
+                num_bytes=event.num_bytes,
             )
         )
 

@@ -213,13 +213,13 @@ class Runner:
         like_1H = torch.ones(1, loaded.plan.model.hidden_size)
         ranks = range(loaded.plan.num_ranks)
         loaded.communicator.begin_step(_EXCHANGE_STEP, _STEP_SECONDS, Recorder(False))
-        loaded.communicator.receive_inline(True)
+        loaded.communicator.set_inline_receiving(True)
         tiles = spans([1] + [0] * (loaded.plan.num_ranks - 1))
         collectives = Collectives(loaded.communicator, CpuStaging(), tiles, overlap=True)
         seconds = []
         for layer in range(count):
             began = time.perf_counter()
-            collectives.sum_everywhere(layer, Phase.SUM_MLP, like_1H, ranks, like_1H)
+            collectives.one_shot_all_reduce(layer, Phase.SUM_MLP, like_1H, ranks, like_1H)
             seconds.append(time.perf_counter() - began)
         return {"seconds": statistics.median(seconds)}
 

@@ -18,7 +18,7 @@ from agent.worker.data_plane import DataPlane
 from agent.worker.graph.schedule import GraphSchedule, Late, Routes, Task
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
 from agent.worker.server import Answer
-from agent.worker.tracing import Moved, Recorder
+from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
@@ -145,7 +145,7 @@ class GraphEngine(DataPlane[Outgoing]):
         segment = self._routes.segments[task.segment]
         began = time.monotonic()
         try:
-            with request.recorder.bar(Work.SEGMENT, segment.number):
+            with request.recorder.timed(Work.SEGMENT, segment.number):
                 arrays = self._sessions[task.segment].run(feeds, request.running)
             outputs = dict(zip(segment.outputs, arrays, strict=True))
             _check_sizes(self._routes, outputs)
@@ -271,13 +271,13 @@ class GraphEngine(DataPlane[Outgoing]):
         array = decode_body(header, received.frames)
         if not array.flags.aligned:  # a small tensor that shares a frame with its header
             array = array.copy()
-        moved = Moved.now("receive", key, received.source, received.frames)
+        event = TransferEvent.now("receive", key, received.source, received.frames)
         with self._changed:
             if not self._schedule.arrive(key.step, name, time.monotonic() + self._early_seconds):
                 return
             request = self._requests.setdefault(key.step, _Request(Recorder(enabled=True)))
             request.values[name] = array
-            request.recorder.transfer(moved, name)
+            request.recorder.transfer(event, name)
             self._changed.notify_all()
 
     def _send_one(self, leaving: Outgoing) -> None:
@@ -297,7 +297,7 @@ class GraphEngine(DataPlane[Outgoing]):
     def _send(self, leaving: Outgoing, recorder: Recorder) -> None:
         key = TileKey(self._epoch, leaving.step, self._numbers[leaving.name], Phase.TENSOR, 0, self._routes.rank)
         frames = encode_tile(self._token, key, leaving.array, self._codecs[leaving.target])
-        recorder.transfer(Moved.now("send", key, leaving.target, frames), leaving.name)
+        recorder.transfer(TransferEvent.now("send", key, leaving.target, frames), leaving.name)
         self._transport.send(leaving.target, frames)
 
 

@@ -33,7 +33,7 @@ class PackedRows:
     """The sequences of a step, packed without padding: sequence n has the rows `sequences[n]`.
 
     Its first row has the position `starts[n]`; the keys and values of earlier rows are in `caches[n]` (None: no KV cache).
-    `turns` are the RoPE tables: cosines and sines [T, rotary_dim / 2].
+    `rope_tables` are cosines and sines [T, rotary_dim / 2]; None: learned positions.
     """
 
     token_ids: Tensor  # [T] int64
@@ -41,16 +41,16 @@ class PackedRows:
     sequences: tuple[Span, ...]
     starts: tuple[int, ...]
     caches: tuple[SequenceCache | None, ...]
-    turns: tuple[Tensor, Tensor] | None
+    rope_tables: tuple[Tensor, Tensor] | None
     masks: dict[tuple[int, int, int, int | None], Tensor] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return int(self.token_ids.shape[0])
 
-    def part(self, span: Span) -> PackedRows:
+    def slice_rows(self, span: Span) -> PackedRows:
         """Some rows of the step, as a micro-batch. Earlier rows must be in the KV caches when attention is computed."""
-        found = [
+        parts = [
             (n, start, stop)
             for n, sequence in enumerate(self.sequences)
             if (start := max(sequence.start, span.start)) < (stop := min(sequence.stop, span.stop))
@@ -59,10 +59,10 @@ class PackedRows:
         return PackedRows(
             self.token_ids[rows],
             self.positions[rows],
-            tuple(Span(start - span.start, stop - span.start) for _, start, stop in found),
-            tuple(self.starts[n] + start - self.sequences[n].start for n, start, _ in found),
-            tuple(self.caches[n] for n, _, _ in found),
-            None if self.turns is None else (self.turns[0][rows], self.turns[1][rows]),
+            tuple(Span(start - span.start, stop - span.start) for _, start, stop in parts),
+            tuple(self.starts[n] + start - self.sequences[n].start for n, start, _ in parts),
+            tuple(self.caches[n] for n, _, _ in parts),
+            None if self.rope_tables is None else (self.rope_tables[0][rows], self.rope_tables[1][rows]),
         )
 
 
@@ -78,29 +78,29 @@ def pack(
     positions = torch.cat(
         [torch.arange(start, start + span.size) for start, span in zip(starts, sequences, strict=True)]
     )
-    turns = None
+    rope_tables = None
     if spec.rotary is not None:
-        found = [
-            _turns(spec, spec.rotary, positions[slice(*span)], start + span.size)
+        tables = [
+            _rope_tables(spec, spec.rotary, positions[slice(*span)], start + span.size)
             for start, span in zip(starts, sequences, strict=True)
         ]
-        cosines, sines = (torch.cat(parts).to(device) for parts in zip(*found, strict=True))
-        turns = cosines, sines
-    return PackedRows(token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), turns)
+        cosines, sines = (torch.cat(parts).to(device) for parts in zip(*tables, strict=True))
+        rope_tables = cosines, sines
+    return PackedRows(token_ids.to(device), positions.to(device), tuple(sequences), starts, tuple(caches), rope_tables)
 
 
-def _turns(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _rope_tables(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
     by_length = rotary.kind in ("dynamic", "longrope")
-    inverse, scale = _frequencies(rotary, spec.head_dim, spec.max_positions, length if by_length else 0)
+    inverse, scale = _rope_frequencies(rotary, spec.head_dim, spec.max_positions, length if by_length else 0)
     angles = positions[:, None].float() * inverse
     return angles.cos() * scale, angles.sin() * scale
 
 
 @lru_cache(maxsize=1024)
-def _frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
+def _rope_frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
     """As `rotary.frequencies`, cached, since every step needs them."""
-    found = frequencies(rotary, head_dim, max_positions, length)
-    return torch.tensor(found.inverse, dtype=torch.float32), found.scale
+    rope = frequencies(rotary, head_dim, max_positions, length)
+    return torch.tensor(rope.inverse, dtype=torch.float32), rope.scale
 
 
 # ---- norms and residuals ---------------------------------------------------------------------------------------------
@@ -113,12 +113,12 @@ def normalise(x_sH: Tensor, norm: Norm, eps: float) -> Tensor:
     return F.layer_norm(x_sH, (x_sH.shape[-1],), norm.weight, norm.bias, eps)
 
 
-def enter(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
+def pre_norm(spec: ModelSpec, x_sH: Tensor, norm: Norm) -> Tensor:
     """Pre-norm: the input of attention or MLP. With post-norm, the rows are returned unchanged."""
     return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "pre" else x_sH
 
 
-def leave(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+def add_residual(spec: ModelSpec, x_sH: Tensor, y_sH: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """The connective: add the row-parallel bias (here, so that it is added once) and the residual; apply post-norm."""
     x_sH = x_sH + (y_sH if bias is None else y_sH + bias)
     return normalise(x_sH, norm, spec.norm_eps) if spec.norm_place == "post" else x_sH
@@ -140,18 +140,18 @@ def project_qkv(
         for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
             by_head = part.unflatten(-1, (-1, spec.head_dim))
             by_head.copy_(normalise(by_head, norm, spec.norm_eps))
-    if rows.turns is not None:
-        cosines, sines = (table[slice(*span)][:, None] for table in rows.turns)
-        turn(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines, sines)
+    if rows.rope_tables is not None:
+        cosines, sines = (table[slice(*span)][:, None] for table in rows.rope_tables)
+        apply_rope(out[:, : q_width + kv_width].unflatten(-1, (-1, spec.head_dim)), cosines, sines)
 
 
-def turn(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
+def apply_rope(x_sad: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Apply RoPE in place: dimension i is rotated together with dimension i + half."""
     half = cosines.shape[-1]
     first, second = x_sad[..., :half], x_sad[..., half : 2 * half]
-    turned = first * cosines - second * sines
+    rotated = first * cosines - second * sines
     second.mul_(cosines).addcmul_(first, sines)
-    first.copy_(turned)
+    first.copy_(rotated)
 
 
 def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +160,7 @@ def split_qkv(spec: ModelSpec, heads: int, qkv: Tensor) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-def keep(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
+def store_kv(spec: ModelSpec, rows: PackedRows, layer: int, k_Tk: Tensor, v_Tk: Tensor) -> None:
     """Store the keys and values of all rows of the step in their sequences' KV caches."""
     k, v = (x.unflatten(-1, (-1, spec.head_dim)) for x in (k_Tk, v_Tk))
     for span, start, cache in zip(rows.sequences, rows.starts, rows.caches, strict=True):
@@ -188,32 +188,32 @@ def attention(
         q = q_sw[local].unflatten(-1, (k.shape[0], spec.group_size, spec.head_dim)).permute(1, 2, 0, 3)
         if spec.causal:
             first = rows.starts[n] + start - sequence.start
-            attended = _causal(q, k, v, first, spec.window(index), rows.masks)
+            attended = _causal_attention(q, k, v, first, spec.window(index), rows.masks)
         else:
-            attended = _attend(q, k, v)
+            attended = _grouped_query_attention(q, k, v)
         context_sw[local] = attended.permute(2, 0, 1, 3).flatten(1)
     return context_sw
 
 
-def whole_attention(
+def attention_block(
     spec: ModelSpec,
     index: int,
     layer: LayerShard,
     x_TH: Tensor,
     rows: PackedRows,
-    kept: Callable[[int], None] = lambda layer: None,
+    on_kv_stored: Callable[[int], None] = lambda layer: None,
 ) -> Tensor:
     """The attention block for the layer's heads and all rows of the step: a partial sum [T,H].
 
-    `kept(index)` is called once keys and values are in the KV caches.
+    `on_kv_stored(index)` is called once keys and values are in the KV caches.
     """
-    everything, heads = Span(0, rows.num_rows), layer.qkv_blocks[0].size
+    all_rows, heads = Span(0, rows.num_rows), layer.qkv_blocks[0].size
     qkv = x_TH.new_empty(rows.num_rows, spec.qkv_width(heads))
-    project_qkv(spec, layer, 0, x_TH, rows, everything, qkv)
+    project_qkv(spec, layer, 0, x_TH, rows, all_rows, qkv)
     q_Tw, k_Tk, v_Tk = split_qkv(spec, heads, qkv)
-    keep(spec, rows, index, k_Tk, v_Tk)
-    kept(index)
-    return layer.out_weight.times(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, everything))
+    store_kv(spec, rows, index, k_Tk, v_Tk)
+    on_kv_stored(index)
+    return layer.out_weight.times(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, all_rows))
 
 
 def _keys_and_values(
@@ -227,7 +227,7 @@ def _keys_and_values(
     return k, v
 
 
-def _causal(
+def _causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -241,9 +241,9 @@ def _causal(
     oldest = 0 if window is None else max(first - window + 1, 0)
     k, v = k[:, oldest:length], v[:, oldest:length]
     if num == 1:
-        return _attend(q, k, v)
+        return _grouped_query_attention(q, k, v)
     if first == 0 and (window is None or window >= num):
-        return _attend(q, k, v, causal=True)
+        return _grouped_query_attention(q, k, v, causal=True)
     key = (first, num, oldest, window)
     if key not in masks:
         query = torch.arange(first, length, device=q.device)[:, None]
@@ -252,10 +252,12 @@ def _causal(
         if window is not None:
             visible &= seen > query - window
         masks[key] = torch.zeros(visible.shape, device=q.device).masked_fill_(~visible, float("-inf"))
-    return _attend(q, k, v, mask=masks[key])
+    return _grouped_query_attention(q, k, v, mask=masks[key])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+def _grouped_query_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """Grouped-query attention. Each KV head is expanded to its group of query heads without a copy."""
     group = q.shape[1]
     k, v = (x[:, None].expand(-1, group, -1, -1) for x in (k, v))
@@ -274,7 +276,7 @@ def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     return act(layer.gate_weight.times(x_sH, layer.gate_bias)).mul_(up_sc)
 
 
-def whole_mlp(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
+def mlp_block(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The MLP for the layer's columns: a partial sum [s,H]."""
     return layer.down_weight.times(mlp_up(spec, layer, x_sH))
 

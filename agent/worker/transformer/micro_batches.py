@@ -16,32 +16,32 @@ from hearth.errors import HearthError, StepFailed
 
 T = TypeVar("T")
 # Minimum rows of a micro-batch per rank: with fewer, small GEMMs cost more than the overlap saves.
-MIN_ROWS = 32
+MIN_ROWS_PER_RANK = 32
 
 
-class Turns:
+class MicroBatchOrder:
     """Orders the micro-batches of a step: each stores a layer's rows in the KV cache before the next one attends to them."""
 
-    def __init__(self, num_layers: int, timeout_seconds: float, before: Turns | None = None) -> None:
-        self._kept = [threading.Event() for _ in range(num_layers)]
+    def __init__(self, num_layers: int, timeout_seconds: float, previous: MicroBatchOrder | None = None) -> None:
+        self._stored = [threading.Event() for _ in range(num_layers)]
         self._timeout_seconds = timeout_seconds
-        self._before = before
+        self._previous = previous
         self._failed = False
 
-    def kept(self, layer: int) -> None:
+    def kv_stored(self, layer: int) -> None:
         """Signal that this micro-batch's rows of a layer are cached; wait for those of earlier ones. Raises StepFailed."""
-        self._kept[layer].set()
-        if self._before is not None:
-            self._before._await(layer)
+        self._stored[layer].set()
+        if self._previous is not None:
+            self._previous._wait_until_stored(layer)
 
     def end(self, failed: bool) -> None:
         """Signal the end of this micro-batch to those that wait for it."""
         self._failed = failed
-        for event in self._kept:
+        for event in self._stored:
             event.set()
 
-    def _await(self, layer: int) -> None:
-        if not self._kept[layer].wait(self._timeout_seconds):
+    def _wait_until_stored(self, layer: int) -> None:
+        if not self._stored[layer].wait(self._timeout_seconds):
             raise StepFailed(
                 device="this device", reason=f"an earlier micro-batch has not reached layer {layer} in time"
             )
@@ -49,7 +49,7 @@ class Turns:
             raise StepFailed(device="this device", reason="an earlier micro-batch of the step failed")
 
 
-def run_all(runs: Sequence[Callable[[], T]], abort: Callable[[HearthError], None]) -> list[T]:
+def run_concurrently(runs: Sequence[Callable[[], T]], abort: Callable[[HearthError], None]) -> list[T]:
     """Run all concurrently, the first one in this thread. If one fails, `abort` ends the others and its error is raised."""
     num_threads = torch.get_num_threads()
     results: list[T | None] = [None] * len(runs)

@@ -97,7 +97,9 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
 
     def connective(num_rows: int) -> Callable[[], object]:
         layer, x_sH = layers[0], x_TH[:num_rows]
-        return lambda: blocks.enter(spec, blocks.leave(spec, x_sH, x_sH, layer.out_bias, layer.norm2), layer.norm2)
+        return lambda: blocks.pre_norm(
+            spec, blocks.add_residual(spec, x_sH, x_sH, layer.out_bias, layer.norm2), layer.norm2
+        )
 
     def embed(num_rows: int) -> Callable[[], object]:
         positions = torch.arange(num_rows, device=device) % spec.max_positions
@@ -183,10 +185,10 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
     x_1H = torch.randn(1, spec.hidden_size, device=device)
 
     def run() -> None:
-        y_1H = blocks.whole_attention(spec, 0, layer, blocks.enter(spec, x_1H, layer.norm1), rows)
-        attended = blocks.leave(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
-        y_1H = blocks.whole_mlp(spec, layer, blocks.enter(spec, attended, layer.norm2))
-        blocks.leave(spec, attended, y_1H, layer.down_bias, layer.norm2)
+        y_1H = blocks.attention_block(spec, 0, layer, blocks.pre_norm(spec, x_1H, layer.norm1), rows)
+        attended = blocks.add_residual(spec, x_1H, y_1H, layer.out_bias, layer.norm1)
+        y_1H = blocks.mlp_block(spec, layer, blocks.pre_norm(spec, attended, layer.norm2))
+        blocks.add_residual(spec, attended, y_1H, layer.down_bias, layer.norm2)
 
     return run
 

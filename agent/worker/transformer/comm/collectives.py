@@ -1,5 +1,7 @@
-"""Collectives over the rows of a step: ring AllGather and ReduceScatter with overlap by tiles (Galaxy, section III-D), and
-direct exchanges (all-to-all, broadcast, one-hop AllReduce).
+"""Collectives over the rows of a step.
+
+Ring AllGather and ReduceScatter with overlap by tiles (Galaxy, section III-D), and direct exchanges in one hop (all-to-all,
+broadcast, one-shot AllReduce).
 
 Shapes: T rows of the step, s rows of this rank, H hidden size. Tile k holds the rows of rank k; an empty tile is not sent. A
 tile is sent in chunks of its rows (`rings.chunks`).
@@ -44,7 +46,7 @@ class Collectives:
         self._previous = (self.rank - 1) % self.num_ranks
 
     @property
-    def own(self) -> Span:
+    def own_rows(self) -> Span:
         return self.tiles[self.rank]
 
     @property
@@ -57,14 +59,14 @@ class Collectives:
         Without overlap, the first tile is yielded when all have arrived.
         """
         gathered_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
-        if self.own.size:
+        if self.own_rows.size:
             target = rings.forwards_to(self.num_ranks, self.rank, self.rank)
             if target is not None:
                 self._send(target, layer, phase, self.rank, own_sH)
         arrivals = self._arrivals(layer, phase, gathered_TH)
         if not self._overlap:
             arrivals = iter(list(arrivals))
-        if self.own.size:
+        if self.own_rows.size:
             yield self.rank, own_sH
         yield from arrivals
 
@@ -96,15 +98,15 @@ class Collectives:
                 else:
                     self._reduce(layer, phase, tile, own)
         assert own is not None  # the own tile is always the last step
-        if self.num_ranks > 1 and self.own.size:
+        if self.num_ranks > 1 and self.own_rows.size:
             chunks = self._chunks(own)
             keys = self._keys(layer, phase, self.rank, self._previous, len(chunks))
-            for chunk, received in zip(chunks, self._communicator.take(keys), strict=True):
-                self._take_in(received, own[slice(*chunk)], add=True)
+            for chunk, received in zip(chunks, self._communicator.receive(keys), strict=True):
+                self._write_tile(received, own[slice(*chunk)], add=True)
         return own
 
-    def scatter_rows(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
-        """First half of an all-to-all: send each peer its rows directly, as soon as `rows_for_target` returns them.
+    def all_to_all_send(self, layer: int, phase: Phase, rows_for_target: Callable[[int], Tensor | None]) -> None:
+        """Sending half of an all-to-all: send each peer its rows directly, as soon as `rows_for_target` returns them.
 
         If it returns None, nothing is sent; the peer must know that and not wait.
         """
@@ -115,45 +117,45 @@ class Collectives:
                 self._send(target, layer, phase, target, rows)
 
     def send_rows(self, target: int, layer: int, phase: Phase, rows: Tensor) -> None:
-        """Send rows to one peer, which receives them by `collect_rows`."""
+        """Send rows to one peer, which gets them by `receive_rows`."""
         self._send(target, layer, phase, target, rows)
 
     def broadcast(self, layer: int, phase: Phase, rows: Tensor) -> None:
         """Send the same rows to every peer directly."""
-        self.scatter_rows(layer, phase, lambda target: rows)
+        self.all_to_all_send(layer, phase, lambda target: rows)
 
-    def sum_everywhere(
+    def one_shot_all_reduce(
         self, layer: int, phase: Phase, own_BH: Tensor | None, sources: Sequence[int], like_BH: Tensor
     ) -> Tensor:
-        """One-hop AllReduce: the sum over the ranks `sources`, on every rank. For few rows, link latency dominates, so a ring
-        would be slower. Partial sums are added in rank order, so that all ranks have identical results.
+        """AllReduce in one hop: every rank of `sources` sends its partial sum to all ranks, and every rank adds them.
 
-        `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`.
+        For few rows, link latency dominates, so a ring would be slower. Partial sums are added in rank order, so that all
+        ranks have identical results. `own_BH` is None if this rank is not a source; the result has the shape of `like_BH`.
         """
         if own_BH is not None:
             self.broadcast(layer, phase, own_BH)
         total_BH = torch.empty_like(like_BH)
         for index, source in enumerate(sources):
             if source != self.rank:
-                self.collect_rows(layer, phase, source, total_BH, add=index > 0)
+                self.receive_rows(layer, phase, source, total_BH, add=index > 0)
             elif own_BH is not None:
                 (total_BH.add_ if index else total_BH.copy_)(own_BH)
         return total_BH
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, in the order in which their `scatter_rows` send to this rank."""
+        """The other ranks, in the order in which their `all_to_all_send` reaches this rank."""
         return [(self.rank - offset) % self.num_ranks for offset in range(1, self.num_ranks)]
 
-    def collect_rows(self, layer: int, phase: Phase, source: int, into: Tensor, add: bool = False) -> None:
-        """Second half of an all-to-all: wait for the rows from `source`, and write them to `into`, or add them."""
+    def receive_rows(self, layer: int, phase: Phase, source: int, into: Tensor, add: bool = False) -> None:
+        """Wait for the rows that `source` has sent to this rank, and write them to `into`, or add them."""
         chunks = self._chunks(into)
         keys = self._keys(layer, phase, self.rank, source, len(chunks))
-        for chunk, tile in zip(chunks, self._communicator.take(keys), strict=True):
-            self._take_in(tile, into[slice(*chunk)], add)
+        for chunk, tile in zip(chunks, self._communicator.receive(keys), strict=True):
+            self._write_tile(tile, into[slice(*chunk)], add)
 
     def has_arrived(self, layer: int, phase: Phase, source: int, into: Tensor) -> bool:
-        """Whether `collect_rows` would return without waiting."""
+        """Whether `receive_rows` would return without waiting."""
         keys = self._keys(layer, phase, self.rank, source, len(self._chunks(into)))
         return self._communicator.has_arrived(keys)
 
@@ -175,7 +177,7 @@ class Collectives:
     def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
         return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]
 
-    def _take_in(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
+    def _write_tile(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
         if tile.shape != tuple(into.shape):
             raise BadMessage(reason=f"a tile has the shape {tile.shape}, {tuple(into.shape)} was expected")
         (self._staging.add_from_wire if add else self._staging.from_wire)(tile, into)
@@ -187,8 +189,8 @@ class Collectives:
         chunks = {tile: self._chunks(rows[tile]) for tile in waiting}
         keys = {tile: self._keys(layer, phase, tile, tile, len(chunks[tile])) for tile in waiting}
         while waiting:
-            index, arrived = self._communicator.take_first([keys[tile] for tile in waiting])
+            index, arrived = self._communicator.receive_first([keys[tile] for tile in waiting])
             tile = waiting.pop(index)
             for chunk, array in zip(chunks[tile], arrived, strict=True):
-                self._take_in(array, rows[tile][slice(*chunk)])
+                self._write_tile(array, rows[tile][slice(*chunk)])
             yield tile, rows[tile]

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from agent.worker.data_plane import DataPlane
-from agent.worker.tracing import Moved, Recorder
+from agent.worker.tracing import Recorder, TransferEvent
 from agent.worker.transformer.comm.casts import TorchCasts
 from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan import rings
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 # Tiles of this many future steps are kept. A peer is at most one step ahead, since the coordinator starts a step when the
-# previous one has ended; with several steps in flight, see `look_ahead`.
+# previous one has ended; with several steps in flight, see `allow_steps_ahead`.
 STEPS_AHEAD = 2
 _RECEIVE_SLICE_SECONDS = 0.5  # longest wait before the thread checks whether to stop, if closing did not wake it
 _INLINE_SLICE_SECONDS = 0.1  # longest wait before the compute thread checks whether the step was aborted
-_HAND_OVER_SECONDS = 0.005  # wait of the compute thread while the communication thread still receives
+_HANDOVER_SECONDS = 0.005  # wait of the compute thread while the communication thread still receives
 _CASTS = TorchCasts()
 
 
@@ -51,8 +51,8 @@ def link_codecs(plan: TransformerPlan, rank: int, peers: Mapping[int, float]) ->
 class Communicator(DataPlane[Callable[[], None]]):
     """Sends and receives the tiles of one plan for one rank. Sends that wait for a GPU copy go through `_outgoing`.
 
-    `start()` starts it; `close()` ends both threads and the transport. `take` and `take_first` raise StepFailed if a tile
-    does not arrive in time, or the abort's error if the step was aborted.
+    `start()` starts it; `close()` ends both threads and the transport. `receive` and `receive_first` raise StepFailed if a
+    tile does not arrive in time, or the abort's error if the step was aborted.
     """
 
     def __init__(self, transport: Transport, epoch: int, token: bytes, codecs: Mapping[int, Codec]) -> None:
@@ -68,7 +68,8 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._steps_ahead = STEPS_AHEAD
         self._timeout_seconds = 1.0
         self._recorder = Recorder(enabled=False)
-        self._early: list[Moved] = []  # tiles of steps that peers have begun first, for the traces of these steps
+        # Transfers of steps that this rank has not begun yet; they become part of these steps' traces.
+        self._early_events: list[TransferEvent] = []
         self._arrived: dict[TileKey, Array] = {}
         self._partials: dict[TileKey, Array] = {}  # this rank's, waiting for the sum from the previous rank
         # For each waiting thread, the sets of missing tiles; it waits until one of its sets is empty.
@@ -78,8 +79,8 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._inline = False
         self._resume = threading.Event()  # cleared: the communication thread pauses
         self._resume.set()
-        self._receiving = threading.Lock()  # held by the thread that receives
-        self._receives_here = False  # the compute thread holds it; other threads can then only abort
+        self._receiver_lock = threading.Lock()  # held by the thread that receives
+        self._holds_receiver = False  # the compute thread holds it; other threads can then only abort
 
     def close(self) -> None:
         self._closing = True
@@ -89,7 +90,7 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
-    def look_ahead(self, num_steps: int) -> None:
+    def allow_steps_ahead(self, num_steps: int) -> None:
         """Keep the tiles of up to `num_steps` future steps: as many as peers can be ahead."""
         self._steps_ahead = max(num_steps, STEPS_AHEAD)
 
@@ -99,12 +100,12 @@ class Communicator(DataPlane[Callable[[], None]]):
         timeout_seconds: float,
         recorder: Recorder,
         values: Mapping[int, Values] | None = None,
-        after_failure: bool = True,
+        clear_failure: bool = True,
         oldest_step: int | None = None,
     ) -> None:
         """Begin a step and drop the tiles of steps that have ended; `timeout_seconds` bounds each wait for a tile.
 
-        `values` is the value format of this step's tiles for each peer; None: the plan's. `after_failure`: clear an earlier
+        `values` is the value format of this step's tiles for each peer; None: the plan's. `clear_failure`: clear an earlier
         abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
         for peer, codec in self._codecs.items():
@@ -115,17 +116,17 @@ class Communicator(DataPlane[Callable[[], None]]):
             self._oldest_step = oldest = step if oldest_step is None else oldest_step
             self._timeout_seconds = timeout_seconds
             self._recorder = recorder
-            for moved in self._early:
-                if moved.key.step == step:
-                    recorder.transfer(moved)
-            self._early = [moved for moved in self._early if moved.key.step > step]
-            if after_failure:
+            for event in self._early_events:
+                if event.key.step == step:
+                    recorder.transfer(event)
+            self._early_events = [event for event in self._early_events if event.key.step > step]
+            if clear_failure:
                 self._failure = None
             self._arrived = {key: tile for key, tile in self._arrived.items() if key.step >= oldest}
             self._partials = {}
 
     def abort(self, error: HearthError) -> None:
-        """Make all waits for tiles raise `error`, until a step begins with `after_failure`."""
+        """Make all waits for tiles raise `error`, until a step begins with `clear_failure`."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
@@ -151,7 +152,7 @@ class Communicator(DataPlane[Callable[[], None]]):
             if received is None:
                 self._partials[key] = partial
                 return
-        self._pass_on(key, received, partial)
+        self._reduce_and_send(key, received, partial)
 
     def when_ready(self, ready: Callable[[], Array] | Array, then: Callable[[Array], None]) -> None:
         """Call `then(array)`: at once, or in the sending thread if `ready` waits for a GPU copy, so as not to delay compute."""
@@ -160,7 +161,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         else:
             then(ready)
 
-    def receive_inline(self, on: bool) -> None:
+    def set_inline_receiving(self, on: bool) -> None:
         """Set whether the compute thread receives by itself while it waits.
 
         For few, small tiles, as in decoding, switching threads costs more than overlap saves. Tiles are then not forwarded
@@ -170,7 +171,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         if on:
             self._resume.clear()
         else:
-            self._stop_receiving_here()
+            self._release_receiver()
             self._resume.set()
 
     def has_arrived(self, keys: Sequence[TileKey]) -> bool:
@@ -178,106 +179,106 @@ class Communicator(DataPlane[Callable[[], None]]):
         known = -1
         while self._inline and known != len(self._arrived):
             known = len(self._arrived)
-            self._receive_here((), 0.0)
+            self._receive_one_inline((), 0.0)
         with self._changed:
             return all(key in self._arrived for key in keys)
 
-    def take(self, keys: Sequence[TileKey]) -> list[Array]:
+    def receive(self, keys: Sequence[TileKey]) -> list[Array]:
         """Wait for all of `keys` and return their tiles in order."""
-        if self._inline and self._start_receiving_here():
-            return self._take_here(keys)
-        return self.take_first([keys])[1]
+        if self._inline and self._acquire_receiver():
+            return self._receive_inline(keys)
+        return self.receive_first([keys])[1]
 
-    def take_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
+    def receive_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
         """Wait for any group of keys to be complete; return its index and tiles. If several are, take the first one."""
-        return self._take_first(groups, time.monotonic() + self._timeout_seconds)
+        return self._receive_first(groups, time.monotonic() + self._timeout_seconds)
 
-    def await_order(self, key: TileKey) -> Array:
+    def receive_order(self, key: TileKey) -> Array:
         """Wait for the next step order, without a timeout: with nothing to do, none is sent."""
-        return self._take_first([[key]], math.inf)[1][0]
+        return self._receive_first([[key]], math.inf)[1][0]
 
-    def _take_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
+    def _receive_first(self, groups: Sequence[Sequence[TileKey]], deadline: float) -> tuple[int, list[Array]]:
         with self._changed:
             awaited = [{key for key in group if key not in self._arrived} for group in groups]
             self._awaited.append(awaited)
         try:
-            return self._await(groups, awaited, deadline)
+            return self._wait_for_group(groups, awaited, deadline)
         finally:
             with self._changed:
                 self._awaited = [other for other in self._awaited if other is not awaited]
 
-    def _await(
+    def _wait_for_group(
         self, groups: Sequence[Sequence[TileKey]], awaited: list[set[TileKey]], deadline: float
     ) -> tuple[int, list[Array]]:
         while True:
             with self._changed:
                 if self._failure is not None:
-                    self._stop_receiving_here()
+                    self._release_receiver()
                     raise self._failure
                 for index, missing in enumerate(awaited):
                     if not missing:
                         return index, [self._arrived.pop(key) for key in groups[index]]
                 now = time.monotonic()
                 if deadline <= now:
-                    raise self._too_late(min(awaited[0]))
+                    raise self._timeout_error(min(awaited[0]))
                 if not self._inline:
                     self._changed.wait(min(deadline - now, _RECEIVE_SLICE_SECONDS))
             if self._inline:
-                self._receive_here(awaited, min(deadline - now, _INLINE_SLICE_SECONDS))
+                self._receive_one_inline(awaited, min(deadline - now, _INLINE_SLICE_SECONDS))
             self.waited_seconds += time.monotonic() - now
 
-    def _take_here(self, keys: Sequence[TileKey]) -> list[Array]:
-        """As `take`, if only this thread receives: without locks, since decoding waits here twice per layer and token."""
+    def _receive_inline(self, keys: Sequence[TileKey]) -> list[Array]:
+        """As `receive`, if only this thread receives: without locks, since decoding waits here twice per layer and token."""
         began = time.monotonic()
         deadline = began + self._timeout_seconds
         for key in keys:
             while key not in self._arrived:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._failure is not None:
-                    self._stop_receiving_here()
-                    raise self._failure or self._too_late(key)
+                    self._release_receiver()
+                    raise self._failure or self._timeout_error(key)
                 self._accept_or_drop(self._transport.receive(min(remaining, _INLINE_SLICE_SECONDS)))
         self.waited_seconds += time.monotonic() - began
         return [self._arrived.pop(key) for key in keys]
 
-    def _too_late(self, key: TileKey) -> StepFailed:
+    def _timeout_error(self, key: TileKey) -> StepFailed:
         return StepFailed(
             device=f"rank {self.rank}",
             reason=f"nothing came within {self._timeout_seconds:.1f} s of waiting for {key.phase.name} tile {key.tile} of "
             f"layer {key.layer} from rank {key.source}",
         )
 
-    def _receive_here(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
+    def _receive_one_inline(self, awaited: Sequence[set[TileKey]], timeout_seconds: float) -> None:
         """Receive one message in the compute thread, unless the communication thread is still in its last `receive`."""
-        if self._start_receiving_here():
+        if self._acquire_receiver():
             self._accept_or_drop(self._transport.receive(timeout_seconds))
             return
         with self._changed:
             if all(awaited):
-                self._changed.wait(_HAND_OVER_SECONDS)
+                self._changed.wait(_HANDOVER_SECONDS)
 
-    def _start_receiving_here(self) -> bool:
+    def _acquire_receiver(self) -> bool:
         """Try to take over receiving from the communication thread; False while it is still in its last `receive`."""
-        if not self._receives_here:
-            self._receives_here = self._receiving.acquire(blocking=False)
-        return self._receives_here
+        if not self._holds_receiver:
+            self._holds_receiver = self._receiver_lock.acquire(blocking=False)
+        return self._holds_receiver
 
-    def _stop_receiving_here(self) -> None:
-        if self._receives_here:
-            self._receives_here = False
-            self._receiving.release()
+    def _release_receiver(self) -> None:
+        if self._holds_receiver:
+            self._holds_receiver = False
+            self._receiver_lock.release()
 
     # ---- the two threads ------------------------------------------------------------------------------------------
 
     def _receive_loop(self) -> None:
         while not self._closing:
             self._resume.wait()
-            if not self._receiving.acquire(timeout=_RECEIVE_SLICE_SECONDS):
+            if not self._receiver_lock.acquire(timeout=_RECEIVE_SLICE_SECONDS):
                 continue
             try:
                 received = self._transport.receive(_RECEIVE_SLICE_SECONDS)
             finally:
-                self._receiving.release()
+                self._receiver_lock.release()
             self._accept_or_drop(received)
 
     def _accept(self, received: Received) -> None:
@@ -303,7 +304,7 @@ class Communicator(DataPlane[Callable[[], None]]):
                     if not missing:
                         self._changed.notify_all()
         if partial is not None:
-            self._pass_on(key, tile, partial)
+            self._reduce_and_send(key, tile, partial)
 
     def _forward(self, header: TileHeader, received: Received) -> None:
         key = header.key
@@ -319,22 +320,22 @@ class Communicator(DataPlane[Callable[[], None]]):
     def _record(self, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> None:
         if not self._recorder.enabled and key.step <= self._step:
             return
-        moved = Moved.now(lane, key, peer, frames)
+        event = TransferEvent.now(lane, key, peer, frames)
         with self._changed:
             if key.step <= self._step:
-                self._recorder.transfer(moved)
+                self._recorder.transfer(event)
             else:
-                self._early.append(moved)
+                self._early_events.append(event)
 
-    def _pass_on(self, key: TileKey, received: Array, partial: Array) -> None:
+    def _reduce_and_send(self, key: TileKey, received: Array, partial: Array) -> None:
         if received.shape != partial.shape:
             raise BadMessage(reason=f"a tile has the shape {received.shape}, {partial.shape} was expected")
         np.add(received, partial, out=partial)
         self.send(self._next, key._replace(source=self.rank), partial)
 
-    def _send_one(self, leaving: Callable[[], None]) -> None:
+    def _send_one(self, item: Callable[[], None]) -> None:
         try:
-            leaving()
+            item()
         except HearthError as error:
             self.abort(error)
         except Exception as error:  # such as a CUDA error in the copy: fail the step now, not at its timeout

@@ -1,4 +1,4 @@
-"""Decoding: one token of each running sequence on one rank, with tensor parallelism and one-hop AllReduce.
+"""Decoding: one token of each running sequence on one rank, with tensor parallelism and one-shot AllReduce.
 
 Single rows cannot be split, and the hops of a ring would dominate. So every rank computes norms and residuals of all B rows,
 and sends its partial sums directly to every peer. Whatever the strategy of the prefill, a rank uses only its own heads and
@@ -63,25 +63,25 @@ def decode(step: Step, layers: list[LayerShard]) -> Tensor:
 
     Call it in torch's inference mode.
     """
-    spec, body, bar = step.spec, step.plan.body, step.recorder.bar
+    spec, body, timed = step.spec, step.plan.body, step.recorder.timed
     with_heads = [rank for rank, heads in enumerate(body.heads) if heads]
     with_columns = [rank for rank, columns in enumerate(body.columns) if columns]
 
     def attention(step: Step, index: int, layer: LayerShard, x_BH: Tensor) -> Tensor:
         y_BH = None
         if step.heads:
-            with bar(Work.ATTENTION_BLOCK, index):
-                y_BH = blocks.whole_attention(spec, index, layer, x_BH, step.rows)
-        return step.collectives.sum_everywhere(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
+            with timed(Work.ATTENTION_BLOCK, index):
+                y_BH = blocks.attention_block(spec, index, layer, x_BH, step.rows)
+        return step.collectives.one_shot_all_reduce(index, Phase.SUM_ATTENTION, y_BH, with_heads, x_BH)
 
     def mlp(step: Step, index: int, layer: LayerShard, x_BH: Tensor) -> Tensor:
         y_BH = None
         if layer.up_weight.shape[0]:
-            with bar(Work.MLP_BLOCK, index):
-                y_BH = blocks.whole_mlp(spec, layer, x_BH)
-        return step.collectives.sum_everywhere(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
+            with timed(Work.MLP_BLOCK, index):
+                y_BH = blocks.mlp_block(spec, layer, x_BH)
+        return step.collectives.one_shot_all_reduce(index, Phase.SUM_MLP, y_BH, with_columns, x_BH)
 
-    x_BH = embed_rows(step, Span(0, step.rows.num_rows), everywhere=True)
+    x_BH = embed_rows(step, Span(0, step.rows.num_rows), replicated=True)
     for index, layer in enumerate(layers):
         x_BH = run_layer(step, index, layer, x_BH, attention, mlp)
     return blocks.normalise(x_BH, step.shard.embedding.norm, spec.norm_eps)

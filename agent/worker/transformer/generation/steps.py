@@ -69,7 +69,7 @@ class Generation:
         self.wait_seconds = plan.wait_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
         self._in_stages = plan.body.num_stages > 1
-        communicator.look_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
+        communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
 
     @property
     def num_sequences(self) -> int:
@@ -107,7 +107,7 @@ class Generation:
         oldest = self._flights[0]
         if not isinstance(oldest, dict):
             with torch.inference_mode():
-                oldest.collectives.collect_rows(0, oldest.phase, self._last_rank, oldest.into)
+                oldest.collectives.receive_rows(0, oldest.phase, self._last_rank, oldest.into)
                 self._flights[0] = self._sampled(oldest)
         chosen = self._flights.popleft()
         assert isinstance(chosen, dict)
@@ -116,7 +116,7 @@ class Generation:
     def follow(self) -> StepOrder:
         """Wait for the next order, without a timeout, and execute it. Raises StepFailed, BadMessage."""
         self._begin()
-        tile = self._communicator.await_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
+        tile = self._communicator.receive_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
         order = decode(tile.tobytes())
         if not isinstance(order, StepOrder):
             raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} instead of an order")
@@ -128,7 +128,7 @@ class Generation:
     def _begin(self, oldest_step: int | None = None) -> None:
         self._step += 1
         self._communicator.begin_step(
-            self._step, self.wait_seconds, Recorder(False), after_failure=False, oldest_step=oldest_step
+            self._step, self.wait_seconds, Recorder(False), clear_failure=False, oldest_step=oldest_step
         )
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
@@ -166,7 +166,7 @@ class Generation:
         sequences = spans([len(rows.token_ids) for rows in order.rows])
         caches = [self._caches[rows.sequence] for rows in order.rows]
         packed = blocks.pack(self._plan.model, ids, sequences, caches, self._staging.device)
-        self._communicator.receive_inline(order.kind == "decode")
+        self._communicator.set_inline_receiving(order.kind == "decode")
         collectives = self._collectives(len(ids))
         step = Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
         wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
@@ -186,21 +186,21 @@ class Generation:
 
     def _micro_batches(self, packed: blocks.PackedRows) -> list[tuple[Span, blocks.PackedRows]]:
         """Split the rows of a step into the plan's number of equal micro-batches, or into fewer if there are few rows."""
-        most = packed.num_rows // (micro_batches.MIN_ROWS * self._plan.num_ranks)
+        most = packed.num_rows // (micro_batches.MIN_ROWS_PER_RANK * self._plan.num_ranks)
         count = max(min(self._plan.body.micro_batches, most), 1)
         edges = [packed.num_rows * index // count for index in range(count + 1)]
         parts = [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
-        return [(span, packed.part(span)) for span in parts]
+        return [(span, packed.slice_rows(span)) for span in parts]
 
     def _run_at_once(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
         """Run the micro-batches concurrently. Returns the hidden states of the `wanted` rows [N,H], on every rank."""
         first_step, spec = self._step, self._plan.model
         self._step += len(parts) - 1  # each has its own step number, the same on all ranks
 
-        def run(index: int, turns: micro_batches.Turns) -> Tensor:
+        def run(index: int, order: micro_batches.MicroBatchOrder) -> Tensor:
             span, rows = parts[index]
             collectives = self._collectives(rows.num_rows, first_step + index)
-            step = Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), turns)
+            step = Step(self._shard, self._plan, self._rank, rows, collectives, Recorder(False), order)
             failed = True
             try:
                 with torch.inference_mode():
@@ -210,14 +210,14 @@ class Generation:
                 failed = False
                 return last_NH
             finally:
-                turns.end(failed)
+                order.end(failed)
 
-        order: list[micro_batches.Turns] = []
+        orders: list[micro_batches.MicroBatchOrder] = []
         for _ in parts:
-            before = order[-1] if order else None
-            order.append(micro_batches.Turns(spec.num_layers, self.wait_seconds, before))
-        runs = [partial(run, index, turns) for index, turns in enumerate(order)]
-        return torch.cat(micro_batches.run_all(runs, self._communicator.abort))
+            previous = orders[-1] if orders else None
+            orders.append(micro_batches.MicroBatchOrder(spec.num_layers, self.wait_seconds, previous))
+        runs = [partial(run, index, order) for index, order in enumerate(orders)]
+        return torch.cat(micro_batches.run_concurrently(runs, self._communicator.abort))
 
     # ---- a pipeline's last stage, which returns rows to the first -----------------------------------------------------
 
@@ -258,7 +258,7 @@ class Generation:
     def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, wanted: Sequence[int]) -> Tensor:
         """The rows to sample from [N,H], on every rank; their owners send them to all."""
         by_owner = [[row for row in wanted if tile.start <= row < tile.stop] for tile in collectives.tiles]
-        own = hidden_sH[[row - collectives.own.start for row in by_owner[self._rank]]]
+        own = hidden_sH[[row - collectives.own_rows.start for row in by_owner[self._rank]]]
         if len(own):
             collectives.broadcast(0, Phase.HEAD_ROWS, own)
         parts = []
@@ -267,7 +267,7 @@ class Generation:
                 parts.append(own)
             elif rows:
                 received = hidden_sH.new_empty(len(rows), hidden_sH.shape[1])
-                collectives.collect_rows(0, Phase.HEAD_ROWS, owner, received)
+                collectives.receive_rows(0, Phase.HEAD_ROWS, owner, received)
                 parts.append(received)
         return torch.cat(parts)
 
@@ -293,7 +293,7 @@ class Generation:
         keys = [
             self._communicator.key(tile, Phase.CANDIDATES, LEADER, rank) for tile in range(len(sampled)) for rank in others
         ]  # fmt: skip
-        arrived = iter(self._communicator.take(keys))
+        arrived = iter(self._communicator.receive(keys))
         for sequence in sampled:
             found[sequence] += [next(arrived) for _ in others]
         return {sequence: self._choose(sequence, np.concatenate(parts)) for sequence, parts in found.items()}

@@ -29,6 +29,6 @@ def run(step: Step) -> Tensor:
     """Run the plan's strategy: the last hidden states of this rank's rows [s,H], for a decoder after the final norm."""
     with torch.inference_mode():
         x_sH = STRATEGIES[step.plan.body.strategy](step)
-        if step.spec.causal and step.own.size:
+        if step.spec.causal and step.own_rows.size:
             x_sH = blocks.normalise(x_sH, step.shard.embedding.norm, step.spec.norm_eps)
         return x_sH

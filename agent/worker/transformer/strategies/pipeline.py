@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agent.worker.transformer import blocks
 from agent.worker.transformer.shard import LayerShard
-from agent.worker.transformer.strategies.step import Step, own_mlp, run_layer
+from agent.worker.transformer.strategies.step import Step, local_mlp, run_layer
 from hearth.plan.phases import Phase, Work
 
 
@@ -22,36 +22,36 @@ def run_pipeline(step: Step) -> Tensor:
         step.collectives.send_rows(owner, 0, Phase.HEAD_ROWS, x_TH)
     elif owner != last and step.rank == owner:
         x_TH = torch.empty_like(x_TH)
-        step.collectives.collect_rows(0, Phase.HEAD_ROWS, last, x_TH)
-    return x_TH[slice(*step.own)]
+        step.collectives.receive_rows(0, Phase.HEAD_ROWS, last, x_TH)
+    return x_TH[slice(*step.own_rows)]
 
 
 def run_stage(step: Step) -> Tensor:
     """Run all rows of the step through this rank's layers [T,H]; unless it is the last, send them to the next stage."""
-    x_TH = _enter_stage(step)
+    x_TH = _stage_input(step)
     for index, layer in enumerate(step.shard.layers, step.shard.first_layer):
-        x_TH = run_layer(step, index, layer, x_TH, _attention, own_mlp)
+        x_TH = run_layer(step, index, layer, x_TH, _attention, local_mlp)
     if step.rank + 1 < step.plan.num_ranks:
         step.collectives.send_rows(step.rank + 1, step.shard.first_layer, Phase.STAGE_ROWS, x_TH)
     return x_TH
 
 
-def _enter_stage(step: Step) -> Tensor:
+def _stage_input(step: Step) -> Tensor:
     """The input of this stage: embeddings on the first stage, else the rows of the previous stage. [T,H]"""
     spec, embedding, rows = step.spec, step.shard.embedding, step.rows
     if step.rank == 0:
-        with step.recorder.bar(Work.EMBEDDING):
+        with step.recorder.timed(Work.EMBEDDING):
             return blocks.finish_embedding(spec, embedding, embedding.word[rows.token_ids].float(), rows.positions)
     before = step.plan.body.layers_of(step.rank - 1, spec.num_layers)
     x_TH = torch.empty(rows.num_rows, spec.hidden_size, device=rows.token_ids.device)
-    step.collectives.collect_rows(before.start, Phase.STAGE_ROWS, step.rank - 1, x_TH)
+    step.collectives.receive_rows(before.start, Phase.STAGE_ROWS, step.rank - 1, x_TH)
     return x_TH
 
 
 def _attention(step: Step, index: int, layer: LayerShard, x_TH: Tensor) -> Tensor:
     """Attention of all heads for all rows; keys and values go into the KV cache."""
-    with step.recorder.bar(Work.ATTENTION_BLOCK, index):
-        return blocks.whole_attention(step.spec, index, layer, x_TH, step.rows, step.kept)
+    with step.recorder.timed(Work.ATTENTION_BLOCK, index):
+        return blocks.attention_block(step.spec, index, layer, x_TH, step.rows, step.kv_stored)
 
 
 STRATEGIES = {"pipeline": run_pipeline}

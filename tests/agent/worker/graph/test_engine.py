@@ -37,7 +37,7 @@ from support.waiting import wait_for
 from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import MAX_TRACE_EVENTS
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
-from agent.worker.tracing import Moved, Recorder
+from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase, Work
@@ -428,7 +428,9 @@ def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
 
 def test_the_longest_trace_fits_in_a_message() -> None:
     recorder = Recorder(enabled=True)
-    recorder.transfer(Moved("receive", TileKey(1, 1, 65535, Phase.TENSOR, 0, 9), 65535, (1 << 63) - 1, 1e6), "n" * 1024)
+    recorder.transfer(
+        TransferEvent("receive", TileKey(1, 1, 65535, Phase.TENSOR, 0, 9), 65535, (1 << 63) - 1, 1e6), "n" * 1024
+    )
     done = RunDone(
         names=("y",), began_seconds=0.0, ended_seconds=1.0, compute_seconds=(1.0,), wire=WireStats(), dropped_messages=0,
         trace=recorder.events() * MAX_TRACE_EVENTS,
