@@ -1,4 +1,4 @@
-"""Settings of the agent, and how it ends with bad ones."""
+"""Settings of the agent: precedence, validation, and the message for invalid ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def settings_of(flags: list[str], **environ: str) -> AgentSettings:
     return load_settings(parser.parse_args(flags), {"HOME": "/home/u", **environ})
 
 
-def test_flags_win_over_variables_and_variables_over_defaults() -> None:
+def test_flags_override_variables_and_variables_override_defaults() -> None:
     assert settings_of([]).control_port == 47800
     assert settings_of([], HEARTH_AGENT_CONTROL_PORT="5").control_port == 5
     assert settings_of(["--control-port", "6"], HEARTH_AGENT_CONTROL_PORT="5").control_port == 6
@@ -46,12 +46,12 @@ def test_flags_win_over_variables_and_variables_over_defaults() -> None:
         ["--log-level", "loud"],
     ],
 )
-def test_bad_settings_are_named(flags: list[str]) -> None:
+def test_invalid_settings_are_named(flags: list[str]) -> None:
     with pytest.raises(BadSetting, match=flags[0]):
         settings_of(flags)
 
 
-def test_the_agent_says_what_is_wrong_without_a_traceback(tmp_path: Path) -> None:
+def test_agent_reports_invalid_settings_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "agent.daemon.main", "--state-dir", str(tmp_path), "--store-dir", str(tmp_path)]
     done = subprocess.run(
         [*command, "--key-path", str(tmp_path / "none")],

@@ -1,4 +1,4 @@
-"""What changes the hardware fingerprint, and what must not."""
+"""Device identity: the hardware fingerprint, the identity file, and its lock."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def add_interface(
 @pytest.mark.parametrize(
     ("bus", "assign_type", "wireless"),
     [
-        ("usb", "0", False),  # an adapter is plugged in
-        ("pci", "0", True),  # a wireless address, randomised at the next boot
-        ("platform", "1", False),  # a board without an address of its own makes one up at every boot
+        ("usb", "0", False),  # a USB adapter
+        ("pci", "0", True),  # a Wi-Fi address that is randomised at each boot
+        ("platform", "1", False),  # a board without a fixed address generates one at each boot
         ("pci", "3", False),  # set by a network manager
     ],
 )
-def test_addresses_that_come_and_go_do_not_change_the_device(
+def test_removable_and_random_addresses_do_not_change_the_fingerprint(
     bus: str, assign_type: str, wireless: bool, tmp_path: Path
 ) -> None:
     add_interface(tmp_path, "eth0", "02:00:00:00:00:01", "pci")
@@ -49,13 +49,13 @@ def test_addresses_that_come_and_go_do_not_change_the_device(
     assert hardware_fingerprint(tmp_path) == before
 
 
-def test_another_built_in_interface_is_another_device(tmp_path: Path) -> None:
+def test_built_in_interface_address_changes_the_fingerprint(tmp_path: Path) -> None:
     add_interface(tmp_path / "a", "eth0", "02:00:00:00:00:01", "platform")
     add_interface(tmp_path / "b", "eth0", "02:00:00:00:00:02", "platform")
     assert hardware_fingerprint(tmp_path / "a") != hardware_fingerprint(tmp_path / "b")
 
 
-def test_a_state_directory_that_cannot_be_read_is_a_bad_setting(tmp_path: Path) -> None:
+def test_unreadable_state_directory_is_a_bad_setting(tmp_path: Path) -> None:
     (tmp_path / "identity.json").mkdir()
     with pytest.raises(BadSetting, match="--state-dir"), load_identity(tmp_path):
         pass
@@ -67,7 +67,7 @@ def board(root: Path, serial: str) -> Path:
     return root
 
 
-def test_an_identity_stays_until_the_card_moves_to_another_board(tmp_path: Path) -> None:
+def test_identity_persists_until_the_card_moves_to_another_board(tmp_path: Path) -> None:
     mine, other = board(tmp_path / "mine", "1000"), board(tmp_path / "other", "2000")
     state = tmp_path / "state"
     with load_identity(state, mine) as first:
@@ -82,12 +82,12 @@ def test_an_identity_stays_until_the_card_moves_to_another_board(tmp_path: Path)
     assert hardware_fingerprint(mine) != hardware_fingerprint(other)
 
 
-def test_two_state_directories_on_one_host_are_two_devices(tmp_path: Path) -> None:
+def test_each_state_directory_has_its_own_device_id(tmp_path: Path) -> None:
     with load_identity(tmp_path / "a") as a, load_identity(tmp_path / "b") as b:
         assert a.device_id != b.device_id
 
 
-def test_one_state_directory_takes_one_agent(tmp_path: Path) -> None:
+def test_state_directory_is_locked_by_one_agent(tmp_path: Path) -> None:
     with (
         load_identity(tmp_path),
         pytest.raises(BadSetting, match=f"pid {os.getpid()}"),
@@ -96,7 +96,7 @@ def test_one_state_directory_takes_one_agent(tmp_path: Path) -> None:
         pass
 
 
-def test_a_damaged_identity_is_kept_aside(tmp_path: Path) -> None:
+def test_damaged_identity_file_is_renamed_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "identity.json").write_text("{")
     with load_identity(tmp_path) as identity:
         assert identity.device_id

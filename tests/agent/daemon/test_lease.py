@@ -1,4 +1,4 @@
-"""The lease: one coordinator at a time."""
+"""The lease of a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hearth.errors import (
 )
 
 
-def test_one_coordinator_at_a_time() -> None:
+def test_lease_is_held_by_one_coordinator_at_a_time() -> None:
     lease = acquire(None, "d", "one", "One", 5.0, now=100.0)
     with pytest.raises(AgentBusy, match="One"):
         acquire(lease, "d", "two", "Two", 5.0, now=104.9)

@@ -25,7 +25,7 @@ from hearth.wire.messages import (
 )
 
 
-def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
+def test_link_is_measured_within_limits_for_authorised_peers_only() -> None:
     async def scenario() -> None:
         with zmq_context() as context:
             gatekeeper = asyncio_gatekeeper(context)
@@ -56,8 +56,8 @@ def test_links_are_measured_by_the_opened_peer_only_and_within_bounds() -> None:
     asyncio.run(scenario())
 
 
-def test_chunks_come_from_a_peer_that_lets_us_in(tmp_path: Path) -> None:
-    """What it has not, what is damaged there, and what it does not let us have is told, and comes from elsewhere."""
+def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> None:
+    """Absent, damaged and unauthorised chunks are reported as missing, so that they can be fetched elsewhere."""
     contents = [bytes([index]) * 1000 for index in range(10)]
     hashes = [hashlib.sha256(content).hexdigest() for content in contents]
     theirs, ours = ShardStore(tmp_path / "theirs", 1 << 30, "peer"), ShardStore(tmp_path / "ours", 1 << 30, "here")

@@ -1,4 +1,4 @@
-"""The shard store when folders are emptied, chunks do not fit, and the agent starts again."""
+"""The shard store: deleted folders, chunks that do not fit, restarts, eviction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hearth.errors import (
 )
 
 
-def test_chunks_deleted_behind_its_back_are_missing_and_can_be_put_again(tmp_path: Path) -> None:
+def test_externally_deleted_chunks_are_missing_and_can_be_stored_again(tmp_path: Path) -> None:
     store = ShardStore(tmp_path / "store", 1000, "d")
     name, data = chunk(1)
     store.put(name, data)
@@ -41,7 +41,7 @@ def test_chunks_deleted_behind_its_back_are_missing_and_can_be_put_again(tmp_pat
     assert store.path_of(name).read_bytes() == data
 
 
-def test_a_chunk_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+def test_oversized_chunk_evicts_nothing(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 250, "d")
     name, data = chunk(1)
     store.put(name, data)
@@ -50,7 +50,7 @@ def test_a_chunk_that_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     assert store.missing([name]) == ()
 
 
-def test_what_was_deployed_last_outlives_a_restart(tmp_path: Path) -> None:
+def test_last_deployed_chunks_survive_restart_and_eviction(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 250, "d")
     deployed, other, new = (chunk(i) for i in range(3))
     store.put(*deployed)
@@ -64,7 +64,7 @@ def test_what_was_deployed_last_outlives_a_restart(tmp_path: Path) -> None:
     assert again.missing([deployed[0], other[0], new[0]]) == (other[0],)
 
 
-def test_only_files_named_by_a_hash_in_its_own_folder_are_chunks(tmp_path: Path) -> None:
+def test_only_hash_named_files_count_as_chunks(tmp_path: Path) -> None:
     for name in ("zz/" + "z" * 64, "ab/" + "f" * 64, "ab/notes"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * 50)
@@ -75,8 +75,8 @@ def test_only_files_named_by_a_hash_in_its_own_folder_are_chunks(tmp_path: Path)
     assert store.missing(["f" * 64, "cd" * 32]) == ("f" * 64, "cd" * 32)
 
 
-def test_chunks_that_come_at_once_share_the_room(tmp_path: Path) -> None:
-    """None takes the place that another is just being written to."""
+def test_concurrent_writes_respect_the_size_limit(tmp_path: Path) -> None:
+    """Space reserved by a write in progress is not given to another."""
     store = ShardStore(tmp_path, 1000, "d")
     chunks = [chunk(index, size=100) for index in range(40)]
 
@@ -92,7 +92,7 @@ def test_chunks_that_come_at_once_share_the_room(tmp_path: Path) -> None:
     assert ShardStore(tmp_path, 1000, "d").missing(kept) == ()
 
 
-def test_chunks_survive_a_restart_and_unfinished_ones_do_not(tmp_path: Path) -> None:
+def test_restart_keeps_complete_chunks_and_removes_partial_ones(tmp_path: Path) -> None:
     name, data = chunk(1)
     store = ShardStore(tmp_path, 1000, "d")
     assert store.missing([name]) == (name,)
@@ -107,7 +107,7 @@ def test_chunks_survive_a_restart_and_unfinished_ones_do_not(tmp_path: Path) -> 
         again.path_of("0" * 64)
 
 
-def test_a_chunk_that_does_not_match_its_hash_is_refused_or_discarded(tmp_path: Path) -> None:
+def test_chunk_that_does_not_match_its_hash_is_rejected(tmp_path: Path) -> None:
     name, data = chunk(1)
     store = ShardStore(tmp_path, 1000, "d")
     with pytest.raises(ChunkCorrupt):
@@ -121,7 +121,7 @@ def test_a_chunk_that_does_not_match_its_hash_is_refused_or_discarded(tmp_path: 
     assert again.missing([name]) == (name,)
 
 
-def test_pinned_chunks_are_never_evicted_and_a_full_store_says_so(tmp_path: Path) -> None:
+def test_pinned_chunks_are_never_evicted(tmp_path: Path) -> None:
     store = ShardStore(tmp_path, 250, "kitchen")
     (first, one), (second, two), (third, three) = (chunk(i) for i in range(3))
     store.put(first, one)
@@ -137,7 +137,7 @@ def test_pinned_chunks_are_never_evicted_and_a_full_store_says_so(tmp_path: Path
     store.put(second, two)
 
 
-def test_a_full_disk_is_a_typed_error_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+def test_full_disk_raises_store_full_and_leaves_no_partial_file(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     disk = tmp_path / "disk"
@@ -157,7 +157,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing_half_written(tmp_path: 
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
-def test_eviction_takes_the_least_recently_used(operations: list[tuple[bool, int]]) -> None:
+def test_eviction_is_least_recently_used(operations: list[tuple[bool, int]]) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

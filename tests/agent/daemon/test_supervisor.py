@@ -1,4 +1,4 @@
-"""The supervisor's side of a worker's private socket."""
+"""The supervisor's end of a worker's private socket."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ END = GenerationEnded(
 
 
 class ScriptedWorker:
-    """The other end of a worker's private socket."""
+    """The worker's end of its private socket."""
 
     def __init__(self, socket: zmq.asyncio.Socket) -> None:
         self._socket = socket
@@ -73,7 +73,7 @@ WithWorker = Callable[[Scenario], None]
 
 @asynccontextmanager
 async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, ScriptedWorker]]:
-    """A worker that is ready. Its process only says where it was told to listen; the test answers there."""
+    """A worker process in state ready. The process only writes its endpoint to a file; the test answers there."""
     endpoint = folder / "endpoint"
     with zmq_context() as context:
         process = WorkerProcess(context, "kitchen")
@@ -98,7 +98,7 @@ async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, Sc
 
 @pytest.fixture
 def with_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithWorker:
-    """Runs a scenario with a scripted worker."""
+    """Run a scenario with a scripted worker."""
     program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT LEVEL`
     program.write_text(
         f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/endpoint\nexec sleep 600\n'
@@ -124,7 +124,7 @@ async def read(stream: Any) -> list[Message]:
     return [reply.message async for reply in stream]
 
 
-def test_a_workers_tokens_are_passed_on_up_to_the_end(with_worker: WithWorker) -> None:
+def test_streamed_tokens_are_forwarded_up_to_the_last_message(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         one, two = (asyncio.create_task(read(process.stream(REQUEST, [b"ids", name]))) for name in (b"1", b"2"))
         asked = [await worker.receive() for _ in range(2)]
@@ -143,7 +143,7 @@ def test_a_workers_tokens_are_passed_on_up_to_the_end(with_worker: WithWorker) -
     with_worker(scenario)
 
 
-def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker(with_worker: WithWorker) -> None:
+def test_closing_a_stream_early_cancels_the_request(with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         stream = process.stream(REQUEST, ())
         async with aclosing(stream):
@@ -153,7 +153,7 @@ def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker(with_worker: W
             assert (await first).message == token(1)
         _, message, _ = await worker.receive()
         assert message == Cancel(request=request_id)
-        await worker.answer(request_id, token(3))  # was on its way
+        await worker.answer(request_id, token(3))  # sent before the cancel arrived
         again = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
         await worker.answer(request_id, END)
@@ -163,7 +163,7 @@ def test_a_stream_that_is_closed_early_is_cancelled_at_the_worker(with_worker: W
 
 
 @pytest.mark.parametrize("end", ["death", "stop"])
-def test_a_worker_that_ends_ends_its_streams(end: str, with_worker: WithWorker) -> None:
+def test_worker_exit_ends_its_streams(end: str, with_worker: WithWorker) -> None:
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         reading = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
@@ -175,22 +175,20 @@ def test_a_worker_that_ends_ends_its_streams(end: str, with_worker: WithWorker) 
             await process.stop()
         with pytest.raises(WorkerDied):
             await reading
-        if end == "death":  # whoever gives up a step learns why
+        if end == "death":  # the cause of death is in the error
             with pytest.raises(WorkerDied, match="SIGSEGV"):
                 await process.abort(Abort(holder="c", epoch=1, reason="rank 0 waits"))
 
     with_worker(scenario)
 
 
-def test_only_between_two_tokens_a_worker_may_not_be_silent(
-    with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_timeout_starts_after_the_first_token(with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_TOKEN_SECONDS", 0.2)
 
     async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
         reading = asyncio.create_task(read(process.stream(REQUEST, ())))
         request_id, _, _ = await worker.receive()
-        await asyncio.sleep(0.5)  # others come first
+        await asyncio.sleep(0.5)  # waiting for the first token: other requests run before
         assert not reading.done()
         await worker.answer(request_id, token(1))
         with pytest.raises(DeadlineExceeded):
@@ -201,8 +199,8 @@ def test_only_between_two_tokens_a_worker_may_not_be_silent(
     with_worker(scenario)
 
 
-def test_a_worker_that_cannot_even_start_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It dies before it reads anything: nobody waits until its time to load is over."""
+def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker exits before it reads its input; the load timeout is not waited for."""
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
 
     async def main() -> None:

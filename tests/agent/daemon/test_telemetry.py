@@ -1,4 +1,4 @@
-"""Memory under cgroups, budgets, disks and GPUs of machines shown by their files."""
+"""Memory under cgroups, memory budgets, disks and GPUs, read from file trees of example machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_page_cache_of_a_cgroup_is_not_in_use(tmp_path: Path) -> None:
+def test_cgroup_page_cache_counts_as_available(tmp_path: Path) -> None:
     limits = {"memory.max": "500000000", "memory.current": "480000000"}
     stat = "anon 100000000\nfile 380000000\ninactive_file 350000000\nactive_file 30000000\n"
     v2 = write(tmp_path / "v2", {f"sys/fs/cgroup/{k}": v for k, v in {**limits, "memory.stat": stat}.items()})
@@ -53,13 +53,13 @@ def test_page_cache_of_a_cgroup_is_not_in_use(tmp_path: Path) -> None:
     assert memory(v1) == (500 * MEGABYTE, 400 * MEGABYTE)
 
 
-def test_limits_of_all_enclosing_cgroups_hold(tmp_path: Path) -> None:
+def test_limits_of_all_ancestor_cgroups_apply(tmp_path: Path) -> None:
     root = write(
         tmp_path,
         {
             "proc/self/cgroup": "0::/slice/unit/leaf\n",
             "sys/fs/cgroup/slice/memory.max": "500000000",
-            "sys/fs/cgroup/slice/memory.current": "450000000",  # mostly by other units
+            "sys/fs/cgroup/slice/memory.current": "450000000",  # mostly other units of the slice
             "sys/fs/cgroup/slice/unit/memory.max": "300000000",
             "sys/fs/cgroup/slice/unit/memory.current": "10000000",
             "sys/fs/cgroup/slice/unit/leaf/memory.max": "max",
@@ -68,12 +68,12 @@ def test_limits_of_all_enclosing_cgroups_hold(tmp_path: Path) -> None:
     assert memory(root) == (300 * MEGABYTE, 50 * MEGABYTE)
 
 
-def test_a_limit_above_all_memory_promises_all_memory_only() -> None:
+def test_memory_limit_is_capped_at_total_memory() -> None:
     assert memory_budget(4 << 30, 3 << 30, 100 << 30, None) == 4 << 30
 
 
 class OneCuda(GpuReader):
-    """A GPU with 8 GiB, 6 of them free."""
+    """A GPU with 8 GiB, of which 6 GiB are free."""
 
     @property
     def compute_device(self) -> str:  # type: ignore[override]
@@ -84,7 +84,7 @@ class OneCuda(GpuReader):
 
 
 @pytest.mark.parametrize(("percent", "expected"), [(50.0, 4 << 30), (None, (6 << 30) - int((8 << 30) * 0.10))])
-def test_the_budget_of_a_gpu_is_a_share_of_its_own_memory(percent: float | None, expected: int, tmp_path: Path) -> None:
+def test_gpu_budget_is_a_share_of_gpu_memory(percent: float | None, expected: int, tmp_path: Path) -> None:
     settings = AgentSettings(
         name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", memory_percent=percent
     )
@@ -95,7 +95,7 @@ def test_the_budget_of_a_gpu_is_a_share_of_its_own_memory(percent: float | None,
     ("cores", "threads", "percent", "expected"),
     [(8, None, None, 8), (8, None, 50, 4), (8, 6, 50, 6), (4, None, 99, 3), (4, None, 1, 1), (1, None, 50, 1)],
 )
-def test_a_share_of_the_cores_is_whole_threads_and_at_least_one(
+def test_percent_of_cores_rounds_down_to_at_least_one_thread(
     cores: int, threads: int | None, percent: float | None, expected: int
 ) -> None:
     assert num_threads(cores, threads, percent) == expected
@@ -110,9 +110,7 @@ def test_a_share_of_the_cores_is_whole_threads_and_at_least_one(
         ({"percent": "25", "memory_percent": "50"}, 4 << 30),
     ],
 )
-def test_a_share_of_the_machine_holds_for_what_has_no_limit_of_its_own(
-    limits: dict[str, str], budget: int, tmp_path: Path
-) -> None:
+def test_percent_applies_where_no_specific_limit_is_set(limits: dict[str, str], budget: int, tmp_path: Path) -> None:
     variables = {f"HEARTH_AGENT_{name.upper()}": value for name, value in limits.items()}
     settings = load_settings(argparse.Namespace(), {"HOME": str(tmp_path), **variables})
     found = TelemetryReader(settings, OneCuda("cuda")).read(now=0.0)
@@ -121,12 +119,12 @@ def test_a_share_of_the_machine_holds_for_what_has_no_limit_of_its_own(
 
 
 @pytest.mark.parametrize("percent", ["0", "0.5", "101", "half"])
-def test_a_share_that_is_none_is_refused(percent: str, tmp_path: Path) -> None:
+def test_percent_out_of_range_is_rejected(percent: str, tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="--percent"):
         load_settings(argparse.Namespace(percent=percent), {"HOME": str(tmp_path)})
 
 
-def test_a_deleted_store_folder_does_not_end_telemetry(tmp_path: Path) -> None:
+def test_telemetry_works_without_the_store_folder(tmp_path: Path) -> None:
     store = tmp_path / "a" / "b"
     settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=store, key_path=tmp_path / "k")
     free = shutil.disk_usage(tmp_path).free
@@ -134,14 +132,14 @@ def test_a_deleted_store_folder_does_not_end_telemetry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unset", ["", "uninitialized\n"])
-def test_a_machine_id_that_is_not_set_yet_names_no_machine(unset: str, tmp_path: Path) -> None:
+def test_unset_machine_id_is_ignored(unset: str, tmp_path: Path) -> None:
     without = host_id(tmp_path / "none")
     assert host_id(write(tmp_path / "unset", {"etc/machine-id": unset})) == without
     assert host_id(write(tmp_path / "set", {"etc/machine-id": "0123456789abcdef0123456789abcdef\n"})) != without
 
 
 @pytest.mark.parametrize("name", ["57000000.gpu", "17000000.gv11b", "17000000.ga10b", "17000000.gpu"])
-def test_the_load_of_every_jetsons_gpu_is_found(name: str, tmp_path: Path) -> None:
+def test_gpu_load_is_read_on_all_jetson_models(name: str, tmp_path: Path) -> None:
     root = write(
         tmp_path,
         {
@@ -164,7 +162,7 @@ def write_named(root: Path, **files: str) -> Path:
     return root
 
 
-def test_boards_are_named_and_measured_by_their_own_files(tmp_path: Path) -> None:
+def test_board_model_gpu_and_temperature_are_read(tmp_path: Path) -> None:
     jetson = write_named(
         tmp_path,
         **{
@@ -186,7 +184,7 @@ def test_boards_are_named_and_measured_by_their_own_files(tmp_path: Path) -> Non
     assert temperature(tmp_path / "nothing") is None
 
 
-def test_a_pc_is_named_by_its_processor(tmp_path: Path) -> None:
+def test_pc_is_named_by_its_cpu_model(tmp_path: Path) -> None:
     assert cpu_model(write_named(tmp_path, proc__cpuinfo="model name\t: Intel(R) N100\n")) == "Intel(R) N100"
     assert tegra_model(tmp_path) is None
 
@@ -203,7 +201,7 @@ V1, V2 = "sys__fs__cgroup__memory__", "sys__fs__cgroup__"
         (f"{V1}x__memory.limit_in_bytes", f"{V1}x__memory.usage_in_bytes", "3:cpu,memory:/x\n"),
     ],
 )
-def test_a_cgroups_limit_counts_as_all_memory(limit: str, usage: str, membership: str, tmp_path: Path) -> None:
+def test_cgroup_limit_is_reported_as_total_memory(limit: str, usage: str, membership: str, tmp_path: Path) -> None:
     root = write_named(tmp_path, **{limit: "536870912\n", usage: "136870912\n", "proc__self__cgroup": membership})
     assert memory(root) == (512 << 20, 400_000_000)
 
@@ -212,13 +210,13 @@ def test_a_cgroups_limit_counts_as_all_memory(limit: str, usage: str, membership
     ("limit_bytes", "percent", "expected"),
     [(None, None, 6 << 30), (1 << 30, None, 1 << 30), (None, 50.0, 5 << 30), (1 << 30, 50.0, 1 << 30)],
 )
-def test_the_budget_is_the_users_limit_or_what_is_free_less_a_reserve(
+def test_memory_budget_is_the_user_limit_or_free_memory_minus_reserve(
     limit_bytes: int | None, percent: float | None, expected: int
 ) -> None:
     assert memory_budget(10 << 30, 7 << 30, limit_bytes, percent) == expected
 
 
-def test_telemetry_reads_this_machine(tmp_path: Path) -> None:
+def test_telemetry_of_this_machine(tmp_path: Path) -> None:
     settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", threads=3)
     telemetry = TelemetryReader(settings, GpuReader("cpu")).read(now=5.0)
     assert telemetry.num_threads == 3
@@ -227,7 +225,7 @@ def test_telemetry_reads_this_machine(tmp_path: Path) -> None:
     assert telemetry.cpu_model
 
 
-def test_asking_for_cuda_where_there_is_none_is_an_error() -> None:
+def test_cuda_without_a_gpu_is_a_bad_setting() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU here")
     with pytest.raises(BadSetting, match="no CUDA device"):

@@ -1,4 +1,4 @@
-"""The life of a worker process."""
+"""The state machine of a worker process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def after(*events: WorkerEvent) -> WorkerLife:
     return life
 
 
-def test_a_worker_starts_loads_connects_and_stops() -> None:
+def test_worker_starts_loads_connects_and_stops() -> None:
     states = []
     life = WorkerLife()
     for event in ("start_requested", "spawned", "loaded", "connected", "stopped"):
@@ -28,7 +28,7 @@ def test_a_worker_starts_loads_connects_and_stops() -> None:
 
 @pytest.mark.parametrize("state", get_args(WorkerState))
 @pytest.mark.parametrize("event", get_args(WorkerEvent))
-def test_every_other_move_raises(state: WorkerState, event: WorkerEvent) -> None:
+def test_illegal_transitions_raise(state: WorkerState, event: WorkerEvent) -> None:
     life = WorkerLife(state)
     if (state, event) in TRANSITIONS:
         assert life.after(event).state == TRANSITIONS[state, event]
@@ -37,12 +37,12 @@ def test_every_other_move_raises(state: WorkerState, event: WorkerEvent) -> None
             life.after(event)
 
 
-def test_a_worker_can_always_be_stopped_and_fails_once() -> None:
+def test_stop_is_always_legal_and_failure_only_in_live_states() -> None:
     assert all((state, "stopped") in TRANSITIONS for state in get_args(WorkerState))
     assert {state for state, event in TRANSITIONS if event == "failed"} == {"starting", "loading", "bound", "ready"}
 
 
-def test_an_illegal_move_tells_the_history() -> None:
+def test_illegal_transition_error_shows_the_history() -> None:
     with pytest.raises(
         IllegalMove, match=r"loading cannot be connected; so far: none -> starting .*, starting -> loading"
     ):

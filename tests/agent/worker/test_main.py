@@ -17,7 +17,7 @@ from hearth.wire.rpc import RpcClient
 RUN = Run(holder="c", epoch=1, step=1, timeout_seconds=1.0)
 
 
-def test_a_worker_without_a_plan_refuses_to_run_and_has_nothing_to_abort(tmp_path: Path) -> None:
+def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> None:
     async def main() -> None:
         with zmq_context() as context:
             client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
@@ -45,6 +45,6 @@ def test_a_worker_without_a_plan_refuses_to_run_and_has_nothing_to_abort(tmp_pat
 
 
 def imported(pid: int) -> set[str]:
-    """Of the two large libraries, those that the process has mapped."""
+    """The large libraries (torch, onnxruntime) that the process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {name for name in ("torch", "onnxruntime") if f"/{name}/" in maps}

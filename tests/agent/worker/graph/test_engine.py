@@ -1,4 +1,4 @@
-"""Segments in onnxruntime on several ranks in one process: outputs equal one session, and what goes wrong is told."""
+"""Segments in onnxruntime on several ranks in one process: outputs equal one session, and failures are reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def feeds_of(seed: int) -> dict[str, Array]:
     st.integers(0, 2**32), st.integers(6, 24), st.integers(1, 8), st.integers(1, 4), st.integers(1, 4)
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_any_cut_on_any_devices_gives_what_one_session_gives(
+def test_random_cuts_equal_one_session(
     tmp_path_factory: pytest.TempPathFactory, seed: int, operators: int, segments: int, ranks: int, requests: int
 ) -> None:
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def test_any_cut_on_any_devices_gives_what_one_session_gives(
     plan = random_cut(model, rng, max(segments, ranks), ranks)
     feeds = [feeds_of(index) for index in range(requests)]
     with GraphCluster(plan, model, tmp_path_factory.mktemp("stores")) as cluster:
-        for step, fed in enumerate(feeds):  # all in flight at once
+        for step, fed in enumerate(feeds):  # all requests are in flight at once
             cluster.start(step, fed)
         for step, fed in enumerate(feeds):
             outputs, expected = cluster.outputs(step), reference(model, fed)
@@ -76,8 +76,8 @@ def test_any_cut_on_any_devices_gives_what_one_session_gives(
                 np.testing.assert_allclose(outputs[name], array, rtol=1e-4, atol=1e-4)
 
 
-def test_a_lossy_wire_changes_floats_only(tmp_path: Path) -> None:
-    """Rank 0 makes floats and integers of one input; rank 1 joins them."""
+def test_lossy_wire_format_changes_floats_only(tmp_path: Path) -> None:
+    """Rank 0 computes floats and integers from one input; rank 1 combines them."""
     value = helper.make_tensor_value_info
     nodes = [
         helper.make_node("Relu", ["x"], ["f"], name="f"),
@@ -105,7 +105,7 @@ def test_a_lossy_wire_changes_floats_only(tmp_path: Path) -> None:
         assert done.wire.sent_bytes == done.wire.raw_bytes - x.nbytes // 2
 
 
-def test_arrays_of_six_dimensions_and_none_travel(tmp_path: Path) -> None:
+def test_arrays_of_zero_and_six_dimensions_are_transferred(tmp_path: Path) -> None:
     """Window attention splits images into six axes; a loss or a count is a scalar."""
     value, shape = helper.make_tensor_value_info, [1, 2, 3, 2, 2, 3]
     nodes = [
@@ -128,7 +128,7 @@ def test_arrays_of_six_dimensions_and_none_travel(tmp_path: Path) -> None:
 
 
 class Stage:
-    """A stand-in for a session: adds one. It keeps what it was fed, and waits where it has a gate."""
+    """A stand-in for a session: adds one. It records its inputs, and waits for its gate if it has one."""
 
     def __init__(self, name: str = "x") -> None:
         self.inputs = {name: ArrayType("float32", (None,))}
@@ -146,8 +146,8 @@ class Stage:
 CHAIN = make_graph_plan([(0, ("x",), ("a",)), (1, ("a",), ("b",)), (2, ("b",), ("y",))], ("x",), ("y",))
 
 
-def test_requests_fill_the_pipeline() -> None:
-    """While the last stage holds the first request, the others work on those behind it."""
+def test_requests_are_pipelined() -> None:
+    """While the last stage computes the first request, the others compute the following ones."""
     stages = [Stage(), Stage("a"), Stage("b")]
     stages[2].gate = threading.Event()
     with GraphCluster(CHAIN, sessions=[[stage] for stage in stages]) as cluster:
@@ -161,8 +161,8 @@ def test_requests_fill_the_pipeline() -> None:
             assert np.array_equal(cluster.outputs(step)["y"], np.full(4, step + 3, np.float32))
 
 
-def test_a_request_that_waits_for_a_peer_lets_the_next_one_run(tmp_path: Path) -> None:
-    """Rank 1 of a diamond: its second segment waits for rank 0, so it runs the next request's first."""
+def test_request_waiting_for_a_peer_does_not_block_the_next(tmp_path: Path) -> None:
+    """Rank 1 of a diamond: its second segment waits for rank 0, so it runs the first segment of the next request."""
     plan = make_graph_plan(
         [(0, ("x",), ("a",)), (1, ("x",), ("b",)), (1, ("a", "b"), ("y",))], ("x",), ("y",)
     )  # fmt: skip
@@ -183,7 +183,7 @@ def test_a_request_that_waits_for_a_peer_lets_the_next_one_run(tmp_path: Path) -
             assert cluster.outputs(step)["y"][0] == 2 * (step + 1)
 
 
-def test_one_request_too_many_is_refused_and_the_others_are_served() -> None:
+def test_request_above_the_limit_is_rejected() -> None:
     stage = Stage()
     stage.gate = threading.Event()
     plan = make_graph_plan([(0, ("x",), ("y",))], ("x",), ("y",))
@@ -200,7 +200,7 @@ def test_one_request_too_many_is_refused_and_the_others_are_served() -> None:
         cluster.outputs(3)
 
 
-def test_what_peers_send_before_the_request_waits_for_it_within_bounds() -> None:
+def test_early_tensors_are_held_up_to_a_limit() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]], max_in_flight=2) as cluster:
         first, second, third = cluster.engines
         for step in range(2):
@@ -209,26 +209,26 @@ def test_what_peers_send_before_the_request_waits_for_it_within_bounds() -> None
             assert isinstance(cluster.answer(step, 0)[0], RunDone)
         cluster.start(2, {"x": np.zeros(1, np.float32)}, ranks=[0])
         cluster.answer(2, 0)
-        wait_for("what does not fit", lambda: second.dropped)
+        wait_for("the tensor above the limit", lambda: second.dropped)
         assert (first.dropped, second.dropped, third.dropped) == (0, 1, 0)
         for step in range(2):
             cluster.start(step, {}, ranks=[1, 2])
             assert cluster.outputs(step)["y"][0] == 3
 
 
-def test_exact_tensors_reach_the_session_where_the_transport_put_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_tensors_reach_the_session_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = [[Stage()], [Stage("a")], [Stage("b")]]
     received: list[memoryview] = []
     cluster = GraphCluster(CHAIN, sessions=stages)
     transport = cluster.hub.transport(1)
     receive = transport.receive
 
-    def noted(timeout_seconds: float) -> Received | None:
+    def recording_receive(timeout_seconds: float) -> Received | None:
         found = receive(timeout_seconds)
         received.extend(found.frames if found is not None else ())
         return found
 
-    monkeypatch.setattr(transport, "receive", noted)
+    monkeypatch.setattr(transport, "receive", recording_receive)
     with cluster:
         cluster.start(1, {"x": np.zeros(50_000, np.float32)})
         cluster.outputs(1)
@@ -237,23 +237,23 @@ def test_exact_tensors_reach_the_session_where_the_transport_put_them(monkeypatc
     assert any(np.shares_memory(array, np.frombuffer(frame, np.uint8)) for frame in received)
 
 
-# ---- what goes wrong --------------------------------------------------------------------------------------------------------
+# ---- failures ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_does_not_come_is_named_with_the_rank_that_owes_it() -> None:
+def test_missing_tensor_error_names_tensor_and_sender() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
         cluster.hub.cut(0, 1)
         cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.5)
         assert isinstance(cluster.answer(1, 0)[0], RunDone)
-        for rank, owed in ((1, "tensor a had not come from rank 0"), (2, "tensor b had not come from rank 1")):
+        for rank, expected in ((1, "tensor a had not come from rank 0"), (2, "tensor b had not come from rank 1")):
             failed, _ = cluster.answer(1, rank)
             assert isinstance(failed, Failed)
             error = failed.error()
             assert isinstance(error, StepFailed)
-            assert owed in error.reason
+            assert expected in error.reason
 
 
-def test_a_device_that_is_behind_says_so() -> None:
+def test_timeout_while_computing_is_reported() -> None:
     stage = Stage()
     stage.gate = threading.Event()
     plan = make_graph_plan([(0, ("x",), ("y",))], ("x",), ("y",))
@@ -261,23 +261,23 @@ def test_a_device_that_is_behind_says_so() -> None:
         cluster.start(1, {"x": np.zeros(1, np.float32)}, timeout=0.3)
         with pytest.raises(StepFailed, match="had not all run"):
             cluster.outputs(1)
-        stage.gate.set()  # what comes of it is for nobody
+        stage.gate.set()  # releases the segment; its result is dropped
         cluster.start(2, {"x": np.zeros(1, np.float32)})
         assert cluster.outputs(2)["y"][0] == 1
 
 
-def test_one_request_is_given_up_or_all_are() -> None:
+def test_abort_ends_one_request_or_all() -> None:
     stages = [Stage(), Stage("a"), Stage("b")]
     stages[1].gate = threading.Event()
     with GraphCluster(CHAIN, sessions=[[stage] for stage in stages]) as cluster:
         for step in range(4):
             cluster.start(step, {"x": np.zeros(1, np.float32)})
         for engine in cluster.engines:
-            engine.abort(0, "nobody waits for it")
+            engine.abort(0, "the client is gone")
         for rank in (1, 2):
             failed, _ = cluster.answer(0, rank)
             assert isinstance(failed, Failed)
-            assert "nobody waits for it" in str(failed.error())
+            assert "the client is gone" in str(failed.error())
         stages[1].gate.set()
         assert cluster.outputs(1)["y"][0] == 3
         stages[1].gate.clear()
@@ -291,10 +291,8 @@ def test_one_request_is_given_up_or_all_are() -> None:
         assert cluster.outputs(10)["y"][0] == 3
 
 
-def test_a_running_segment_is_stopped_when_its_request_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many small products: onnxruntime looks between two of them whether it should go on."""
+def test_abort_interrupts_a_running_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small products: onnxruntime checks between operators whether it should stop."""
     size, depth = 512, 120
     nodes = [helper.make_node("MatMul", [f"t{i}", "w"], [f"t{i + 1}"], name=f"n{i}") for i in range(depth)]
     value = helper.make_tensor_value_info
@@ -309,7 +307,7 @@ def test_a_running_segment_is_stopped_when_its_request_is_given_up(
     feeds = {"t0": np.eye(size, dtype=np.float32)}
     begun, ends, run = threading.Event(), list[str](), SegmentSession.run
 
-    def watched(session: SegmentSession, arrays: Mapping[str, Array], control: RunControl) -> list[Array]:
+    def recording_run(session: SegmentSession, arrays: Mapping[str, Array], control: RunControl) -> list[Array]:
         begun.set()
         try:
             found = run(session, arrays, control)
@@ -319,7 +317,7 @@ def test_a_running_segment_is_stopped_when_its_request_is_given_up(
         ends.append("whole")
         return found
 
-    monkeypatch.setattr(SegmentSession, "run", watched)
+    monkeypatch.setattr(SegmentSession, "run", recording_run)
     with GraphCluster(plan, model, tmp_path) as cluster:
         cluster.start(1, feeds)
         cluster.outputs(1)
@@ -353,10 +351,10 @@ def test_inputs_are_checked_by_name_type_and_shape(tmp_path: Path) -> None:
         cluster.outputs(1)
 
 
-def test_what_is_no_tensor_for_this_rank_is_dropped_and_counted() -> None:
+def test_unexpected_tiles_are_dropped_and_counted() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
         sender, codec = cluster.hub.transport(0), Codec(WireFormat(lz4="off"), 1e9, time.perf_counter)
-        key = TileKey(1, 1, 0, Phase.TENSOR, 0, 0)  # tensor a, from rank 0: the only one that is right
+        key = TileKey(1, 1, 0, Phase.TENSOR, 0, 0)  # tensor a, from rank 0: the only valid one
         array = np.zeros(3, np.float32)
         wrong = [
             key._replace(epoch=2), key._replace(layer=1), key._replace(layer=9), key._replace(source=2),
@@ -373,7 +371,7 @@ def test_what_is_no_tensor_for_this_rank_is_dropped_and_counted() -> None:
         assert done.dropped_messages == len(wrong) + 2
 
 
-def test_a_tensor_that_is_too_large_for_the_wire_ends_its_request_only() -> None:
+def test_frame_too_large_ends_only_its_request() -> None:
     class Large(Stage):
         def run(self, feeds: Mapping[str, Array], control: RunControl) -> list[Array]:
             return [np.broadcast_to(feeds["x"][:1], (int(feeds["x"][0]),))]
@@ -386,8 +384,8 @@ def test_a_tensor_that_is_too_large_for_the_wire_ends_its_request_only() -> None
         assert cluster.outputs(2)["y"].shape == (8,)
 
 
-def test_what_onnxruntime_cannot_compute_is_told(tmp_path: Path) -> None:
-    """An index that is out of range: nobody can know before."""
+def test_onnxruntime_error_is_reported_and_ends_only_its_request(tmp_path: Path) -> None:
+    """An index out of range, which is detected only at run time."""
     value = helper.make_tensor_value_info
     model = finished(
         helper.make_graph(
@@ -404,7 +402,7 @@ def test_what_onnxruntime_cannot_compute_is_told(tmp_path: Path) -> None:
         assert np.array_equal(cluster.outputs(2)["y"], random_array(0, (3, 4))[1:])
 
 
-def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
+def test_trace_has_segments_and_both_ends_of_transfers() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
         cluster.start(1, {"x": np.zeros(1, np.float32)}, trace=True)
         events = {}
@@ -426,7 +424,7 @@ def test_a_trace_shows_segments_and_both_ends_of_each_transfer() -> None:
     }
 
 
-def test_the_longest_trace_fits_in_a_message() -> None:
+def test_longest_trace_fits_in_a_message() -> None:
     recorder = Recorder(enabled=True)
     recorder.transfer(
         TransferEvent("receive", TileKey(1, 1, 65535, Phase.TENSOR, 0, 9), 65535, (1 << 63) - 1, 1e6), "n" * 1024
@@ -466,8 +464,8 @@ def everything_in(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-def test_weights_of_several_chunks_are_mapped_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    weight = random_array(5, (24, 600))  # 57600 bytes: fifteen chunks
+def test_weights_are_mapped_and_temporary_files_removed(tmp_path: Path) -> None:
+    weight = random_array(5, (24, 600))  # 57600 bytes: 15 chunks
     value = helper.make_tensor_value_info
     model = finished(
         helper.make_graph(
@@ -485,13 +483,13 @@ def test_weights_of_several_chunks_are_mapped_and_nothing_is_left_behind(tmp_pat
     np.testing.assert_allclose(session.run({"x": random_array(0)})[0], random_array(0) @ weight, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_killed_worker_left_is_removed(files: tuple[SegmentFiles, ShardStore]) -> None:
+def test_files_of_a_killed_worker_are_removed(files: tuple[SegmentFiles, ShardStore]) -> None:
     (files[1].path / "0123456789abcdef.segment.part").write_bytes(b"left")
     load(*files)
     assert not list(files[1].path.glob("*.part"))
 
 
-def test_chunks_that_are_missing_or_of_another_size_are_named(files: tuple[SegmentFiles, ShardStore]) -> None:
+def test_missing_or_wrong_sized_chunks_are_named(files: tuple[SegmentFiles, ShardStore]) -> None:
     made, store = files
     weight = made.initializers[0]
     absent = made.model_copy(update={"initializers": (weight.model_copy(update={"chunks": ("0" * 64,)}),)})
@@ -502,7 +500,7 @@ def test_chunks_that_are_missing_or_of_another_size_are_named(files: tuple[Segme
         load(short, store)
 
 
-def test_a_segment_that_onnxruntime_does_not_take_is_a_bad_plan(files: tuple[SegmentFiles, ShardStore]) -> None:
+def test_segment_that_onnxruntime_rejects_is_a_bad_plan(files: tuple[SegmentFiles, ShardStore]) -> None:
     made, store = files
     put = put_into(store)
     broken = made.model_copy(update={"graph": (put(b"\x07\x07\x07"),)})

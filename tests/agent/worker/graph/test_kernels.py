@@ -1,4 +1,4 @@
-"""Which operators each of onnxruntime's kernels stands for: pure, without onnxruntime."""
+"""Mapping of onnxruntime's kernels to the operators of the graph. Pure, without onnxruntime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Node(NamedTuple):
 
 
 def graph(*lines: str) -> list[Node]:
-    """`name kind a,b -> c`"""
+    """A graph from lines `name kind a,b -> c`."""
     nodes = []
     for line in lines:
         made_of, made = line.split(" -> ")
@@ -26,8 +26,8 @@ def graph(*lines: str) -> list[Node]:
     return nodes
 
 
-# A residual block, as onnxruntime writes it in the blocked layout: sums and activations are inside of convolutions, whose
-# tensors have lost their names.
+# A residual block in onnxruntime's blocked layout: sums and activations are fused into convolutions, and their tensors
+# have lost their names.
 RESIDUAL = graph(
     "c1 Conv x,w1 -> a", "r1 Relu a -> b", "c2 Conv b,w2 -> c", "add Add c,b -> d", "r2 Relu d -> e", "pad Pad e,p -> f",
     "c3 Conv f,w3 -> g", "flat Flatten g -> y",
@@ -46,29 +46,29 @@ BLOCKED = graph(
             {"b_nchwc": ("c1", "r1"), "c_nchwc": ("c2", "add", "r2"), "g_nchwc": ("pad", "c3"), "ReorderOutput": (),
              "flat": ("flat",)},
         ),
-        (  # a chain that ends in a tensor that keeps its name
+        (  # a chain whose last tensor keeps its name
             graph("d Div x,k -> a", "e Erf a -> b", "p Add b,one -> c", "m Mul x,c -> y", "r Relu y -> z"),
             graph("Gelu Gelu x -> y", "r Relu y -> z"),
             {"Gelu": ("d", "e", "p", "m"), "r": ("r",)},
         ),
-        (  # a product between two reshapes of onnxruntime's own keeps its name, with a suffix
+        (  # a product between two inserted reshapes keeps its name, with a suffix
             graph("l/m MatMul x,w -> a", "l/b Add a,bias -> y"),
             graph("in Reshape x -> t1", "l/m/MatMulAddFusion Gemm t1,w,bias -> t2", "out Reshape t2 -> y"),
             {"in": (), "l/m/MatMulAddFusion": ("l/m", "l/b"), "out": ()},
         ),
-        (  # what depends on no input is computed at load
+        (  # operators without inputs are computed at load
             graph("c Mul w,k -> v", "s Shape x -> n", "m MatMul x,v -> y"),
             graph("m MatMul x,v -> y"),
             {"m": ("m",)},
         ),
-        (  # nothing fused: as it was
+        (  # nothing fused: unchanged
             graph("s Split x -> a,b", "c Concat b,a -> y"),
             graph("s Split x -> a,b", "c Concat b,a -> y"),
             {"s": ("s",), "c": ("c",)},
         ),
     ],
 )  # fmt: skip
-def test_kernels_are_traced_back_to_operators(
+def test_kernels_are_mapped_to_operators(
     original: list[Node], optimised: list[Node], expected: dict[str, tuple[str, ...]]
 ) -> None:
     assert operators_of(original, optimised, ["x"]) == expected

@@ -1,4 +1,4 @@
-"""Operators of a graph, timed as onnxruntime fuses them."""
+"""Profiling of a graph's operators, as onnxruntime fuses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled, S
 
 
 def events(*runs: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
-    """onnxruntime's events: nodes of name, start and microseconds, then their run."""
+    """Profiling events of onnxruntime: nodes as (name, start, microseconds), then the event of their run."""
     offset = 0
     for run in runs:
         for name, start, length in run:
@@ -35,7 +35,7 @@ def events(*runs: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
         offset += end + 10
 
 
-def test_kernel_times_leave_out_the_first_run_and_disturbed_ones() -> None:
+def test_kernel_times_exclude_first_and_disturbed_runs() -> None:
     quiet = [("a", 0, 100), ("b", 100, 300)]
     slow = [("a", 0, 200), ("b", 200, 300)]
     found = kernel_times(
@@ -48,14 +48,14 @@ def test_kernel_times_leave_out_the_first_run_and_disturbed_ones() -> None:
     ]
 
 
-def test_nodes_inside_of_a_loop_count_as_the_loop() -> None:
+def test_nodes_inside_a_loop_count_as_the_loop() -> None:
     run = [("loop", 0, 100), ("inner", 10, 20), ("inner", 40, 20), ("after", 100, 5)]
     found = {each.name: each.seconds for each in kernel_times(events(run, run), {})}
     assert found == {"loop": pytest.approx(1e-4), "after": pytest.approx(5e-6)}
 
 
 def residual_block() -> bytes:
-    """Two convolutions with a sum, whose weights are placeholders, and a product with one that is here."""
+    """Two convolutions with a sum, whose weights are placeholders, and a product whose weight is included."""
     value = helper.make_tensor_value_info
     nodes = [
         helper.make_node("Conv", ["x", "w1"], ["a"], name="conv1", pads=[1, 1, 1, 1]),
@@ -89,8 +89,8 @@ def profiled(folder: Path, data: bytes) -> GraphProfile:
     return profile(folder, "here", 1, "cpu")
 
 
-def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -> None:
-    """As the daemon does it, in a child of its own."""
+def test_graph_without_weights_is_profiled_by_kernel(tmp_path: Path) -> None:
+    """In a child process, as in the daemon."""
     (tmp_path / GRAPH_FILE).write_bytes(residual_block())
     start = StartProfile(
         profile=Profile(subject=OperatorsOf(), timeout_seconds=60), device="here", folder=str(tmp_path), num_threads=1,
@@ -117,7 +117,7 @@ def test_a_graph_without_its_weights_is_timed_kernel_by_kernel(tmp_path: Path) -
     assert found.wire.encrypted_seconds_per_byte > 0
 
 
-def test_what_cannot_be_profiled_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiler_failures_are_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadPlan, match="not an ONNX model"):
         profiled(tmp_path, b"\x07\x07")
     value = helper.make_tensor_value_info

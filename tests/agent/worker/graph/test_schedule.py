@@ -1,4 +1,4 @@
-"""What a rank of a graph runs next: pure, without onnxruntime."""
+"""Scheduling of segments on a rank of a graph. Pure, without onnxruntime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent.worker.graph.schedule import GraphSchedule, Late, Task, routes_of
 from hearth.errors import BadPlan, BadRequest, QueueFull
 from hearth.plan.plan import GraphPlan
 
-# Rank 0 splits x into a and b; rank 1 makes c of a, rank 0 d of b, rank 1 y of c and d, and of x itself.
+# Rank 0 splits x into a and b; rank 1 computes c from a, rank 0 d from b, rank 1 y from c, d and x itself.
 DIAMOND = make_graph_plan(
     [
         (0, ("x",), ("a", "b")),
@@ -32,7 +32,7 @@ def schedule(rank: int, plan: GraphPlan = DIAMOND, max_in_flight: int = 4) -> Gr
     return GraphSchedule(routes_of(plan, rank), max_in_flight)
 
 
-def test_routes_say_what_comes_from_where_and_goes_where() -> None:
+def test_routes_list_sources_targets_and_results() -> None:
     first, second = routes_of(DIAMOND, 0), routes_of(DIAMOND, 1)
     assert [segment.number for segment in first.segments] == [0, 2]
     assert (first.fed, first.awaited) == ({"x"}, {})
@@ -42,7 +42,7 @@ def test_routes_say_what_comes_from_where_and_goes_where() -> None:
     assert first.travelling == second.travelling == ("a", "d")
 
 
-def test_a_tensor_with_two_makers_is_refused() -> None:
+def test_tensor_with_two_producers_is_rejected() -> None:
     segments = DIAMOND.body.segments
     body = DIAMOND.body.model_copy(update={"segments": (*segments, segments[1])})
     plan = DIAMOND.model_copy(update={"body": body})
@@ -50,7 +50,7 @@ def test_a_tensor_with_two_makers_is_refused() -> None:
         routes_of(plan, 0)
 
 
-def test_a_segment_starts_when_its_last_input_is_there() -> None:
+def test_segment_starts_when_all_inputs_have_arrived() -> None:
     second = schedule(1)
     second.open(1, FAR)
     assert second.start() is None
@@ -59,7 +59,7 @@ def test_a_segment_starts_when_its_last_input_is_there() -> None:
     assert second.arrive(1, "a", FAR)
     assert second.start() == Task(1, 0)
     assert second.start() is None
-    assert second.finish(Task(1, 0)) == (("a",), False)  # c is taken by the other segment
+    assert second.finish(Task(1, 0)) == (("a",), False)  # the other segment needs c
     assert second.arrive(1, "d", FAR)
     assert second.start() == Task(1, 1)
     released, last = second.finish(Task(1, 1))
@@ -67,19 +67,19 @@ def test_a_segment_starts_when_its_last_input_is_there() -> None:
     assert set(released) == {"c", "d", "x", "y"}
 
 
-def test_of_what_can_run_the_oldest_request_goes_first_and_then_the_plans_order() -> None:
+def test_oldest_runnable_request_goes_first_then_plan_order() -> None:
     first = schedule(0)
     for step in (7, 8):
         first.open(step, FAR)
         first.arrive(step, "x", FAR)
     assert first.start() == Task(7, 0)
-    assert first.start() == Task(8, 0)  # nothing of step 7 can run: the device is not kept idle
+    assert first.start() == Task(8, 0)  # no segment of step 7 is runnable, and the device must not idle
     first.finish(Task(8, 0))
     first.finish(Task(7, 0))
     assert [first.start(), first.start(), first.start()] == [Task(7, 1), Task(8, 1), None]
 
 
-def test_tensors_may_come_before_their_request_but_run_after_it() -> None:
+def test_early_tensors_wait_for_their_request() -> None:
     second = schedule(1)
     assert second.arrive(3, "a", 10.0)
     assert second.start() is None
@@ -87,7 +87,7 @@ def test_tensors_may_come_before_their_request_but_run_after_it() -> None:
     assert second.start() == Task(3, 0)
 
 
-def test_no_tensor_is_taken_twice_or_after_the_end_or_where_nobody_takes_it() -> None:
+def test_duplicate_late_and_unexpected_tensors_are_rejected() -> None:
     second = schedule(1)
     second.open(1, FAR)
     assert second.arrive(1, "a", FAR)
@@ -95,13 +95,13 @@ def test_no_tensor_is_taken_twice_or_after_the_end_or_where_nobody_takes_it() ->
     assert not second.wants(1, "y")
     second.end(1)
     assert not second.arrive(1, "d", FAR)
-    second.end(5)  # given up before it came
+    second.end(5)  # aborted before it arrived
     assert not second.arrive(5, "a", FAR)
     with pytest.raises(BadRequest, match="already started, or has ended"):
         second.open(5, FAR)
 
 
-def test_a_step_of_long_ago_is_over() -> None:
+def test_old_steps_count_as_ended() -> None:
     second = schedule(1)
     for step in range(5000):
         second.open(step, FAR)
@@ -112,7 +112,7 @@ def test_a_step_of_long_ago_is_over() -> None:
         second.open(3, FAR)
 
 
-def test_what_is_held_is_bounded() -> None:
+def test_held_steps_are_bounded() -> None:
     second = schedule(1, max_in_flight=2)
     second.open(1, FAR)
     second.open(2, FAR)
@@ -121,12 +121,12 @@ def test_what_is_held_is_bounded() -> None:
     assert full.value.limit == 2
     assert second.arrive(3, "a", FAR)
     assert second.arrive(4, "a", FAR)
-    assert not second.arrive(5, "a", FAR)  # two early steps are held, beside two open ones
+    assert not second.arrive(5, "a", FAR)  # two early steps are held, besides two open ones
     second.end(1)
     second.open(3, FAR)
 
 
-def test_a_step_whose_time_is_up_names_what_is_missing() -> None:
+def test_late_step_names_its_missing_tensor() -> None:
     second = schedule(1)
     second.open(1, 5.0)
     second.arrive(1, "x", 5.0)
@@ -153,7 +153,7 @@ class Rank:
 
 @st.composite
 def plans(draw: st.DrawFn) -> GraphPlan:
-    """Segments of one or two outputs that take any tensors before them, on up to three ranks."""
+    """Segments with one or two outputs and any earlier tensors as inputs, on up to three ranks."""
     num_ranks = draw(st.integers(1, 3))
     known, segments = ["x"], []
     for index in range(draw(st.integers(num_ranks, 8))):
@@ -167,10 +167,10 @@ def plans(draw: st.DrawFn) -> GraphPlan:
 
 @given(plans(), st.integers(1, 4), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
-def test_every_segment_of_every_request_runs_once_after_its_inputs_and_nothing_is_left(
+def test_random_plans_run_every_segment_once_in_any_arrival_order(
     plan: GraphPlan, num_steps: int, rng: random.Random
 ) -> None:
-    """Opens, tensors on their way and segments happen in any order that the network and the devices may choose."""
+    """Requests, tensors and segments arrive or run in random order, as network and devices may choose."""
     routes = [routes_of(plan, rank) for rank in range(plan.num_ranks)]
     ranks = [Rank(GraphSchedule(each, 4)) for each in routes]
     events = [("open", rank, step, "") for rank in range(plan.num_ranks) for step in range(num_steps)]

@@ -1,4 +1,4 @@
-"""The same engines on a GPU: pinned staging, copies on their own stream. Skipped where there is none."""
+"""The engines on a CUDA device: pinned staging, copies on a separate stream. Skipped without a CUDA device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_strategy_equals_transformers_on_cuda(strategy: str, split: tuple[
             assert np.array_equal(cluster.run([token_ids])[0], rows)
 
 
-def test_bert_base_shape_on_cuda_is_exact_and_repeats_on_a_throttled_link(tmp_path: Path) -> None:
+def test_bert_base_shape_on_cuda_is_exact_and_repeatable(tmp_path: Path) -> None:
     model_dir = save_random_model(tmp_path / "model", BertConfig())
     spec = read_spec(model_dir)
     token_ids = np.random.default_rng(0).integers(0, spec.vocab_size, 301).tolist()
@@ -47,12 +47,12 @@ def test_bert_base_shape_on_cuda_is_exact_and_repeats_on_a_throttled_link(tmp_pa
     assert np.abs(rows - hidden_states(model_dir, [token_ids])).max() < TOLERANCE
 
 
-def test_a_tensor_comes_back_from_the_wire_as_it_was() -> None:
+def test_staged_tensors_round_trip_on_cuda() -> None:
     from agent.worker.transformer.comm.staging import CudaStaging
 
     staging = CudaStaging()
     tensor = torch.randn(300, 700, device="cuda")
-    for _ in range(20):  # buffers are used again and again, and must never be seen half copied
+    for _ in range(20):  # buffers are reused many times and must never be read half copied
         waited = staging.to_wire(tensor)
         tile = waited()
         into = torch.empty_like(tensor)

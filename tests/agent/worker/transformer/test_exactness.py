@@ -22,7 +22,7 @@ from support.reference import hidden_states  # noqa: E402
 
 TOLERANCE = 1e-4
 
-# Shares of one to five devices: even, uneven, and devices with nothing of a kind.
+# Weights of one to five devices: even, uneven, and zero for heads or rows.
 SPLITS = [(1,), (1, 1), (3, 1), (2, 1, 3), (1, 1, 1, 1), (5, 1, 2, 1, 1), (1, 0, 2)]
 
 
@@ -41,7 +41,8 @@ def distilbert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("distilbert"), small_distilbert(), seed=1)
 
 
-@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])  # which no split makes
+# Pipelines are divided by layers: see test_pipeline.py.
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
 @pytest.mark.parametrize(
     ("family", "split"),
     [*(("bert", split) for split in SPLITS), ("distilbert", (3, 1)), ("distilbert", (1, 0, 2))],
@@ -62,7 +63,7 @@ def test_every_strategy_and_split_equals_transformers(
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_a_device_may_have_no_rows_or_no_heads(strategy: str, bert: Path) -> None:
+def test_devices_without_rows_or_heads(strategy: str, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([13], spec.vocab_size)
     plan = make_plan(spec, strategy, weights=(1, 0, 2), row_weights=(1, 2, 0))
@@ -78,7 +79,7 @@ MODES = [LayerMode(qkv=qkv, out=out, mlp=mlp) for qkv in (R, S) for out in (R, S
 
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
 @pytest.mark.parametrize("mode", [*MODES, SEQUENCE, SEQUENCE.model_copy(update={"mlp": S})], ids=str)
-def test_every_mode_of_a_layer_equals_transformers(mode: LayerMode, split: tuple[int, ...], bert: Path) -> None:
+def test_every_layer_mode_equals_transformers(mode: LayerMode, split: tuple[int, ...], bert: Path) -> None:
     spec = read_spec(bert)
     with EngineCluster(bert, make_plan(spec, "hmp", split, modes=[mode, LayerMode()])) as cluster:
         for lengths in ([3], [spec.max_positions], [5, 1, 9]):
@@ -88,7 +89,7 @@ def test_every_mode_of_a_layer_equals_transformers(mode: LayerMode, split: tuple
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_modes_with_ranks_without_rows_or_heads_repeat_bit_for_bit(mode: LayerMode, bert: Path) -> None:
+def test_layer_modes_without_rows_or_heads_are_deterministic(mode: LayerMode, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([13, 20], spec.vocab_size)
     plan = make_plan(spec, "hmp", weights=(1, 0, 2), row_weights=(1, 2, 0), modes=[LayerMode(), mode])
@@ -99,7 +100,7 @@ def test_modes_with_ranks_without_rows_or_heads_repeat_bit_for_bit(mode: LayerMo
             assert np.array_equal(cluster.run(sequences)[0], first)
 
 
-def test_without_overlap_the_result_is_the_same_bit_for_bit(bert: Path) -> None:
+def test_overlap_does_not_change_the_result(bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([31], spec.vocab_size)
     results = []
@@ -111,7 +112,7 @@ def test_without_overlap_the_result_is_the_same_bit_for_bit(bert: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_a_plan_gives_the_same_bits_at_every_run(strategy: str, bert: Path) -> None:
+def test_runs_of_a_plan_are_bit_identical(strategy: str, bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([29, 4], spec.vocab_size)
     with EngineCluster(bert, make_plan(spec, strategy, (3, 2, 1))) as cluster:
@@ -120,7 +121,7 @@ def test_a_plan_gives_the_same_bits_at_every_run(strategy: str, bert: Path) -> N
             assert np.array_equal(cluster.run(sequences)[0], first)
 
 
-def test_mean_output_sums_each_sequences_rows(bert: Path) -> None:
+def test_mean_output_is_the_sum_of_each_sequences_rows(bert: Path) -> None:
     spec = read_spec(bert)
     sequences = random_sequences([7, 2, 12], spec.vocab_size)
     with EngineCluster(bert, make_plan(spec, "hmp", (1, 2))) as cluster:
@@ -142,8 +143,8 @@ def test_lossy_wire_formats_stay_close(values: Any, tolerance: float, bert: Path
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
-def test_links_may_differ_in_their_format(strategy: Any, bert: Path) -> None:
-    """A tile that came exactly loses its precision on the first link that is lossy, also where it is only forwarded."""
+def test_wire_format_may_differ_between_links(strategy: Any, bert: Path) -> None:
+    """An exact tile loses precision on the first lossy link, also when a rank only forwards it."""
     spec = read_spec(bert)
     sequences = random_sequences([40], spec.vocab_size)
     everywhere = tuple((a, b) for a in range(3) for b in range(3) if a != b)
@@ -161,13 +162,14 @@ def test_links_may_differ_in_their_format(strategy: Any, bert: Path) -> None:
     mixed, sent = run(((0, 1), (0, 2)), "mixed")
     assert np.array_equal(run(everywhere, "all")[0], exact)
     assert 0 < np.abs(mixed - exact).max() < 0.02
-    # Rank 0 sends exactly, but for what came to it lossy; the others send half as many bytes, also of its tiles.
+    # Rank 0 sends exact tiles, except those that arrived lossy; the others send half as many bytes, also of its tiles.
     assert 1.4 < sent[0] / sent[1] < 2.1
     assert 0.9 < sent[1] / sent[2] < 1.1
 
 
 def test_bert_base_shape_with_random_weights(tmp_path: Path) -> None:
-    config = transformers.BertConfig(vocab_size=3000)  # BERT-base, but for its words: 12 layers, 12 heads, 768
+    # BERT-base with a smaller vocabulary: 12 layers, 12 heads, hidden size 768.
+    config = transformers.BertConfig(vocab_size=3000)
     model_dir = save_random_model(tmp_path / "model", config)
     for strategy in ("hmp", "megatron-tp"):
         check_full_shape(model_dir, strategy, (3, 2, 1), [101], tmp_path / strategy)

@@ -1,4 +1,4 @@
-"""Weight formats: how far products are off, views, and that a matrix filled in parts is the one filled at once."""
+"""Weight formats: errors of products, views, and matrices that are filled in parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
 CPU = torch.device("cpu")
 ALL = slice(None)
-# Relative, in the Euclidean norm: of bfloat16's 8 bits, and of 7 bits below the largest of normal weights.
+# Relative errors in the Euclidean norm. bfloat16 has 8 significant bits; int8 has 7 bits below the largest weight of a
+# normal distribution.
 ERRORS: dict[WeightFormat, float] = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1}
 
 
@@ -38,7 +39,7 @@ def filled(weight: torch.Tensor, weights: WeightFormat) -> Matrix:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 8, 9, 70])
 @pytest.mark.parametrize("weights", ERRORS)
-def test_products_are_as_close_as_the_format_allows(weights: WeightFormat, num_rows: int) -> None:
+def test_product_error_is_within_the_format_tolerance(weights: WeightFormat, num_rows: int) -> None:
     torch.manual_seed(num_rows)
     weight, x, bias = torch.randn(96, 160) * 0.1, torch.randn(num_rows, 160), torch.randn(96)
     expected = x @ weight.t() + bias
@@ -52,7 +53,7 @@ def test_products_are_as_close_as_the_format_allows(weights: WeightFormat, num_r
 
 
 @pytest.mark.parametrize("weights", [weights for weights in ERRORS if weights != "int4"])
-def test_views_multiply_as_their_part(weights: WeightFormat) -> None:
+def test_views_multiply_as_submatrices(weights: WeightFormat) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(96, 160) * 0.1, torch.randn(5, 160)
     matrix = filled(weight, weights)
@@ -67,8 +68,8 @@ def test_views_multiply_as_their_part(weights: WeightFormat) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 4, 8])
 @pytest.mark.parametrize("num_inputs", [44, 100, 300])
-def test_int8_is_right_for_any_number_of_inputs(num_inputs: int, num_rows: int) -> None:
-    """torch's kernel crashes or returns NaN where the inputs are no multiple of 32, as in an uneven share of an MLP."""
+def test_int8_supports_any_number_of_inputs(num_inputs: int, num_rows: int) -> None:
+    """torch's kernel crashes or returns NaN unless inputs are a multiple of 32; uneven MLP shares are not."""
     torch.manual_seed(num_inputs)
     weight, x = torch.randn(96, num_inputs) * 0.1, torch.randn(num_rows, num_inputs)
     expected = x @ weight.t()
@@ -77,26 +78,26 @@ def test_int8_is_right_for_any_number_of_inputs(num_inputs: int, num_rows: int) 
     assert (matrix.times(x) - expected).norm() <= ERRORS["int8"] * expected.norm()
 
 
-def test_memory_is_what_the_format_says() -> None:
+def test_memory_per_weight_format() -> None:
     sizes = {weights: sum(t.nbytes for t in empty_matrix(64, 1024, weights, CPU).tensors) for weights in ERRORS}
     assert sizes == {
         "float32": 4 << 16, "float16": 2 << 16, "bfloat16": 2 << 16, "int8": (1 << 16) + 128, "int4": 5 << 13,
     }  # fmt: skip
 
 
-def test_what_does_not_suit_int4_is_int8() -> None:
+def test_shapes_unsuitable_for_int4_use_int8() -> None:
     assert isinstance(empty_matrix(64, 1024, "int4", CPU), Int4)
     for shape in ((63, 1024), (64, 1000), (0, 32), (16, 0)):
         assert isinstance(empty_matrix(*shape, "int4", CPU), Int8)
 
 
-def test_int4_is_refused_where_it_has_no_kernel() -> None:
-    """Memory is planned at 0.625 bytes a weight: int8 in its place would exceed the budget."""
+def test_int4_without_a_kernel_is_rejected() -> None:
+    """Memory is planned at 0.625 bytes per weight: an int8 fallback would exceed the budget."""
     with pytest.raises(UnsupportedWeights, match="--weights int8"):
         empty_matrix(64, 1024, "int4", torch.device("cuda"))
 
 
-def test_int4_is_used_whole() -> None:
+def test_int4_cannot_be_sliced() -> None:
     matrix = empty_matrix(64, 64, "int4", CPU)
     assert matrix.rows(slice(0, 64)) is matrix
     with pytest.raises(StepFailed, match="in part"):
@@ -122,7 +123,7 @@ PIECES = [Pieces(0, (0, 96)), Pieces(0, (0, 30, 31, 96)), Pieces(1, (0, 200)), P
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 71, 96, 97, 284])
 @pytest.mark.parametrize("used", PIECES)
-def test_a_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
+def test_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
     torch.manual_seed(num_rows)
     weight, x, bias = torch.randn(96, 200) * 0.1, torch.randn(num_rows, 200), torch.randn(96)
     matrix = packed(weight, used)
@@ -143,7 +144,7 @@ def test_a_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_ro
                 assert torch.allclose(y, x[:, part] @ weight[:, part].t() + bias, atol=1e-5)
 
 
-def test_a_packed_matrix_is_used_in_its_pieces_only() -> None:
+def test_packed_matrix_can_only_be_sliced_at_its_borders() -> None:
     matrix = packed(torch.randn(96, 200), Pieces(1, (0, 7, 200)))
     with pytest.raises(StepFailed, match="other pieces"):
         matrix.columns(slice(0, 8))
@@ -151,23 +152,23 @@ def test_a_packed_matrix_is_used_in_its_pieces_only() -> None:
         matrix.rows(slice(0, 7))
 
 
-def test_kernels_are_made_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is kept, and takes up to half a MiB."""
+def test_row_counts_are_rounded_to_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compiled kernel is kept and takes up to 0.5 MiB."""
     heights: set[int] = set()
     block = matrices._block_times_packed
 
-    def noted(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
+    def recording_block(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
         heights.add(height)
         return block(x_sk, height, *rest)
 
-    monkeypatch.setattr(matrices, "_block_times_packed", noted)
+    monkeypatch.setattr(matrices, "_block_times_packed", recording_block)
     matrix = packed(torch.randn(96, 200), Pieces(0, (0, 96)))
     for num_rows in range(1, 600):
         matrix.times(torch.empty(num_rows, 200))
     assert heights == {1, 2, 4, *range(8, 97, 8), 144, 192, 256}
 
 
-def test_a_packed_matrix_takes_hardly_more_memory_and_a_small_one_is_not_packed() -> None:
+def test_packing_overhead_is_small_and_small_matrices_are_not_packed() -> None:
     matrix = packed(torch.randn(1000, 520), Pieces(0, (0, 1000)))
     assert 4 * 1000 * 520 <= sum(memory_of(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
     assert isinstance(empty_matrix(64, 64, "float32", CPU, Pieces(0, (0, 64))), Floats)

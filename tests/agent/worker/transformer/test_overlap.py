@@ -1,4 +1,4 @@
-"""Overlap is real: on a throttled in-memory transport, a request's trace shows transfers under GEMMs."""
+"""Overlap of communication and computation: traces over a throttled in-memory transport."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ from agent.worker.transformer import blocks
 
 @pytest.fixture(scope="module")
 def wide_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough that a tile's GEMM lasts milliseconds."""
+    """Wide enough for a tile's GEMM to take milliseconds."""
     config = small_bert(hidden_size=768, num_attention_heads=12, intermediate_size=3072, max_position_embeddings=512)
     return save_random_model(tmp_path_factory.mktemp("wide"), config)
 
 
 def overlapped_share(model_dir: Path, overlap: bool) -> float:
-    """The share of all transfer time during which the receiver computed: median of three requests of 384 rows."""
+    """The fraction of transfer time during which the receiver computes: median of three requests of 384 rows."""
     plan = make_plan(read_spec(model_dir), "hmp", (1, 1, 1), overlap=overlap)
     shares = []
-    # At this rate a tile's transfer takes about as long as its GEMM here.
+    # At this rate a tile's transfer takes about as long as its GEMM.
     with EngineCluster(model_dir, plan, bytes_per_second=150e6) as cluster:
         cluster.run([[3] * 384])
         for _ in range(3):
             _, answers = cluster.run([[3] * 384], trace=True)
             traces = cluster.traces(answers)
             moved = transfers(traces)
-            # 2 layers x (2 gathers + 2 reduces) x 3 tiles x 2 hops, and the embedding's exchange.
+            # 2 layers x (2 gathers + 2 reduces) x 3 tiles x 2 hops, and the exchange of embeddings.
             assert len(moved) >= 2 * 4 * 3 * 2
             shares.append(overlap_seconds(traces) / sum(t.end_seconds - t.start_seconds for t in moved))
     return statistics.median(shares)
 
 
-def test_transfers_run_under_gemms_with_overlap_and_hardly_without(wide_bert: Path, tmp_path: Path) -> None:
+def test_transfers_overlap_gemms_if_enabled(wide_bert: Path, tmp_path: Path) -> None:
     with_overlap = overlapped_share(wide_bert, True)
     without = overlapped_share(wide_bert, False)
     assert with_overlap > 0.2
     assert with_overlap > 1.5 * without
 
 
-def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(
-    wide_bert: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lock-step loop would forward a tile only when the receiver's own GEMM has ended. Here rank 1's GEMM lasts until
-    rank 2 has the tile of rank 0, whose only way leads over rank 1."""
+def test_gathered_tile_is_forwarded_during_the_gemm(wide_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock-step loop would forward a tile only after the receiver's own GEMM. Here rank 1's GEMM lasts until rank 2
+    has the tile of rank 0, which reaches it only through rank 1."""
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
     tile_0, tile_1, tile_2 = spans((128, 128, 128))
-    own = threading.local()  # each rank computes in its own thread, and its own tile first
+    own = threading.local()  # each rank computes in its own thread, its own tile first
     forwarded = threading.Event()
     in_time: list[bool] = []
     project_qkv = blocks.project_qkv
 
-    def held(spec: ModelSpec, layer: Any, target: int, x_xH: Any, rows: Any, span: Span, out: Any) -> None:
+    def delayed_project_qkv(
+        spec: ModelSpec, layer: Any, target: int, x_xH: Any, rows: Any, span: Span, out: Any
+    ) -> None:
         own.tile = getattr(own, "tile", span)
         if own.tile == tile_2 and span == tile_0:
             forwarded.set()
@@ -80,16 +80,16 @@ def test_a_gathered_tile_is_forwarded_while_the_receiver_computes(
             in_time.append(forwarded.wait(PATIENCE_SECONDS))
         project_qkv(spec, layer, target, x_xH, rows, span, out)
 
-    monkeypatch.setattr(blocks, "project_qkv", held)
+    monkeypatch.setattr(blocks, "project_qkv", delayed_project_qkv)
     with EngineCluster(wide_bert, plan) as cluster:
         cluster.run([[3] * 384], timeout=2 * PATIENCE_SECONDS)
     assert in_time
     assert all(in_time)
 
 
-def test_a_trace_has_the_tiles_that_came_before_the_rank_began_the_step(wide_bert: Path) -> None:
+def test_trace_includes_tiles_that_arrived_before_the_step(wide_bert: Path) -> None:
     request = Run(holder="test", epoch=1, step=1, output="hidden", timeout_seconds=30.0, trace=True)
-    ids, lengths = np.full(64, 3, np.int32), np.array([0, 64], np.int32)  # a word that rank 0 holds
+    ids, lengths = np.full(64, 3, np.int32), np.array([0, 64], np.int32)  # an id whose embedding rank 0 holds
     with (
         EngineCluster(wide_bert, make_plan(read_spec(wide_bert), "hmp", (1, 1))) as cluster,
         ThreadPoolExecutor(1) as pool,
@@ -97,25 +97,25 @@ def test_a_trace_has_the_tiles_that_came_before_the_rank_began_the_step(wide_ber
         first = pool.submit(cluster.engines[0].run, request, ids, lengths)
         second = cluster.communicators[1]
         early = second.key(0, Phase.EMBED, tile=1, source=0, step=1)
-        wait_for("the words of rank 1's rows", lambda: second.has_arrived([early]))
+        wait_for("the embeddings of rank 1's rows", lambda: second.has_arrived([early]))
         done, _ = cluster.engines[1].run(request, ids, lengths)
         sent = [(e.kind, e.layer, e.tile) for e in first.result(30.0)[0].trace if e.lane == "send"]
     assert sent[0] == (Phase.EMBED, 0, 1)
     assert sorted((e.kind, e.layer, e.tile) for e in done.trace if e.lane == "receive") == sorted(sent)
 
 
-def test_a_peer_that_says_nothing_is_a_typed_error_in_time(wide_bert: Path) -> None:
+def test_silent_peer_raises_step_failed_after_the_timeout(wide_bert: Path) -> None:
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
     with EngineCluster(wide_bert, plan) as cluster:
         cluster.hub.cut(0, 1)
         with pytest.raises(StepFailed, match=r"nothing came within 0\.3 s"):
             cluster.run([[3] * 8], timeout=0.3)
         cluster.hub.mend()
-        rows, _ = cluster.run([[3] * 8])  # the next step is not disturbed by what was left of the last
+        rows, _ = cluster.run([[3] * 8])  # tiles left over from the failed step do not disturb the next
         assert rows.shape == (8, 768)
 
 
-def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
+def test_abort_ends_a_wait_immediately(wide_bert: Path) -> None:
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
     with EngineCluster(wide_bert, plan) as cluster:
         cluster.hub.cut(0, 1)
@@ -130,14 +130,14 @@ def test_an_abort_ends_a_wait_at_once(wide_bert: Path) -> None:
 
         running = threading.Thread(target=run)
         running.start()
-        while running.is_alive():  # an abort before the step has begun is forgotten when it begins
+        while running.is_alive():  # an abort before the step begins has no effect
             for communicator in cluster.communicators:
                 communicator.abort(DeadlineExceeded(action="the test", seconds=1))
             running.join(0.05)
         assert isinstance(caught[0], DeadlineExceeded)
 
 
-def test_messages_of_another_epoch_or_step_are_dropped_and_counted(wide_bert: Path) -> None:
+def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path) -> None:
     from support.engines import TOKEN
 
     from hearth.plan.parts import WireFormat

@@ -1,4 +1,4 @@
-"""A pipeline of layers: whole layers on each device, several steps in flight, and the same tokens as `transformers`."""
+"""Pipelines: whole layers on each device, several steps in flight, tokens equal to `transformers`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def prompts_of(spec: ModelSpec, lengths: list[int]) -> list[list[int]]:
 def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv_tokens: int = 4096) -> TransformerPlan:
     plan = make_plan(spec, "pipeline", layers)
     assert plan.body.layers == layers
-    promise = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
-    return with_generation(plan, promise)
+    limits = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return with_generation(plan, limits)
 
 
 def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
@@ -72,7 +72,7 @@ def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
 )  # fmt: skip
 @pytest.mark.parametrize("prefill_rows", [512, 24])
 def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], prefill_rows: int, models: Any) -> None:
-    """A mixed batch, its prompts in one step and in chunks of which several are in flight."""
+    """A mixed batch; prompts in one step, or in chunks of which several are in flight."""
     model_dir = models(family)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
@@ -93,7 +93,7 @@ def test_long_prompts_and_long_answers(models: Any) -> None:
         assert answers_of(home, [home.submit(prompt, 64)]) == [greedy(model_dir, prompt, 64)]
 
 
-def test_one_stage_is_the_whole_model(models: Any) -> None:
+def test_single_stage_equals_transformers(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
@@ -117,7 +117,7 @@ def test_logits_equal_transformers(family: str, models: Any) -> None:
     assert (logits - expected).abs().max() < LOGIT_TOLERANCE
 
 
-def test_an_encoder_ends_with_the_last_stage(tmp_path: Path) -> None:
+def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
     model_dir = save_random_model(tmp_path / "bert", small_bert(num_hidden_layers=4))
     spec = read_spec(model_dir)
     rng = np.random.default_rng(7)
@@ -135,7 +135,7 @@ def test_an_encoder_ends_with_the_last_stage(tmp_path: Path) -> None:
         assert np.allclose(sums[0], expected[:17].sum(axis=0), atol=1e-3)
         sent = [sum(event.num_bytes for event in answer.trace if event.lane == "send") for answer in answers]
         rows_bytes = 58 * 96 * 4
-        assert all(rows_bytes <= each < 1.05 * rows_bytes for each in sent[:-1])  # one hop each, and nothing else
+        assert all(rows_bytes <= each < 1.05 * rows_bytes for each in sent[:-1])  # one hop each and nothing more
         assert sent[-1] == 0
 
 
@@ -151,13 +151,13 @@ def test_a_lossy_wire_format_stays_close(models: Any) -> None:
     assert 0 < np.abs(rows[0] - rows[1]).max() < 0.02
 
 
-# ---- what a stage holds -----------------------------------------------------------------------------------------------
+# ---- memory of a stage ----------------------------------------------------------------------------------------------
 
 
-def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any) -> None:
+def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(models: Any) -> None:
     from coordinator.plan.transformer.strategies import memory_use
 
-    for family in ("gpt2", "llama"):  # tied, and with a head of its own
+    for family in ("gpt2", "llama"):  # tied, and with a separate output head
         model_dir = models(family)
         spec = read_spec(model_dir)
         plan = staged(spec, (1, 3, 1), kv_tokens=200)
@@ -170,7 +170,7 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any)
             for generation, shard, use, count in zip(
                 cluster.generations, cluster.shards, planned, plan.body.layers, strict=True
             ):
-                held = shard.num_bytes()  # packed matrices are filled up to whole blocks of 64 outputs
+                held = shard.num_bytes()  # packed matrices are padded to blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
                 (cached,) = generation._caches.values()
                 assert cached._store.shape[0] == count
@@ -183,19 +183,19 @@ def test_a_stage_holds_its_layers_and_only_the_first_the_vocabulary(models: Any)
 # ---- several steps in flight ----------------------------------------------------------------------------------------
 
 
-def test_chunks_and_groups_are_in_flight_together(models: Any) -> None:
+def test_prompt_chunks_and_decode_groups_are_in_flight_concurrently(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
         home, generation = Home(cluster), cluster.generations[0]
-        cluster.hub.latency_seconds = 0.03  # far more than a chunk takes, so that none is back before the next
+        cluster.hub.latency_seconds = 0.03  # far longer than a chunk takes: none returns before the next starts
         (prompt,) = prompts_of(spec, [100])
         request = home.submit(prompt, 6)
         most = 0
         while not home.answers[request]:
             home.step()
             most = max(most, generation.num_in_flight)
-        assert most == 4  # of 5 that may be: one is waited for as soon as the last is begun
+        assert most == 4  # of 5 allowed: the leader waits for the oldest once the last has started
         home.run()
         assert home.answers[request] == greedy(model_dir, prompt, 6)
         prompts = prompts_of(spec, [5, 6, 7, 4])
@@ -204,11 +204,11 @@ def test_chunks_and_groups_are_in_flight_together(models: Any) -> None:
         while not home.leader.idle:
             home.step()
             orders.append(generation.num_in_flight)
-        assert max(orders[len(orders) // 2 :]) >= 2  # answers are decoded in groups
+        assert max(orders[len(orders) // 2 :]) >= 2  # decoding runs in groups
         assert [home.answers[each] for each in requests] == [greedy(model_dir, prompt, 20) for prompt in prompts]
 
 
-def test_requests_come_and_go_while_steps_are_in_flight(models: Any) -> None:
+def test_requests_may_come_and_be_cancelled_during_steps_in_flight(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
@@ -229,8 +229,8 @@ def test_requests_come_and_go_while_steps_are_in_flight(models: Any) -> None:
         assert [generation.num_sequences for generation in cluster.generations[:1]] == [0]
 
 
-def test_another_plan_goes_on_where_this_one_was_lost(models: Any) -> None:
-    """With sampling too: the seed decides, not the devices; from three stages to two, to tensor parallel, to one."""
+def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> None:
+    """With sampling, only the seed decides. From three stages to two, to tensor parallel, to one device."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
     (prompt,) = prompts_of(spec, [20])
@@ -253,7 +253,7 @@ def test_another_plan_goes_on_where_this_one_was_lost(models: Any) -> None:
     assert resumed == answers[0]
 
 
-def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any) -> None:
+def test_lost_stage_fails_running_and_later_requests(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 3))) as cluster:
@@ -269,7 +269,7 @@ def test_a_lost_stage_fails_all_requests_and_those_that_follow(models: Any) -> N
             home.submit([5, 6, 7], 50)
 
 
-def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> None:
+def test_silent_stage_times_out(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     plan = staged(spec, (2, 2, 1))
@@ -289,14 +289,14 @@ def test_a_stage_that_falls_silent_is_not_waited_for_for_ever(models: Any) -> No
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_orders_in_flight_never_want_what_is_not_there(seed: int) -> None:
-    """Random traffic: each sequence's rows come in order, none before its token, nobody waits for ever, all ends."""
+def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
+    """Each sequence's rows come in order, never before the token they need, and all sequences end."""
     rng = random.Random(seed)
-    promise = GenerationLimits(kv_tokens=rng.randint(60, 300), max_sequences=6, prefill_rows=rng.choice([1, 5, 64]))
+    limits = GenerationLimits(kv_tokens=rng.randint(60, 300), max_sequences=6, prefill_rows=rng.choice([1, 5, 64]))
     depth = rng.randint(2, 7)
-    scheduler = Scheduler(promise, num_groups=rng.randint(1, 4))
+    scheduler = Scheduler(limits, num_groups=rng.randint(1, 4))
     flights: deque[StepOrder] = deque()
-    waiting: dict[int, int] = {}  # sequences that were asked a token for, by the orders since
+    waiting: dict[int, int] = {}  # sequences with a sampled row in flight
     wanted: dict[int, int] = {}
     answered: dict[int, int] = {}
     seen: dict[int, int] = {}
@@ -336,7 +336,7 @@ def test_orders_in_flight_never_want_what_is_not_there(seed: int) -> None:
     assert not flights
 
 
-def test_groups_take_turns() -> None:
+def test_decode_groups_alternate() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=500, max_sequences=8, prefill_rows=64), num_groups=2)
     for number in range(1, 6):
         request = GenerateTokens(holder="test", epoch=1, max_tokens=20, stop_ids=())
@@ -364,7 +364,7 @@ def test_groups_take_turns() -> None:
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def test_stages_follow_each_other(models: Any) -> None:
+def test_stages_are_consecutive_layers(models: Any) -> None:
     spec = read_spec(models("llama"))
     body = Pipeline.of(spec, (2, 1, 2), 64)
     assert [body.layers_of(rank, LAYERS) for rank in range(3)] == list(spans((2, 1, 2)))

@@ -26,7 +26,7 @@ SMALL = LLAMA_1B.model_copy(
         "vocab_size": 100,
     }
 )  # fmt: skip
-# GPT-2's kind: LayerNorm, biases, learned positions, no gate, no grouped queries. And Qwen3's: norms of every head.
+# Like GPT-2: LayerNorm, biases, learned positions, no gate, no grouped queries. Like Qwen3: norms of every head.
 LEARNED = SMALL.model_copy(
     update={
         "num_kv_heads": 8, "norm": "layer", "gated": False, "rotary": None, "tied_head": True, "qkv_bias": True,
@@ -37,7 +37,7 @@ HEAD_NORMS = SMALL.model_copy(update={"qk_norm": True, "sliding_window": 8})
 
 
 @pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
-def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec) -> None:
+def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
     blocks = profile(spec, 32, 1, "cpu")
     assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
     assert all(size % spec.group_size == 0 for size in blocks.qkv.sizes)
@@ -47,7 +47,7 @@ def test_every_block_of_a_decoder_is_measured_and_so_is_decoding(spec: ModelSpec
     assert blocks.decode_layer_seconds > 0
 
 
-def test_a_random_layer_has_the_shapes_of_grouped_queries_and_of_a_gate() -> None:
+def test_random_layer_has_shapes_of_grouped_queries_and_gate() -> None:
     import torch
 
     layer = random_layer(SMALL, torch.device("cpu"))
@@ -57,7 +57,7 @@ def test_a_random_layer_has_the_shapes_of_grouped_queries_and_of_a_gate() -> Non
     assert layer.qkv_bias is None
 
 
-def test_the_block_profiler_measures_every_curve_of_a_model() -> None:
+def test_profiler_measures_every_curve_of_a_model() -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     spec = BERT_LARGE.model_copy(
         update={

@@ -1,7 +1,7 @@
-"""GenerationLimits keeps host and device tensors apart, as CUDA demands; tested on the CPU with a device that is only a mark.
+"""Generation keeps host and device tensors apart, as CUDA requires; tested on the CPU with a marked device.
 
-`MARKED` is a CPU device by another name. Under `MarkedTensors`, what is made on it or computed from it is `OnDevice`;
-anything else is a host tensor, which a CUDA stream could not copy from.
+`MARKED` is the CPU with an index. Under `MarkedTensors`, tensors created on it or computed from such tensors are
+`OnDevice`; all others are host tensors, from which a CUDA stream could not copy.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ MARKED = torch.device("cpu", 0)
 
 
 class OnDevice(torch.Tensor):
-    """What is computed from one of these is one, too (torch's rule for subclasses)."""
+    """A tensor on the marked device. Results of operations on it are `OnDevice` too (torch's rule for subclasses)."""
 
 
 class MarkedTensors(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        there = any(isinstance(each, torch.device) and each == MARKED for each in (*args, *kwargs.values()))
-        return result.as_subclass(OnDevice) if there and isinstance(result, torch.Tensor) else result
+        on_marked = any(isinstance(each, torch.device) and each == MARKED for each in (*args, *kwargs.values()))
+        return result.as_subclass(OnDevice) if on_marked and isinstance(result, torch.Tensor) else result
 
 
 class MarkedStaging(CpuStaging):
     device = MARKED
 
     def to_wire(self, tensor: torch.Tensor) -> WireTile:
-        if not isinstance(tensor, OnDevice):  # as torch refuses `record_stream` of it
+        if not isinstance(tensor, OnDevice):  # torch rejects `record_stream` of a host tensor
             raise NotImplementedError(f"a host tensor of {tensor.dtype} was given to the device's copy stream")
         return super().to_wire(tensor)
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "megatron-tp", "sp", "pipeline"])
-def test_rank_0_on_a_gpu_gives_only_device_tensors_to_its_staging(
+def test_leader_passes_only_device_tensors_to_staging(
     strategy: Strategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir = save_random_model(tmp_path, small_decoder("llama"), generates=True)

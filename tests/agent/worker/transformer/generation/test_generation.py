@@ -1,4 +1,4 @@
-"""Tokens equal those of `transformers` on one device: every family, strategy, split, prompt length and batch."""
+"""Greedy tokens equal those of `transformers` on one device: every family, strategy, split, prompt length and batch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_replicated_groups_decode_with_their_own_part(family: str, mode: LayerMode, models: Any) -> None:
+def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
@@ -96,7 +96,7 @@ def test_replicated_groups_decode_with_their_own_part(family: str, mode: LayerMo
 
 
 @pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
-def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, models: Any) -> None:
+def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
@@ -117,8 +117,8 @@ def test_a_prompt_in_chunks_gives_the_same(family: str, prefill_rows: int, model
     ],
     ids=str,
 )  # fmt: skip
-def test_micro_batches_in_flight_give_the_same(family: str, strategy: str, mode: LayerMode | None, models: Any) -> None:
-    """Prompts that lie across the cut, that have a chunk in the cache already, and that are too short to be cut."""
+def test_micro_batches_equal_transformers(family: str, strategy: str, mode: LayerMode | None, models: Any) -> None:
+    """Prompts that cross the cut between micro-batches, that have a cached chunk, or that are too short to split."""
     model_dir = models(family)
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
@@ -190,7 +190,7 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     ],
     ids=str,
 )
-def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
+def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     (prompt,) = prompts_of(spec, [20])
@@ -202,15 +202,16 @@ def test_a_seed_gives_the_same_text_on_any_number_of_devices(sampling: Sampling,
             request = home.submit(prompt, 20, sampling)
             home.run()
             answers.append(home.answers[request])
-            rest = home.submit([*prompt, *answers[0][:7]], 13, sampling, first_index=7)  # as after a lost device
+            # Resume, as after a device loss.
+            rest = home.submit([*prompt, *answers[0][:7]], 13, sampling, first_index=7)
             home.run()
             assert home.answers[rest] == answers[0][7:]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 3
 
 
-def test_requests_come_and_go_while_others_run(models: Any) -> None:
-    """Continuous batching under a budget: everyone gets what it would get alone, and cancelling frees at once."""
+def test_continuous_batching_and_cancellation(models: Any) -> None:
+    """Under a KV budget each request gets the same tokens as alone, and cancelling frees memory immediately."""
     model_dir = models("llama")
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=120)
@@ -220,7 +221,7 @@ def test_requests_come_and_go_while_others_run(models: Any) -> None:
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(6):
             home.step()
-        assert {generation.num_sequences for generation in cluster.generations[:1]} == {2}  # the third has no room
+        assert {generation.num_sequences for generation in cluster.generations[:1]} == {2}  # the third does not fit
         home.leader.cancel(first[0])
         later = [home.submit(prompt, 20) for prompt in prompts[3:]]
         home.run()
@@ -231,7 +232,7 @@ def test_requests_come_and_go_while_others_run(models: Any) -> None:
         assert cluster.generations[0].num_sequences == 0
 
 
-def test_stop_tokens_end_an_answer(models: Any) -> None:
+def test_stop_tokens_end_a_sequence(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     (prompt,) = prompts_of(spec, [12])
@@ -245,7 +246,7 @@ def test_stop_tokens_end_an_answer(models: Any) -> None:
         assert home.ended[request].reason == "stop"
 
 
-def test_what_cannot_be_done_is_refused(models: Any) -> None:
+def test_invalid_requests_are_rejected(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64)) as cluster:
@@ -260,7 +261,7 @@ def test_what_cannot_be_done_is_refused(models: Any) -> None:
         home.run()
 
 
-def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any) -> None:
+def test_lost_peer_fails_running_and_later_requests(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
@@ -276,8 +277,8 @@ def test_a_lost_peer_fails_all_requests_and_those_that_follow(models: Any) -> No
             home.submit([5, 6, 7], 50)
 
 
-def test_a_frame_too_large_inside_a_step_ends_the_plan_not_only_a_request(models: Any) -> None:
-    """The other ranks wait for that step: the coordinator must deploy again, so the error may not have scope request."""
+def test_frame_too_large_ends_the_plan(models: Any) -> None:
+    """The other ranks wait for that step, so the coordinator must deploy again: the scope must not be `request`."""
     model_dir = models("llama")
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
         home = Home(cluster)
@@ -293,7 +294,7 @@ def test_a_frame_too_large_inside_a_step_ends_the_plan_not_only_a_request(models
     ("weights", "tolerance"), [("float16", 0.01), ("bfloat16", 0.03), ("int8", 0.04), ("int4", 0.3)]
 )
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_smaller_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
+def test_quantised_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir).model_copy(update={"weights": weights})
     (prompt,) = prompts_of(spec, [60])

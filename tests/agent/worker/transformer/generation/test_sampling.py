@@ -1,4 +1,4 @@
-"""Sampling agrees with `transformers`' processors, and does not depend on how the vocabulary is cut."""
+"""Sampling equals the logits processors of `transformers`, and is independent of how the vocabulary is sharded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw(logits: np.ndarray[Any, Any], sampling: Sampling, cuts: list[int], inde
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_the_cut_of_the_vocabulary_is_no_matter(sampling: Sampling) -> None:
+def test_sampling_is_independent_of_vocabulary_shards(sampling: Sampling) -> None:
     for seed in range(30):
         logits, tokens = logits_of(seed), [3, 4, 77, 77]
         whole = draw(logits, sampling, [], seed, tokens)
@@ -44,15 +44,15 @@ def test_the_cut_of_the_vocabulary_is_no_matter(sampling: Sampling) -> None:
         assert draw(logits, sampling, [0, 3, 250, 250, 499], seed, tokens) == whole
 
 
-def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equal_maxima() -> None:
     logits = np.zeros(V, np.float32)
     logits[[40, 90]] = 2.0
     assert draw(logits, Sampling(), [60], 0, []) == 40
 
 
 @pytest.mark.parametrize("sampling", SETTINGS[2:], ids=str)
-def test_frequencies_are_those_of_transformers(sampling: Sampling) -> None:
-    """Over many draws each token comes as often as the processors of `transformers` say."""
+def test_sampling_frequencies_equal_transformers(sampling: Sampling) -> None:
+    """Frequencies of many draws against the probabilities after the processors of `transformers`."""
     torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     transformers = pytest.importorskip("transformers")
     logits, tokens = logits_of(11), [3, 4, 77]
@@ -80,7 +80,7 @@ def test_frequencies_are_those_of_transformers(sampling: Sampling) -> None:
     assert (np.abs(counts[likely] / draws - chances[likely]) <= 5 * spread).all()
 
 
-def test_penalised_is_that_of_transformers() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     transformers = pytest.importorskip("transformers")
     logits, tokens = logits_of(3), [0, 5, 5, V - 1]
@@ -89,7 +89,7 @@ def test_penalised_is_that_of_transformers() -> None:
     assert np.allclose(penalised(logits[100:], 100, 1.4, tokens), expected.numpy()[100:], rtol=1e-6)
 
 
-def test_noise_is_gumbel_and_depends_on_everything() -> None:
+def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
     noise = gumbel(1, 2, np.arange(200_000))
     assert abs(noise.mean() - 0.5772) < 0.02
     assert abs(noise.std() - np.pi / np.sqrt(6)) < 0.02

@@ -1,4 +1,4 @@
-"""What rank 0 does next: admission under the KV budget, chunks, fairness, memory given back. Pure."""
+"""Scheduling on rank 0: admission under the KV budget, prompt chunks, fairness, freed memory. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...
     return Sequence(number, request, [10 + i for i in range(prompt)], prompt)
 
 
-def play(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
-    """Every row that asks for a token gets one; what ended is removed."""
+def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
+    """Give each sampled row a token, and remove sequences that have ended."""
     for rows in order.rows:
         if rows.sample:
             scheduler.take(rows.sequence, token)
@@ -25,7 +25,7 @@ def play(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
                 scheduler.remove(rows.sequence)
 
 
-def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None:
+def test_long_prompt_is_prefilled_in_chunks_and_samples_at_its_end() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8))
     scheduler.add(sequence(1, 20, 3))
     sizes, samples = [], []
@@ -35,40 +35,40 @@ def test_a_long_prompt_comes_in_chunks_and_asks_for_a_token_at_its_end() -> None
         sizes.append(len(order.rows[0].token_ids))
         samples.append(order.rows[0].sample)
         assert (order.rows[0].new is not None) == (len(sizes) == 1)
-        play(scheduler, order)
+        execute_order(scheduler, order)
     assert sizes == [8, 8, 4]
     assert samples == [False, False, True]
     assert scheduler.next_order().kind == "decode"
 
 
-def test_whole_prompts_are_never_cut() -> None:
+def test_whole_prompts_are_not_split() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
     assert scheduler.room == 8
     for number, prompt in ((1, 5), (2, 4), (3, 2)):
         scheduler.add(sequence(number, prompt, 3))
     order = scheduler.next_order()
     assert [(rows.sequence, len(rows.token_ids)) for rows in order.rows] == [(1, 5)]
-    play(scheduler, order)
-    play(scheduler, scheduler.next_order())
+    execute_order(scheduler, order)
+    execute_order(scheduler, scheduler.next_order())
     assert [rows.sequence for rows in scheduler.next_order().rows] == [2, 3]
 
 
-def test_running_answers_go_on_between_the_chunks_of_a_new_prompt() -> None:
+def test_decode_alternates_with_chunks_of_a_new_prompt() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=4))
     scheduler.add(sequence(1, 4, 20))
-    play(scheduler, scheduler.next_order())
+    execute_order(scheduler, scheduler.next_order())
     scheduler.add(sequence(2, 12, 2))
     kinds = []
     for _ in range(6):
         order = scheduler.next_order()
         kinds.append(order.kind)
-        play(scheduler, order)
+        execute_order(scheduler, order)
     assert kinds[:5] == ["decode", "prefill", "decode", "prefill", "decode"] or kinds[:5] == [
         "prefill", "decode", "prefill", "decode", "prefill",
     ]  # fmt: skip
 
 
-def test_nobody_overtakes_a_long_context_that_waits() -> None:
+def test_waiting_long_context_is_not_overtaken() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=4, prefill_rows=64))
     for number, prompt in ((1, 30), (2, 40), (3, 2)):
         scheduler.add(sequence(number, prompt, 5))
@@ -76,11 +76,11 @@ def test_nobody_overtakes_a_long_context_that_waits() -> None:
     assert [rows.sequence for rows in order.rows] == [1]
 
 
-def test_an_idle_scheduler_has_given_everything_back() -> None:
+def test_idle_scheduler_has_freed_all_sequences() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=4, prefill_rows=64))
     scheduler.add(sequence(1, 5, 2))
-    play(scheduler, scheduler.next_order())
-    play(scheduler, scheduler.next_order())
+    execute_order(scheduler, scheduler.next_order())
+    execute_order(scheduler, scheduler.next_order())
     assert not scheduler.idle
     order = scheduler.next_order()
     assert order.freed == (1,)
@@ -88,11 +88,11 @@ def test_an_idle_scheduler_has_given_everything_back() -> None:
     assert scheduler.idle
 
 
-def test_what_was_cancelled_before_it_began_needs_no_freeing() -> None:
+def test_sequence_cancelled_before_start_is_not_freed() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=50, max_sequences=1, prefill_rows=64))
     scheduler.add(sequence(1, 5, 9))
     scheduler.add(sequence(2, 5, 9))
-    play(scheduler, scheduler.next_order())
+    execute_order(scheduler, scheduler.next_order())
     scheduler.remove(2)
     scheduler.remove(99)
     scheduler.remove(1)
@@ -101,13 +101,13 @@ def test_what_was_cancelled_before_it_began_needs_no_freeing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
+def test_random_traffic_respects_limits_and_ends(seed: int) -> None:
     rng = random.Random(seed)
-    promise = GenerationLimits(
+    limits = GenerationLimits(
         kv_tokens=rng.randint(20, 200), max_sequences=rng.randint(1, 6), prefill_rows=rng.choice([1, 3, 16, 500])
     )
-    scheduler = Scheduler(promise)
-    held: dict[int, int] = {}  # tokens in each cache, as a worker would hold them
+    scheduler = Scheduler(limits)
+    held: dict[int, int] = {}  # tokens in each KV cache of a worker
     capacity: dict[int, int] = {}
     answers: dict[int, int] = {}
     wanted: dict[int, int] = {}
@@ -128,7 +128,7 @@ def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
         order = scheduler.next_order()
         for freed in order.freed:
             del held[freed], capacity[freed]
-        assert sum(len(rows.token_ids) for rows in order.rows) <= max(promise.prefill_rows, promise.max_sequences)
+        assert sum(len(rows.token_ids) for rows in order.rows) <= max(limits.prefill_rows, limits.max_sequences)
         assert len({rows.sequence for rows in order.rows}) == len(order.rows)
         for rows in order.rows:
             if rows.new is not None:
@@ -137,12 +137,12 @@ def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
             held[rows.sequence] += len(rows.token_ids)
             assert held[rows.sequence] <= capacity[rows.sequence]
             assert len(rows.token_ids) == 1 or order.kind == "prefill"
-        assert sum(capacity.values()) <= promise.kv_tokens
-        assert len(capacity) <= promise.max_sequences
+        assert sum(capacity.values()) <= limits.kv_tokens
+        assert len(capacity) <= limits.max_sequences
         for rows in order.rows:
             if rows.sample:
                 answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
-        play(scheduler, order, token=rng.randint(3, 30))
+        execute_order(scheduler, order, token=rng.randint(3, 30))
     for _ in range(2000):
         if scheduler.idle:
             break
@@ -154,7 +154,7 @@ def test_random_traffic_keeps_to_the_promise_and_ends(seed: int) -> None:
                 held[rows.sequence], capacity[rows.sequence] = 0, rows.new.capacity
             if rows.sample:
                 answers[rows.sequence] = answers.get(rows.sequence, 0) + 1
-        play(scheduler, order, token=rng.randint(3, 30))
+        execute_order(scheduler, order, token=rng.randint(3, 30))
     assert scheduler.idle
     assert not held
     assert all(1 <= answers[each] <= most for each, most in wanted.items())
