@@ -16,7 +16,7 @@ from coordinator.cli.planning.flow import Planning
 from coordinator.cli.planning.live import Live, Reach, reached
 from coordinator.cli.planning.transformer import timed_tokens
 from coordinator.cli.render.tables import right
-from coordinator.deploy.deployment import Deployment, loss_of
+from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
 from coordinator.plan.graph.request import seconds_of as graph_seconds_of
 from coordinator.plan.transformer.cost.predict import seconds_of
@@ -83,7 +83,7 @@ class Comparer:
     def device_changed(self, device: Device) -> None:
         """Fail the running deployment at once if it has lost this device."""
         deployment = self._deployment
-        if deployment is not None and (error := loss_of(device, deployment, loaded=False)) is not None:
+        if deployment is not None and (error := loss_error(device, deployment, loaded=False)) is not None:
             deployment.fail(error)
 
     async def compare(

@@ -14,8 +14,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from coordinator.deploy.distribution import Distribution, Progress
-from coordinator.deploy.spread import Chunk
+from coordinator.deploy.chunk_scheduler import Chunk
+from coordinator.deploy.distribution import Distribution, PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
@@ -32,7 +32,7 @@ _LOAD_SECONDS = 320.0  # above the agent's own timeout, so that its more specifi
 _CONNECT_SECONDS = 35.0  # above the worker's own timeout, for the same reason
 _UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped
 # Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat may report a lost device.
-_CAUSE_SECONDS = 0.5
+_ROOT_CAUSE_WAIT_SECONDS = 0.5
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,7 +47,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Result(Generic[R]):
+class RunResult(Generic[R]):
     """The outputs of a request, with its times and traces."""
 
     outputs: R
@@ -63,7 +63,7 @@ class Deployment:
     def __init__(self, fleet: Fleet, plan: Plan, name: str = DEFAULT_DEPLOYMENT) -> None:
         self.plan = plan
         self.name = name
-        self.sent_bytes = self.passed_bytes = 0  # weights sent by the coordinator, and forwarded by devices
+        self.sent_bytes = self.forwarded_bytes = 0  # weights sent by the coordinator, and forwarded by devices
         self.weight_error = 0.0  # of quantised matrices: relative, root mean square, on the worst device
         self.wire = wire.WireStats()
         self.dropped_messages = 0
@@ -77,7 +77,7 @@ class Deployment:
         return self.plan.epoch
 
     @property
-    def command(self) -> dict[str, Any]:
+    def command_fields(self) -> dict[str, Any]:
         """The common fields of every `PlanCommand` to these workers."""
         return {"holder": self._fleet.holder, "deployment": self.name, "epoch": self.epoch}
 
@@ -92,7 +92,7 @@ class Deployment:
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
-    async def push(self, weights: AbstractAsyncContextManager[Weights], progress: Progress) -> None:
+    async def push(self, weights: AbstractAsyncContextManager[Weights], progress: PushProgress) -> None:
         """Send every device the chunks that it needs and lacks. Raises BadCheckpoint, StoreFull, DeviceLost, ..."""
         async with weights as opened:
             distribution = Distribution(self._fleet, progress)
@@ -100,11 +100,14 @@ class Deployment:
                 ids = [device.device_id for device in self.plan.devices]
                 await distribution.run(dict(zip(ids, opened.chunks, strict=True)))
             finally:
-                self.sent_bytes, self.passed_bytes = distribution.sent_bytes, distribution.passed_bytes
+                self.sent_bytes, self.forwarded_bytes = distribution.sent_bytes, distribution.forwarded_bytes
             self._parts = opened.parts
 
     async def load(self, links: Mapping[tuple[str, str], Link], encrypt: bool) -> None:
-        """Start the workers with the pushed weights; once all have bound their sockets, connect them. Raises as `all_of`."""
+        """Start the workers with the pushed weights; once all have bound their sockets, connect them.
+
+        Raises as `gather_or_abort` does.
+        """
         token, devices = secrets.token_bytes(16), self.plan.devices
 
         def start(rank: int) -> Awaitable[wire.WorkerBound]:
@@ -119,30 +122,30 @@ class Deployment:
             )
             return self._fleet.ask(devices[rank].device_id, request, wire.WorkerBound, timeout_seconds=_LOAD_SECONDS)
 
-        bound = await self.all_of(map(start, range(self.plan.num_ranks)))
-        self.weight_error = max(worker.weight_error for worker in bound)
+        workers = await self.gather_or_abort(map(start, range(self.plan.num_ranks)))
+        self.weight_error = max(worker.weight_error for worker in workers)
 
         def connect(rank: int) -> Awaitable[wire.Done]:
             peers = tuple(
                 wire.Peer(
                     rank=other,
                     host=self._fleet.devices[devices[other].device_id].host,
-                    port=bound[other].port,
-                    public_key=bound[other].public_key,
+                    port=workers[other].port,
+                    public_key=workers[other].public_key,
                     bytes_per_second=links[devices[rank].device_id, devices[other].device_id].bytes_per_second,
                 )
                 for other in range(len(devices))
                 if other != rank
             )
-            request = wire.ConnectPeers(**self.command, peers=peers)
+            request = wire.ConnectPeers(**self.command_fields, peers=peers)
             return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=_CONNECT_SECONDS)
 
-        await self.all_of(map(connect, range(self.plan.num_ranks)))
+        await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
 
     async def close(self) -> None:
         """Stop the workers, which frees their memory for the next plan. Errors are ignored."""
         self.fail(StepFailed(device="the coordinator", reason="the plan was unloaded"))
-        request = wire.Unload(**self.command)
+        request = wire.Unload(**self.command_fields)
         calls = (
             self._fleet.call(device.device_id, request, timeout_seconds=_UNLOAD_SECONDS)
             for device in self.plan.devices
@@ -156,33 +159,33 @@ class Deployment:
         self,
         inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
         join: Callable[[Sequence[dict[str, np.ndarray[Any, Any]]]], R],
-        wait_seconds: float,
-        answer_seconds: float,
+        peer_timeout_seconds: float,
+        reply_timeout_seconds: float,
         trace: bool = False,
         output: Literal["hidden", "mean"] = "hidden",
         values: Values | None = None,
-    ) -> Result[R]:
+    ) -> RunResult[R]:
         """Run one request on all ranks. `inputs` are by rank; `join` combines the ranks' outputs into the result.
 
-        A rank waits at most `wait_seconds` for a peer, the coordinator at most `answer_seconds` for a rank. Raises the error
-        that caused a failure rather than its consequences on other ranks.
+        A rank waits at most `peer_timeout_seconds` for a peer, the coordinator at most `reply_timeout_seconds` for a rank.
+        Raises the error that caused a failure rather than its consequences on other ranks.
         """
         if self.failure is not None:
             raise self.failure
         self._step += 1
         step = self._step
         # Pack an array that several ranks receive only once.
-        frames = {id(array): pack_array(array) for of_rank in inputs for array in of_rank.values()}
+        frames = {id(array): pack_array(array) for arrays in inputs for array in arrays.values()}
         loop = asyncio.get_running_loop()
         began = loop.time()
         clocks: dict[int, tuple[float, float]] = {}
 
-        async def one(rank: int) -> tuple[wire.RunDone, dict[str, np.ndarray[Any, Any]]]:
+        async def run_rank(rank: int) -> tuple[wire.RunDone, dict[str, np.ndarray[Any, Any]]]:
             request = wire.Run(
-                **self.command,
+                **self.command_fields,
                 step=step,
                 names=tuple(inputs[rank]),
-                timeout_seconds=wait_seconds,
+                timeout_seconds=peer_timeout_seconds,
                 trace=trace,
                 output=output,
                 values=values,
@@ -190,45 +193,47 @@ class Deployment:
             payload = [frame for array in inputs[rank].values() for frame in frames[id(array)]]
             sent = loop.time()
             device = self.plan.devices[rank].device_id
-            reply = await self._fleet.call(device, request, payload, timeout_seconds=answer_seconds)
+            reply = await self._fleet.call(device, request, payload, timeout_seconds=reply_timeout_seconds)
             clocks[rank] = (sent, loop.time())
             done = reply.message
             if not isinstance(done, wire.RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
             return done, unpack_arrays(done.names, reply.payload)
 
-        abort = wire.Abort(**self.command, step=step, reason="")
-        answers = await self.all_of(map(one, range(self.plan.num_ranks)), abort)
+        abort = wire.Abort(**self.command_fields, step=step, reason="")
+        replies = await self.gather_or_abort(map(run_rank, range(self.plan.num_ranks)), abort)
         latency = loop.time() - began
-        ranks = [done for done, _ in answers]
-        self.wire = wire.WireStats.sum(done.wire for done in ranks)
-        self.dropped_messages = sum(done.dropped_messages for done in ranks)
-        return Result(
-            outputs=join([arrays for _, arrays in answers]),
+        results = [done for done, _ in replies]
+        self.wire = wire.WireStats.sum(done.wire for done in results)
+        self.dropped_messages = sum(done.dropped_messages for done in results)
+        return RunResult(
+            outputs=join([arrays for _, arrays in replies]),
             latency_seconds=latency,
-            step_seconds=max(done.ended_seconds - done.began_seconds for done in ranks),
-            compute_seconds=tuple(sum(done.compute_seconds) for done in ranks),
+            step_seconds=max(done.ended_seconds - done.began_seconds for done in results),
+            compute_seconds=tuple(sum(done.compute_seconds) for done in results),
             traces=tuple(
                 wire.DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
-                for rank, (device, done) in enumerate(zip(self.plan.devices, ranks, strict=True))
+                for rank, (device, done) in enumerate(zip(self.plan.devices, results, strict=True))
                 if trace
             ),
         )
 
-    async def all_of(self, calls: Iterable[Awaitable[T]], abort: wire.Abort | None = None) -> list[T]:
+    async def gather_or_abort(self, calls: Iterable[Awaitable[T]], abort: wire.Abort | None = None) -> list[T]:
         """Await all calls concurrently. At the first failure, send `abort` to all ranks and raise the error that caused it."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            while (pending := {task for task in tasks if not task.done()}) and not (self.failure or _errors_of(tasks)):
+            while (pending := {task for task in tasks if not task.done()}) and not (
+                self.failure or _task_errors(tasks)
+            ):
                 waits: set[asyncio.Future[Any]] = {*pending, self._failed}
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if self.failure is not None or _errors_of(tasks):
-                raise await self._cause(tasks, abort)
+            if self.failure is not None or _task_errors(tasks):
+                raise await self._root_cause(tasks, abort)
             return [task.result() for task in tasks]
         finally:
             await cancel_all(tasks)
 
-    async def _cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
+    async def _root_cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
         """Abort the request on all ranks and return the error that caused the others.
 
         If the whole deployment has failed it is unloaded anyway, so there is nothing to abort or to wait for.
@@ -236,29 +241,31 @@ class Deployment:
         aborts: list[asyncio.Future[Any]] = []
         if self.failure is None:
             if abort is not None:
-                abort = abort.model_copy(update={"reason": str(_errors_of(tasks)[0])[:1000]})
+                abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
                 aborts = [
-                    asyncio.ensure_future(self._fleet.call(device.device_id, abort, timeout_seconds=_CAUSE_SECONDS))
+                    asyncio.ensure_future(
+                        self._fleet.call(device.device_id, abort, timeout_seconds=_ROOT_CAUSE_WAIT_SECONDS)
+                    )
                     for device in self.plan.devices
                 ]
-            await asyncio.wait([*tasks, *aborts], timeout=_CAUSE_SECONDS)
+            await asyncio.wait([*tasks, *aborts], timeout=_ROOT_CAUSE_WAIT_SECONDS)
         await cancel_all([*tasks, *aborts])
-        found = [*([self.failure] if self.failure else []), *_errors_of(tasks), *_errors_of(aborts)]
-        return min(found, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
+        errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts)]
+        return min(errors, key=lambda error: not isinstance(error, WorkerDied | DeviceLost))
 
 
-def _errors_of(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
+def _task_errors(tasks: Sequence[asyncio.Future[Any]]) -> list[HearthError]:
     """The HearthErrors of failed tasks. Raises any other exception."""
-    found = []
+    errors = []
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, HearthError):
                 raise error
-            found.append(error)
-    return found
+            errors.append(error)
+    return errors
 
 
-def loss_of(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
+def loss_error(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
     """The error if this state of a device breaks a deployment, else None. `loaded`: its workers should be running."""
     if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
         return None

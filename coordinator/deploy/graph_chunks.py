@@ -8,7 +8,7 @@ from functools import partial
 
 from pydantic import ValidationError
 
-from coordinator.deploy.spread import Chunk
+from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.memory import CHUNK_BYTES
 from hearth.errors import BadModelFile
@@ -24,31 +24,33 @@ class SegmentChunks:
         assert graph.model is not None
         self._path = graph.path
         self._model = graph.model
-        self._weights: dict[str, tuple[Chunk, ...]] = {}
+        self._weight_chunks: dict[str, tuple[Chunk, ...]] = {}
 
-    def of(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
+    def files_and_chunks(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
         """How a device assembles the segment, and its chunks. Raises BadModelFile for a weight that cannot be described."""
         from coordinator.models.onnx.file import dtype_name
         from coordinator.models.onnx.segments import segment_model
 
         proto, weights = segment_model(self._model, segment)
-        graph = _cut(lambda: memoryview(proto))
+        graph = _split(lambda: memoryview(proto))
         chunks, arrays = [*graph], []
         for weight in weights:
-            if weight.name not in self._weights:
-                self._weights[weight.name] = _cut(partial(self._model.file.read, weight))
-            own = self._weights[weight.name]
-            chunks += own
+            if weight.name not in self._weight_chunks:
+                self._weight_chunks[weight.name] = _split(partial(self._model.file.read, weight))
+            weight_chunks = self._weight_chunks[weight.name]
+            chunks += weight_chunks
             array = {"name": weight.name, "dtype": dtype_name(weight.data_type), "shape": tuple(weight.dims)}
             try:
-                arrays.append(ArrayChunks.model_validate({**array, "chunks": tuple(chunk.hash for chunk in own)}))
+                arrays.append(
+                    ArrayChunks.model_validate({**array, "chunks": tuple(chunk.hash for chunk in weight_chunks)})
+                )
             except ValidationError as error:
                 reason = f"the weight {weight.name} cannot be sent: {first_error(error)}"
                 raise BadModelFile(path=str(self._path), reason=reason) from None
         return SegmentFiles(graph=tuple(chunk.hash for chunk in graph), initializers=tuple(arrays)), chunks
 
 
-def _cut(read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
+def _split(read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
     data = read()
 
     def chunk(start: int) -> Chunk:

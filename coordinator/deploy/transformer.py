@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coordinator.deploy.deployment import Deployment, Result, Weights
-from coordinator.deploy.spread import Chunk
+from coordinator.deploy.chunk_scheduler import Chunk
+from coordinator.deploy.deployment import Deployment, RunResult, Weights
 from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
@@ -56,14 +56,14 @@ class TransformerDeployment(Deployment):
         output: Literal["hidden", "mean"],
         trace: bool = False,
         values: Values | None = None,
-    ) -> Result[np.ndarray[Any, Any]]:
+    ) -> RunResult[np.ndarray[Any, Any]]:
         """Run one forward pass on all ranks. Raises as `run` does.
 
         The outputs are hidden states [T,H] for "hidden", and row sums of each sequence [N,H] for "mean".
         """
 
         def join(arrays: Sequence[dict[str, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-            parts = [of_rank[output] for of_rank in arrays]
+            parts = [outputs[output] for outputs in arrays]
             if output == "hidden":
                 return np.concatenate(parts)
             rows: np.ndarray[Any, Any] = parts[0].copy()
@@ -72,8 +72,10 @@ class TransformerDeployment(Deployment):
             return rows
 
         inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
-        wait = self.plan.wait_seconds(len(token_ids))
-        return await self.run(inputs, join, wait, 4 * wait + 30.0, trace, output, values or self.values)
+        peer_timeout_seconds = self.plan.wait_seconds(len(token_ids))
+        return await self.run(
+            inputs, join, peer_timeout_seconds, 4 * peer_timeout_seconds + 30.0, trace, output, values or self.values
+        )
 
     async def generate(
         self,
@@ -92,23 +94,27 @@ class TransformerDeployment(Deployment):
         if self.failure is not None:
             raise self.failure
         request = GenerateTokens(
-            **self.command, sampling=sampling, max_tokens=max_tokens, stop_ids=tuple(stop_ids), first_index=first_index
+            **self.command_fields,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop_ids=tuple(stop_ids),
+            first_index=first_index,
         )
         first = self.plan.devices[0].device_id
         stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds)
         async with aclosing(stream) as replies:
             while True:
-                message = (await self._next(replies)).message
+                message = (await self._next_reply(replies)).message
                 if not isinstance(message, TokensGenerated | GenerationEnded):
                     raise BadMessage(reason=f"a worker answered with {type(message).__name__}")
                 yield message
                 if isinstance(message, GenerationEnded):
                     return
 
-    async def _next(self, replies: AsyncGenerator[Reply, None]) -> Reply:
+    async def _next_reply(self, replies: AsyncGenerator[Reply, None]) -> Reply:
         """The next reply. Raises the error that ended the stream or the deployment."""
 
-        async def following() -> Reply | HearthError:
+        async def read_reply() -> Reply | HearthError:
             try:
                 return await anext(replies)
             except HearthError as error:
@@ -116,7 +122,7 @@ class TransformerDeployment(Deployment):
                     raise
                 return error  # concerns this sequence alone: do not abort the others
 
-        (reply,) = await self.all_of([following()], Abort(**self.command, reason=""))
+        (reply,) = await self.gather_or_abort([read_reply()], Abort(**self.command_fields, reason=""))
         if isinstance(reply, HearthError):
             raise reply
         return reply

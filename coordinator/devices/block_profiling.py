@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.devices.pooling import pooled
+from coordinator.devices.profile_smoothing import smooth_profiles
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from hearth.errors import UnsupportedWeights
@@ -31,9 +31,9 @@ def block_workload(spec: ModelSpec, seq_len: int) -> Workload[BlockProfile]:
         title=spec.name,
         request=Profile(subject=BlocksOf(model=spec, seq_len=seq_len), timeout_seconds=_PROFILE_SECONDS),
         result=BlockProfile,
-        cache="blocks",
-        depends_on=(shape, seq_len),
-        seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
+        cache_prefix="blocks",
+        cache_key=(shape, seq_len),
+        total_seconds=lambda blocks: blocks.attention(spec.num_heads) + blocks.mlp(spec.ffn_size),
         check=check,
     )
 
@@ -43,14 +43,14 @@ async def block_cluster(
 ) -> ClusterProfile:
     """Measure the devices and smooth their profiles. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
-    blocks = pooled(measured.results)
+    blocks = smooth_profiles(measured.results)
     return ClusterProfile(
         devices=tuple(
             DeviceProfile(
                 device_id=device.device_id,
                 name=device.name,
                 budget_bytes=device.budget_bytes,
-                blocks=blocks[device.device_id].scaled(profiler.factor(device.device_id)),
+                blocks=blocks[device.device_id].scaled(profiler.slowdown(device.device_id)),
             )
             for device in measured.devices
         ),

@@ -60,59 +60,59 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     [devices.operator_seconds]    # optional: measured seconds by operator name; others are priced by their FLOPs
     conv1 = 0.004
     """
-    content = _content(path)
+    content = _read_content(path)
     if reason := mistaken(content, "cluster"):
-        raise _bad(path, reason)
+        raise _bad_cluster(path, reason)
     try:
-        read = _FileCluster.model_validate(content)
+        cluster = _FileCluster.model_validate(content)
     except ValidationError as error:
-        raise _bad(path, first_error(error)) from None
-    names = [device.name for device in read.devices]
+        raise _bad_cluster(path, first_error(error)) from None
+    names = [device.name for device in cluster.devices]
     if len(set(names)) < len(names):
-        raise _bad(path, "names a device twice")
-    if read.mbit_per_second is None and len(names) > 1:
-        raise _bad(path, "lacks mbit_per_second: a number, or a matrix from row to column")
-    rates = _matrix(path, "mbit_per_second", read.mbit_per_second or 0.0, len(names))
-    latency = _matrix(path, "latency_seconds", read.latency_seconds, len(names))
+        raise _bad_cluster(path, "names a device twice")
+    if cluster.mbit_per_second is None and len(names) > 1:
+        raise _bad_cluster(path, "lacks mbit_per_second: a number, or a matrix from row to column")
+    rates = _matrix(path, "mbit_per_second", cluster.mbit_per_second or 0.0, len(names))
+    latency = _matrix(path, "latency_seconds", cluster.latency_seconds, len(names))
     links = {}
     for a, b in permutations(range(len(names)), 2):
         if rates[a][b] <= 0:
-            raise _bad(path, f"mbit_per_second from {names[a]} to {names[b]} must be above 0")
+            raise _bad_cluster(path, f"mbit_per_second from {names[a]} to {names[b]} must be above 0")
         links[names[a], names[b]] = Link(
             source=names[a],
             target=names[b],
             bytes_per_second=rates[a][b] * 1e6 / 8,
             round_trip_seconds=2 * latency[a][b],
         )
-    devices = [ClusterDevice(device.name, device.name, _memory(path, device)) for device in read.devices]
-    per_device = [_operator_seconds(path, device, spec) for device in read.devices]
+    devices = [ClusterDevice(device.name, device.name, _memory(path, device)) for device in cluster.devices]
+    per_device = [_operator_seconds(path, device, spec) for device in cluster.devices]
     return linked_cluster(devices, tuple(zip(*per_device, strict=True)), links, measured=False)
 
 
-def _content(path: Path) -> Any:
+def _read_content(path: Path) -> Any:
     if path.suffix.lower() == ".json":
-        return read_content(path, partial(_bad, path))
+        return read_content(path, partial(_bad_cluster, path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _bad(path, f"cannot be read ({error})") from None
+        raise _bad_cluster(path, f"cannot be read ({error})") from None
     if sys.version_info >= (3, 11):
         import tomllib
 
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise _bad(path, f"is not valid TOML ({error})") from None
-    raise _bad(path, "is TOML, which needs Python 3.11 or later; write it as JSON")
+            raise _bad_cluster(path, f"is not valid TOML ({error})") from None
+    raise _bad_cluster(path, "is TOML, which needs Python 3.11 or later; write it as JSON")
 
 
 def _memory(path: Path, device: _FileDevice) -> int:
     try:
         num_bytes = parse_bytes(device.memory) if isinstance(device.memory, str) else device.memory
     except ValueError as error:
-        raise _bad(path, f"memory of {device.name}: {error}") from None
+        raise _bad_cluster(path, f"memory of {device.name}: {error}") from None
     if num_bytes < 0:
-        raise _bad(path, f"memory of {device.name} is below 0")
+        raise _bad_cluster(path, f"memory of {device.name} is below 0")
     return num_bytes
 
 
@@ -120,26 +120,28 @@ def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...]
     if not isinstance(value, tuple):
         return tuple((value,) * size for _ in range(size))
     if len(value) != size or any(len(row) != size for row in value):
-        raise _bad(path, f"{field} must have {size} rows of {size} numbers, for {size} devices")
+        raise _bad_cluster(path, f"{field} must have {size} rows of {size} numbers, for {size} devices")
     return value
 
 
 def _operator_seconds(path: Path, device: _FileDevice, spec: GraphSpec) -> tuple[float, ...]:
-    known = device.operator_seconds or {}
-    if unknown := known.keys() - {operator.name for operator in spec.operators}:
-        raise _bad(path, f"{device.name} has seconds for {min(unknown)}, which is not an operator of {spec.name}")
-    found = []
+    measured = device.operator_seconds or {}
+    if unknown := measured.keys() - {operator.name for operator in spec.operators}:
+        raise _bad_cluster(
+            path, f"{device.name} has seconds for {min(unknown)}, which is not an operator of {spec.name}"
+        )
+    seconds = []
     for operator in spec.operators:
-        if operator.name in known:
-            found.append(known[operator.name])
+        if operator.name in measured:
+            seconds.append(measured[operator.name])
         elif device.flops_per_second is not None:
-            found.append(operator.flops / device.flops_per_second + device.seconds_per_operator)
+            seconds.append(operator.flops / device.flops_per_second + device.seconds_per_operator)
         else:
-            raise _bad(path, f"{device.name} needs flops_per_second, or operator_seconds for {operator.name}")
-    return tuple(found)
+            raise _bad_cluster(path, f"{device.name} needs flops_per_second, or operator_seconds for {operator.name}")
+    return tuple(seconds)
 
 
-def _bad(path: Path, reason: str) -> BadSetting:
+def _bad_cluster(path: Path, reason: str) -> BadSetting:
     return BadSetting(setting="--cluster", reason=f"{path} {reason}")
 
 

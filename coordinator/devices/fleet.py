@@ -72,7 +72,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._access = access
         self._lease_name = lease_name
         self._interfaces = interfaces
-        self._static = parse_static_peers(static_devices) if static_devices else ()
+        self._static_addresses = parse_static_peers(static_devices) if static_devices else ()
         self._browse = browse
         self._on_change = on_change or (lambda device: None)
         self._context = zmq.asyncio.Context()
@@ -84,9 +84,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def __aenter__(self) -> Fleet:
         if self._browse:
-            self._browser = Browser(AGENT_SERVICE, self._found, self._interfaces)
+            self._browser = Browser(AGENT_SERVICE, self._on_discovered, self._interfaces)
             await self._browser.start()
-        for host, port in self._static:
+        for host, port in self._static_addresses:
             self._connect(host, port)
         return self
 
@@ -105,7 +105,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Errors of agents that cannot be used, for instance because of another protocol version."""
         return list(self._refusals.values())
 
-    def infos(self) -> list[wire.DeviceInfo]:
+    def device_infos(self) -> list[wire.DeviceInfo]:
         """All devices by name, then the refused agents, of which only the address is known."""
         known = {(device.host, device.port) for device in self.devices.values()}
         refused = (
@@ -129,8 +129,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Wait until `min_devices` are usable and none joined for `quiet_seconds`, at most `timeout_seconds`."""
         began = time.monotonic()
         while time.monotonic() - began < timeout_seconds:
-            quiet = time.monotonic() - max(self._last_joined, began)
-            if len(self.usable()) >= min_devices and quiet >= quiet_seconds:
+            quiet_for = time.monotonic() - max(self._last_joined, began)
+            if len(self.usable()) >= min_devices and quiet_for >= quiet_seconds:
                 break
             await asyncio.sleep(_SETTLE_POLL_SECONDS)
         return self.usable()
@@ -139,34 +139,34 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
         """Send one request to an agent. Raises the error that it returns, or DeviceLost if it cannot be reached."""
-        with self._reaching(device_id) as client:
+        with self._client_of(device_id) as client:
             return await client.call(message, payload, timeout_seconds=timeout_seconds)
 
     async def stream(
         self, device_id: str, message: wire.Message, payload: Sequence[Any], last: type[Any], timeout_seconds: float
     ) -> AsyncGenerator[Reply, None]:
         """Stream one agent's replies up to one of type `last` (see `RpcClient.stream`). Raises as `call` does."""
-        with self._reaching(device_id) as client:
+        with self._client_of(device_id) as client:
             stream = client.stream(message, payload, timeout_seconds=timeout_seconds, last=last)
             async with aclosing(stream) as replies:
                 async for reply in replies:
                     yield reply
 
     @asynccontextmanager
-    async def bulk(self, device_id: str) -> AsyncIterator[RpcClient]:
+    async def bulk_connection(self, device_id: str) -> AsyncIterator[RpcClient]:
         """A separate connection to one agent for bulk data, which would delay heartbeats on the main connection.
 
         Connection errors are raised as DeviceLost.
         """
-        with self._reaching(device_id) as client:
-            apart = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
+        with self._client_of(device_id) as client:
+            separate = RpcClient(self._context, client.endpoint, self._access, name=self._lease_name or "hearth")
             try:
-                yield apart
+                yield separate
             finally:
-                await apart.close()
+                await separate.close()
 
     @contextmanager
-    def _reaching(self, device_id: str) -> Iterator[RpcClient]:
+    def _client_of(self, device_id: str) -> Iterator[RpcClient]:
         """The connection to a device. Connection errors inside the context are raised as DeviceLost."""
         connection = self._by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
@@ -179,7 +179,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     async def ask(self, device_id: str, message: wire.Message, expected: type[_T], timeout_seconds: float = 10.0) -> _T:
         """As `call`, but returns the message, and raises BadMessage if it is not of the type `expected`."""
-        with self._reaching(device_id) as client:
+        with self._client_of(device_id) as client:
             return await _ask(client, message, expected, timeout_seconds)
 
     async def refresh_telemetry(self) -> None:
@@ -196,33 +196,33 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
         await asyncio.gather(*(read(device) for device in self.usable()))
 
-    def punish(self, device_id: str) -> None:
+    def quarantine(self, device_id: str) -> None:
         """Quarantine a device whose worker died: leave it out of plans for a while."""
         if device_id in self.devices:
-            self.devices[device_id] = registry.punished(self.devices[device_id], time.monotonic())
+            self.devices[device_id] = registry.after_worker_death(self.devices[device_id], time.monotonic())
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
-    def _found(self, found: Found) -> None:
-        if found.fingerprint != fingerprint(self._access.server_public):
+    def _on_discovered(self, service: Found) -> None:
+        if service.fingerprint != fingerprint(self._access.server_public):
             return  # another home's agent
-        self._connect(found.hosts[0], found.port)
+        self._connect(service.hosts[0], service.port)
 
     def _connect(self, host: str, port: int) -> None:
         if (host, port) in self._connections:
             return
         client = RpcClient(self._context, f"tcp://{host}:{port}", self._access, name=self._lease_name or "hearth")
         connection = self._connections[host, port] = _Connection((host, port), client)
-        connection.task = asyncio.create_task(self._keep(connection))
+        connection.task = asyncio.create_task(self._maintain(connection))
 
-    async def _keep(self, connection: _Connection) -> None:
+    async def _maintain(self, connection: _Connection) -> None:
         """Say hello until the agent answers, then send heartbeats; start again when it was lost."""
         while True:
             try:
                 welcome = await connection.client.hello(wire.AgentWelcome, timeout_seconds=_HELLO_SECONDS)
                 registry.check_unique(self.devices.get(welcome.device_id), welcome, *connection.address)
-                await self._joined(connection, welcome)
-                await self._beat(connection, welcome.device_id)
+                await self._register(connection, welcome)
+                await self._send_heartbeats(connection, welcome.device_id)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
                 pass
             except HearthError as error:  # for instance another version or home key, or a duplicate device id
@@ -233,7 +233,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 log.exception("the connection to %s:%d failed", *connection.address)
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _joined(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
+    async def _register(self, connection: _Connection, welcome: wire.AgentWelcome) -> None:
         previous = self.devices.get(welcome.device_id)
         self._by_device[welcome.device_id] = connection
         self.devices[welcome.device_id] = Device(
@@ -241,47 +241,49 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             *connection.address,
             last_seen=time.monotonic(),
             telemetry=await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry),
-            penalty_until=previous.penalty_until if previous else 0.0,
+            quarantined_until=previous.quarantined_until if previous else 0.0,
         )
         if self._lease_name is not None:
-            await self._acquire(connection, welcome.device_id)
+            await self._acquire_lease(connection, welcome.device_id)
         self._refusals.pop(connection.address, None)
         self._last_joined = time.monotonic()
         self._on_change(self.devices[welcome.device_id])
 
-    async def _acquire(self, connection: _Connection, device_id: str) -> bool:
+    async def _acquire_lease(self, connection: _Connection, device_id: str) -> bool:
         request = wire.AcquireLease(holder=self.holder, holder_name=self._lease_name or "", seconds=LEASE_SECONDS)
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
         except AgentBusy as error:
-            self._replace(registry.refused(self.devices[device_id], "busy", error.explanation()))
+            self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
         self.last_epoch = max(self.last_epoch, granted.last_epoch)
         return True
 
-    async def _beat(self, connection: _Connection, device_id: str) -> None:
+    async def _send_heartbeats(self, connection: _Connection, device_id: str) -> None:
         """Send heartbeats until the device is dead. Without a lease, read its telemetry instead."""
         while True:
-            pause, patience = registry.next_beat(self.devices[device_id], time.monotonic())
-            await asyncio.sleep(pause)
+            pause_seconds, timeout_seconds = registry.next_heartbeat(self.devices[device_id], time.monotonic())
+            await asyncio.sleep(pause_seconds)
             device = self.devices[device_id]
             try:
                 if self._lease_name is None:
                     await _ask(connection.client, wire.GetTelemetry(), wire.Telemetry)
                     self._update(device_id, last_seen=time.monotonic())
                 elif device.health == "busy":
-                    if await self._acquire(connection, device_id):
+                    if await self._acquire_lease(connection, device_id):
                         self._update(device_id, health="alive", reason="")
                 else:
-                    state = await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, patience)
+                    state = await _ask(
+                        connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, timeout_seconds
+                    )
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
-                    self._replace(registry.answered(self.devices[device_id], state, time.monotonic()))
+                    self._replace(registry.after_heartbeat(self.devices[device_id], state, time.monotonic()))
             except LeaseLost:
-                if await self._acquire(connection, device_id):
+                if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
             except (Unreachable, ConnectionLost, DeadlineExceeded):
-                after = registry.silent(self.devices[device_id], time.monotonic())
+                after = registry.after_missed_heartbeat(self.devices[device_id], time.monotonic())
                 if after.health != device.health:
                     log.warning("%s is %s: %s", after.name, after.health, after.reason)
                 self._replace(after)
@@ -292,7 +294,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         """Store a device's new record, and call `on_change` if its health or workers changed."""
         before = self.devices[device.device_id]
         self.devices[device.device_id] = device
-        if before.health != device.health or _workers(before) != _workers(device):
+        if before.health != device.health or _worker_states(before) != _worker_states(device):
             self._on_change(device)
 
     def _update(self, device_id: str, **changes: Any) -> None:
@@ -311,11 +313,11 @@ async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], sec
     return reply.message
 
 
-def _workers(device: Device) -> list[tuple[str, str]] | None:
+def _worker_states(device: Device) -> list[tuple[str, str]] | None:
     return [(worker.deployment, worker.state) for worker in device.state.workers] if device.state else None
 
 
-async def ask_across(
+async def ask_with_listener(
     fleet: Fleet, caller: Device, listener: Device, request: Callable[..., Any], expected: type[_T], seconds: float
 ) -> _T:
     """Send `caller` a request for which it connects to the data port of `listener`.

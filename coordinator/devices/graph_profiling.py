@@ -22,9 +22,9 @@ def graph_workload(graph: Graph) -> Workload[GraphProfile]:
         title=graph.spec.name,
         request=Profile(subject=OperatorsOf(), timeout_seconds=_PROFILE_SECONDS),
         result=GraphProfile,
-        cache="graph",
-        depends_on=(graph.fingerprint,),
-        seconds=lambda profile: profile.run_seconds,
+        cache_prefix="graph",
+        cache_key=(graph.fingerprint,),
+        total_seconds=lambda profile: profile.run_seconds,
         frames=lambda: _frames(graph),
     )
 
@@ -34,13 +34,13 @@ async def graph_cluster(
 ) -> GraphCluster:
     """Measure the devices and price every operator. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
-    found = [(device, measured.results[device.device_id]) for device in measured.devices]
+    profiles = [(device, measured.results[device.device_id]) for device in measured.devices]
     per_device = [
-        [profiler.factor(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
-        for device, profile in found
+        [profiler.slowdown(device.device_id) * seconds for seconds in operator_seconds(graph.spec, profile)]
+        for device, profile in profiles
     ]
     seconds = tuple(zip(*per_device, strict=True))
-    return linked_cluster([_device(*each) for each in found], seconds, measured.links, measured=True)
+    return linked_cluster([_device(*each) for each in profiles], seconds, measured.links, measured=True)
 
 
 def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
@@ -73,14 +73,14 @@ def operator_seconds(spec: GraphSpec, profiled: GraphProfile) -> tuple[float, ..
     spread over all operators in proportion.
     """
     number = {operator.name: index for index, operator in enumerate(spec.operators)}
-    found = [0.0] * spec.num_operators
+    seconds_of = [0.0] * spec.num_operators
     for kernel in profiled.kernels:
-        own = [number[name] for name in kernel.operators if name in number]
-        flops = sum(spec.operators[index].flops for index in own)
-        for index in own:
-            share = spec.operators[index].flops / flops if flops > 0 else 1 / len(own)
-            found[index] += kernel.seconds * share
-    total = sum(found)
+        operators = [number[name] for name in kernel.operators if name in number]
+        flops = sum(spec.operators[index].flops for index in operators)
+        for index in operators:
+            share = spec.operators[index].flops / flops if flops > 0 else 1 / len(operators)
+            seconds_of[index] += kernel.seconds * share
+    total = sum(seconds_of)
     if total <= 0:  # too short for the resolution of the profiler's clock
         return (profiled.run_seconds / spec.num_operators,) * spec.num_operators
-    return tuple(seconds * profiled.run_seconds / total for seconds in found)
+    return tuple(seconds * profiled.run_seconds / total for seconds in seconds_of)

@@ -60,48 +60,52 @@ def saved_graph_profile(graph: Graph, cluster: GraphCluster) -> SavedGraphProfil
 
 def read_transformer_profile(path: Path, spec: ModelSpec) -> ClusterProfile:
     """Read a profile for a model of this shape. Raises BadSetting."""
-    profile = _read(path, SavedTransformerProfile)
-    if profile.model is not None and _shape(profile.model) != _shape(spec):
-        raise _bad(path, f"was measured for {profile.model.name}, whose layers have another shape than {spec.name}'s")
+    profile = _read_profile(path, SavedTransformerProfile)
+    if profile.model is not None and _layer_shape(profile.model) != _layer_shape(spec):
+        raise _bad_profile(
+            path, f"was measured for {profile.model.name}, whose layers have another shape than {spec.name}'s"
+        )
     if spec.causal and not all(device.blocks.decode_seconds_per_byte for device in profile.devices):
-        raise _bad(path, "has no decode speed for its devices; measure them again")
+        raise _bad_profile(path, "has no decode speed for its devices; measure them again")
     return profile
 
 
 def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
     """Read the profile of this graph. Raises BadSetting."""
-    profile = _read(path, SavedGraphProfile)
+    profile = _read_profile(path, SavedGraphProfile)
     names = tuple(operator.name for operator in graph.spec.operators)
     if profile.sha256 != graph.fingerprint or profile.operators != names:
-        raise _bad(path, f"was measured for another graph than {graph.path}, or with another --dim")
+        raise _bad_profile(path, f"was measured for another graph than {graph.path}, or with another --dim")
     if [len(row) for row in profile.seconds] != [len(profile.devices)] * len(names):
-        raise _bad(path, f"must have {len(names)} rows of {len(profile.devices)} seconds, for operators on devices")
+        raise _bad_profile(
+            path, f"must have {len(names)} rows of {len(profile.devices)} seconds, for operators on devices"
+        )
     links = {(link.source, link.target): link for link in profile.links}
     return linked_cluster(profile.devices, profile.seconds, links, profile.measured)
 
 
-def _read(path: Path, kind: type[_F]) -> _F:
+def _read_profile(path: Path, kind: type[_F]) -> _F:
     """Read a profile; it must have a link for each ordered pair of its devices. Raises BadSetting."""
-    content = read_content(path, partial(_bad, path))
+    content = read_content(path, partial(_bad_profile, path))
     if reason := mistaken(content, _KINDS[kind]):
-        raise _bad(path, reason)
+        raise _bad_profile(path, reason)
     try:
         profile = kind.model_validate(content)
     except ValidationError as error:
-        raise _bad(path, f"is not a valid profile ({first_error(error)})") from None
+        raise _bad_profile(path, f"is not a valid profile ({first_error(error)})") from None
     ids = [device.device_id for device in profile.devices]
     if len(set(ids)) < len(ids):
-        raise _bad(path, "names a device twice")
+        raise _bad_profile(path, "names a device twice")
     links = {(link.source, link.target) for link in profile.links}
     if missing := [(a, b) for a in ids for b in ids if a != b and (a, b) not in links]:
-        raise _bad(path, f"lacks the link from {missing[0][0]} to {missing[0][1]}")
+        raise _bad_profile(path, f"lacks the link from {missing[0][0]} to {missing[0][1]}")
     return profile
 
 
-def _shape(spec: ModelSpec) -> tuple[object, ...]:
+def _layer_shape(spec: ModelSpec) -> tuple[object, ...]:
     layer = (spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.ffn_size)
     return (*layer, spec.causal, spec.gated, spec.weights)
 
 
-def _bad(path: Path, reason: str) -> BadSetting:
+def _bad_profile(path: Path, reason: str) -> BadSetting:
     return BadSetting(setting="--load-profile", reason=f"{path} {reason}")

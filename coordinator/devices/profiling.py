@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.devices.fleet import Fleet, ask_across
+from coordinator.devices.fleet import Fleet, ask_with_listener
 from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.files import write_atomically
@@ -28,9 +28,9 @@ from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
 # Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
-_LINK_BYTES = 64 << 20  # most bytes to send per ordered pair
-_LINK_SECONDS = 1.0  # most time to send per ordered pair
-_LATE_SECONDS = 10.0  # added to the agent's own timeout, so that its more specific error comes first
+_MAX_LINK_BYTES = 64 << 20  # most bytes to send per ordered pair
+_MAX_LINK_SECONDS = 1.0  # most time to send per ordered pair
+_REPLY_MARGIN_SECONDS = 10.0  # added to the agent's own timeout, so that its more specific error comes first
 _CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
@@ -45,15 +45,15 @@ class Workload(Generic[R]):
     title: str  # shown to users
     request: Profile
     result: type[R]
-    cache: str  # file name prefix of cached results
-    depends_on: tuple[object, ...]  # cache key: everything except the device that a result depends on
-    seconds: Callable[[R], float]  # total seconds of a result, to compare two results
+    cache_prefix: str  # file name prefix of cached results
+    cache_key: tuple[object, ...]  # cache key: everything except the device that a result depends on
+    total_seconds: Callable[[R], float]  # total seconds of a result, to compare two results
     frames: Callable[[], Sequence[bytes]] = lambda: ()  # payload of the request; called in a worker thread
     check: Callable[[Device], None] = lambda device: None  # raises if a device cannot run the model
 
 
 @dataclass(frozen=True)
-class Measured(Generic[R]):
+class MeasuredDevices(Generic[R]):
     """Devices with a result and links to all others. `results` by device id, `links` by (source, target)."""
 
     devices: tuple[Device, ...]
@@ -69,9 +69,9 @@ class Profiler:
         self._cache_dir = cache_dir
         self._report = report
         self.links: dict[tuple[str, str], Link] = {}
-        self._factors: dict[str, float] = {}  # current / cached seconds, of devices that drifted
+        self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
 
-    async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> Measured[R]:
+    async def measure(self, devices: Sequence[Device], workload: Workload[R]) -> MeasuredDevices[R]:
         """Read telemetry and measure links and workload of these devices. Devices that fail are left out.
 
         Raises the first device's error if the workload failed on all, NoDevices if none is left.
@@ -79,34 +79,34 @@ class Profiler:
         await self._fleet.refresh_telemetry()
         devices = [self._fleet.devices[device.device_id] for device in devices]
         links = await self.measure_links(devices)
-        results, failures = await on_each(devices, lambda device: self._result(device, workload))
+        results, failures = await measure_each(devices, lambda device: self._cached_or_measured(device, workload))
         if failures and not results:
             raise next(iter(failures.values()))
         for name, error in failures.items():
             self._report(f"{name} is left out: {error}")
-        known = [device for device in devices if device.device_id in results and device.telemetry is not None]
-        connected = fully_linked([device.device_id for device in known], links)
-        known = [device for device in known if device.device_id in connected]
-        if not known:
+        usable = [device for device in devices if device.device_id in results and device.telemetry is not None]
+        connected = fully_linked([device.device_id for device in usable], links)
+        usable = [device for device in usable if device.device_id in connected]
+        if not usable:
             raise NoDevices(seconds=0)
         links = {pair: link for pair, link in links.items() if connected.issuperset(pair)}
-        return Measured(tuple(known), {device.device_id: results[device.device_id] for device in known}, links)
+        return MeasuredDevices(tuple(usable), {device.device_id: results[device.device_id] for device in usable}, links)
 
-    async def _result(self, device: Device, workload: Workload[R]) -> R:
+    async def _cached_or_measured(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
         telemetry = device.telemetry
         settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-        path = self._path(workload.cache, device.device_id, *workload.depends_on, settings)
-        if (known := _cached(path, workload.result)) is not None:
-            return known
+        path = self._cache_path(workload.cache_prefix, device.device_id, *workload.cache_key, settings)
+        if (cached := _cached(path, workload.result)) is not None:
+            return cached
         self._report(f"profiling {workload.title} on {device.name}")
-        result = await self._ask(device, workload)
+        result = await self._run_workload(device, workload)
         write_atomically(path, result.model_dump_json())
         return result
 
-    async def _ask(self, device: Device, workload: Workload[R]) -> R:
+    async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
         frames = await asyncio.to_thread(workload.frames)
-        seconds = workload.request.timeout_seconds + _LATE_SECONDS
+        seconds = workload.request.timeout_seconds + _REPLY_MARGIN_SECONDS
         reply = await self._fleet.call(device.device_id, workload.request, frames, timeout_seconds=seconds)
         if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):
             raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")
@@ -114,25 +114,25 @@ class Profiler:
 
     # ---- drift ----------------------------------------------------------------------------------------------------
 
-    def factor(self, device_id: str) -> float:
+    def slowdown(self, device_id: str) -> float:
         """Current time of a device / its cached time; 1 unless it drifted."""
-        return self._factors.get(device_id, 1.0)
+        return self._slowdowns.get(device_id, 1.0)
 
-    def scale_device(self, device_id: str, factor: float) -> None:
+    def multiply_slowdown(self, device_id: str, factor: float) -> None:
         """Multiply the times of a device that became slower (`factor` above 1) or faster."""
-        self._factors[device_id] = self.factor(device_id) * factor
+        self._slowdowns[device_id] = self.slowdown(device_id) * factor
 
-    async def look_again(self, device: Device, workload: Workload[R]) -> None:
+    async def remeasure(self, device: Device, workload: Workload[R]) -> None:
         """Measure a device again and set its factor against the cached result. It should be idle otherwise."""
-        before = workload.seconds(await self._result(device, workload))
-        now = workload.seconds(await self._ask(device, workload))
-        self._factors[device.device_id] = now / before if before > 0 and now > 0 else 1.0
+        before = workload.total_seconds(await self._cached_or_measured(device, workload))
+        now = workload.total_seconds(await self._run_workload(device, workload))
+        self._slowdowns[device.device_id] = now / before if before > 0 and now > 0 else 1.0
 
     def forget_links(self, device_ids: Collection[str]) -> None:
         """Drop the cached links between these devices, so that they are measured again."""
         for pair in permutations(device_ids, 2):
             self.links.pop(pair, None)
-            self._path("link", *pair).unlink(missing_ok=True)
+            self._cache_path("link", *pair).unlink(missing_ok=True)
 
     # ---- links ----------------------------------------------------------------------------------------------------
 
@@ -141,19 +141,19 @@ class Profiler:
         by_id = {device.device_id: device for device in devices}
         pairs = list(permutations(by_id, 2))
         for pair in pairs:
-            if pair not in self.links and (link := _cached(self._path("link", *pair), Link, LINK_CACHE_SECONDS)):
+            if pair not in self.links and (link := _cached(self._cache_path("link", *pair), Link, LINK_CACHE_SECONDS)):
                 self.links[pair] = link
-        wanted = [pair for pair in pairs if pair not in self.links]
-        if wanted:
-            self._report(f"measuring {len(wanted)} links")
-        for together in _disjoint_rounds(wanted, {device.device_id: device.host_id for device in devices}):
-            await asyncio.gather(*(self._measure(by_id[source], by_id[target]) for source, target in together))
+        unmeasured = [pair for pair in pairs if pair not in self.links]
+        if unmeasured:
+            self._report(f"measuring {len(unmeasured)} links")
+        for concurrent in _disjoint_rounds(unmeasured, {device.device_id: device.host_id for device in devices}):
+            await asyncio.gather(*(self._measure_link(by_id[source], by_id[target]) for source, target in concurrent))
         return {pair: self.links[pair] for pair in pairs if pair in self.links}
 
-    async def _measure(self, source: Device, target: Device) -> None:
+    async def _measure_link(self, source: Device, target: Device) -> None:
         try:
-            request = partial(MeasureLink, max_bytes=_LINK_BYTES, max_seconds=_LINK_SECONDS)
-            measured = await ask_across(self._fleet, source, target, request, LinkMeasured, _LINK_SECONDS)
+            request = partial(MeasureLink, max_bytes=_MAX_LINK_BYTES, max_seconds=_MAX_LINK_SECONDS)
+            measured = await ask_with_listener(self._fleet, source, target, request, LinkMeasured, _MAX_LINK_SECONDS)
         except HearthError as error:
             self._report(f"the link from {source.name} to {target.name} could not be measured: {error}")
             return
@@ -164,17 +164,17 @@ class Profiler:
             round_trip_seconds=measured.round_trip_seconds,
         )
         self.links[source.device_id, target.device_id] = link
-        write_atomically(self._path("link", link.source, link.target), link.model_dump_json())
+        write_atomically(self._cache_path("link", link.source, link.target), link.model_dump_json())
 
     # ---- cache ----------------------------------------------------------------------------------------------------
 
-    def _path(self, kind: str, *parts: object) -> Path:
+    def _cache_path(self, kind: str, *parts: object) -> Path:
         """The file of a cached result; its name is a hash of all `parts`."""
         key = json.dumps([_CACHE_VERSION, *map(str, parts)])
         return self._cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-async def on_each(
+async def measure_each(
     devices: Sequence[Device], measure: Callable[[Device], Awaitable[T]]
 ) -> tuple[dict[str, T], dict[str, HearthError]]:
     """Measure devices concurrently, but agents on one machine in turn, since they would slow each other down.
@@ -184,18 +184,18 @@ async def on_each(
     by_host: dict[str, list[Device]] = {}
     for device in devices:
         by_host.setdefault(device.host_id, []).append(device)
-    result: dict[str, T] = {}
+    results: dict[str, T] = {}
     failures: dict[str, HearthError] = {}
 
     async def one_host(group: list[Device]) -> None:
         for device in group:
             try:
-                result[device.device_id] = await measure(device)
+                results[device.device_id] = await measure(device)
             except HearthError as error:
                 failures[device.name] = error
 
     await asyncio.gather(*(one_host(group) for group in by_host.values()))
-    return result, failures
+    return results, failures
 
 
 def _cached(path: Path, kind: type[R], max_age_seconds: float = math.inf) -> R | None:
@@ -211,23 +211,23 @@ def _disjoint_rounds(pairs: Iterable[tuple[str, str]], hosts: dict[str, str]) ->
     """Group pairs into rounds in which each machine takes part at most once."""
     rounds: list[tuple[set[str], list[tuple[str, str]]]] = []
     for source, target in pairs:
-        ends = {hosts[source], hosts[target]}
-        taken, members = next((each for each in rounds if not each[0] & ends), (set[str](), []))
+        pair_hosts = {hosts[source], hosts[target]}
+        busy_hosts, members = next((each for each in rounds if not each[0] & pair_hosts), (set[str](), []))
         if not members:
-            rounds.append((taken, members))
-        taken |= ends
+            rounds.append((busy_hosts, members))
+        busy_hosts |= pair_hosts
         members.append((source, target))
     return [members for _, members in rounds]
 
 
 def fully_linked(device_ids: Sequence[str], links: Mapping[tuple[str, str], Link]) -> set[str]:
     """Drop the device with the most unmeasured links until none is missing; returns the rest."""
-    left = set(device_ids)
+    remaining = set(device_ids)
     while True:
         missing = {
-            device: sum((device, other) not in links or (other, device) not in links for other in left - {device})
-            for device in left
+            device: sum((device, other) not in links or (other, device) not in links for other in remaining - {device})
+            for device in remaining
         }
         if not any(missing.values()):
-            return left
-        left.remove(max(sorted(missing), key=lambda device: missing[device]))
+            return remaining
+        remaining.remove(max(sorted(missing), key=lambda device: missing[device]))

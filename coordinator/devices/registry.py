@@ -12,9 +12,9 @@ from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry
 HEARTBEAT_SECONDS = 0.5  # interval of heartbeats
 SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
 DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
-_BEAT_SECONDS = 0.75  # timeout of one heartbeat, short enough for several attempts before a device is dead
+_HEARTBEAT_TIMEOUT_SECONDS = 0.75  # timeout of one heartbeat, short enough for several attempts before a device is dead
 # How long a device whose worker died is left out of plans. Not for ever: it may have run out of memory only once.
-WORKER_PENALTY_SECONDS = 60.0
+QUARANTINE_SECONDS = 60.0
 
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
 
@@ -31,7 +31,7 @@ class Device:
     reason: str = ""
     state: AgentState | None = None
     telemetry: Telemetry | None = None
-    penalty_until: float = 0.0
+    quarantined_until: float = 0.0
 
     @property
     def device_id(self) -> str:
@@ -72,38 +72,38 @@ class Device:
         )
 
 
-def answered(device: Device, state: AgentState, now: float) -> Device:
+def after_heartbeat(device: Device, state: AgentState, now: float) -> Device:
     """The record after an answered heartbeat."""
     return replace(device, state=state, last_seen=now, health="alive", reason="")
 
 
-def silent(device: Device, now: float) -> Device:
+def after_missed_heartbeat(device: Device, now: float) -> Device:
     """The record after a missed heartbeat: alive, then suspect, then dead."""
-    quiet = now - device.last_seen
-    if device.health in ("busy", "refused") or quiet < SUSPECT_SECONDS:
+    silence_seconds = now - device.last_seen
+    if device.health in ("busy", "refused") or silence_seconds < SUSPECT_SECONDS:
         return device
-    health: Health = "dead" if quiet >= DEAD_SECONDS else "suspect"
-    return replace(device, health=health, reason=f"no answer for {quiet:.1f} s")
+    health: Health = "dead" if silence_seconds >= DEAD_SECONDS else "suspect"
+    return replace(device, health=health, reason=f"no answer for {silence_seconds:.1f} s")
 
 
-def next_beat(device: Device, now: float) -> tuple[float, float]:
+def next_heartbeat(device: Device, now: float) -> tuple[float, float]:
     """`(pause before the next heartbeat, timeout of its answer)`, in seconds.
 
     After a missed heartbeat the next follows almost at once, and no timeout extends past the time when the device is dead.
     """
-    quiet = now - device.last_seen
-    pause = HEARTBEAT_SECONDS if quiet < HEARTBEAT_SECONDS else 0.05
-    return pause, min(_BEAT_SECONDS, max(DEAD_SECONDS - quiet - pause, 0.05))
+    silence_seconds = now - device.last_seen
+    pause = HEARTBEAT_SECONDS if silence_seconds < HEARTBEAT_SECONDS else 0.05
+    return pause, min(_HEARTBEAT_TIMEOUT_SECONDS, max(DEAD_SECONDS - silence_seconds - pause, 0.05))
 
 
-def refused(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:
+def after_refusal(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:
     """The record of an agent that answers but refuses this coordinator."""
     return replace(device, health=health, reason=reason)
 
 
-def punished(device: Device, now: float) -> Device:
-    """The record after its worker died: quarantined for `WORKER_PENALTY_SECONDS`."""
-    return replace(device, penalty_until=now + WORKER_PENALTY_SECONDS)
+def after_worker_death(device: Device, now: float) -> Device:
+    """The record after its worker died: quarantined for `QUARANTINE_SECONDS`."""
+    return replace(device, quarantined_until=now + QUARANTINE_SECONDS)
 
 
 def check_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:
@@ -127,4 +127,4 @@ def by_name(devices: Iterable[Device]) -> list[Device]:
 def usable(devices: list[Device], now: float) -> list[Device]:
     """Devices that a plan may use, by name: alive or suspect, not quarantined unless all of them are."""
     alive = [device for device in by_name(devices) if device.health in ("alive", "suspect")]
-    return [device for device in alive if device.penalty_until <= now] or alive
+    return [device for device in alive if device.quarantined_until <= now] or alive

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator.deploy.deployment import Deployment, loss_of
+from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import breach, unknown_names
 from coordinator.serve import lifecycle as cycle
-from coordinator.serve.describe import describe, history_of
 from coordinator.serve.drift import DriftMonitor
 from coordinator.serve.goal import allowed
 from coordinator.serve.graph import GraphKind
 from coordinator.serve.kind import ModelKind, Tools
+from coordinator.serve.lifecycle_text import describe, history_of
 from coordinator.serve.replanning import Replanner
 from coordinator.serve.requests import Requests, failure_of
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
@@ -94,7 +94,7 @@ class Controller:
     def device_changed(self, device: Device) -> None:
         """Callback of the fleet: report the deployment as lost if this change breaks it."""
         loaded = self.lifecycle.phase in ("serving", "draining")
-        if self.deployment is not None and (error := loss_of(device, self.deployment, loaded)) is not None:
+        if self.deployment is not None and (error := loss_error(device, self.deployment, loaded)) is not None:
             self._lost(self.deployment, error)
 
     # ---- the life cycle -------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Controller:
                     if isinstance(error, WorkerDied | DeviceLost) and error.device == device.name:
                         self._replanner.lost(device.device_id)
                         if isinstance(error, WorkerDied):
-                            self._tools.fleet.punish(device.device_id)
+                            self._tools.fleet.quarantine(device.device_id)
 
     async def _perform(
         self, actions: list[cycle.Action], state: cycle.Lifecycle, before: asyncio.Task[None] | None
@@ -167,7 +167,7 @@ class Controller:
                 await deployment.push(self.kind.weights(plan), tools.progress)
                 tools.report(
                     f"sent {format_bytes(deployment.sent_bytes)} of weights; devices forwarded "
-                    f"{format_bytes(deployment.passed_bytes)}; chunks already on a device were not sent again"
+                    f"{format_bytes(deployment.forwarded_bytes)}; chunks already on a device were not sent again"
                 )
                 return cycle.ChunksPushed(plan.epoch)
             case "load" if deployment is not None:

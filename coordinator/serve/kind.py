@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from coordinator.deploy.deployment import Deployment, Weights
-from coordinator.deploy.distribution import Progress
+from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
@@ -31,7 +31,7 @@ class Tools:
     settings: CoordinatorSettings
     state: StateFile
     report: Callable[[str], None]
-    progress: Progress
+    progress: PushProgress
 
 
 class ModelKind(Protocol[D]):

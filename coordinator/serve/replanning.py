@@ -47,7 +47,7 @@ class Replanner:
         """Record that `plan` is the best plan for `devices`. Slow devices that it leaves out are measured again later."""
         ids = {device.device_id for device in devices}
         left_out = ids - {device.device_id for device in plan.devices}
-        slow = [device_id for device_id in left_out if self._tools.profiler.factor(device_id) > COMPUTE_DRIFT]
+        slow = [device_id for device_id in left_out if self._tools.profiler.slowdown(device_id) > COMPUTE_DRIFT]
         self._watch.planned(ids, self._clock(), slow)
 
     async def run(self, goal: Goal, deployment: Deployment, monitor: DriftMonitor) -> Plan:
@@ -98,12 +98,12 @@ class Replanner:
         profiler = self._tools.profiler
         if reasons.finding is not None:
             for device_id, factor in reasons.finding.factors.items():
-                profiler.scale_device(device_id, factor)
+                profiler.multiply_slowdown(device_id, factor)
             if reasons.finding.links_suspect:
                 profiler.forget_links([device.device_id for device in deployment.plan.devices])
         for device in devices:
-            if device.device_id in reasons.joined and profiler.factor(device.device_id) != 1.0:
-                await profiler.look_again(device, self._kind.workload)
+            if device.device_id in reasons.joined and profiler.slowdown(device.device_id) != 1.0:
+                await profiler.remeasure(device, self._kind.workload)
         for one, other in combinations(devices, 2):
             a, b = one.device_id, other.device_id
             if {(a, b), (b, a)} <= profiler.links.keys():

@@ -14,7 +14,7 @@ from typing import Any
 import zmq.asyncio
 
 import hearth
-from coordinator.deploy.distribution import Progress
+from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
@@ -44,7 +44,7 @@ class Service:
     """Answers clients. Checks the caller's role at every request, because ZAP runs only at the handshake."""
 
     def __init__(
-        self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], progress: Progress
+        self, settings: CoordinatorSettings, home: HomeKey, report: Callable[[str], None], progress: PushProgress
     ) -> None:
         self._settings = settings
         self._keypair = derive_keypair(home.key_bytes(), "coordinator")
@@ -144,7 +144,9 @@ class Service:
             return await answer(message, payload)
         if isinstance(message, wire.ListDevices):
             await self._fleet.refresh_telemetry()
-            return wire.DeviceList(devices=tuple(self._fleet.infos()), links=tuple(self._tools.profiler.links.values()))
+            return wire.DeviceList(
+                devices=tuple(self._fleet.device_infos()), links=tuple(self._tools.profiler.links.values())
+            )
         if isinstance(message, wire.GetStatus):
             return self._status(self._addressed(message))
         if isinstance(message, wire.AddApp):

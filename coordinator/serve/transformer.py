@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.deploy.deployment import Result, Weights
+from coordinator.deploy.deployment import RunResult, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
@@ -184,7 +184,7 @@ class TransformerKind:
 
         return await self._requests.run(compute, request.timeout_seconds)
 
-    def _observe(self, deployment: TransformerDeployment, num_rows: int, result: Result[Array]) -> None:
+    def _observe(self, deployment: TransformerDeployment, num_rows: int, result: RunResult[Array]) -> None:
         """Pass a step's times to the drift monitor."""
         share = num_rows / deployment.plan.body.seq_len
         self._requests.observe(deployment, share, result.compute_seconds, result.step_seconds)

@@ -87,11 +87,11 @@ class FakeFleet(ABC):
     async def refresh_telemetry(self) -> None:
         return
 
-    def punish(self, device_id: str) -> None:
+    def quarantine(self, device_id: str) -> None:
         return
 
     @asynccontextmanager
-    async def bulk(self, device_id: str) -> AsyncIterator[Any]:
+    async def bulk_connection(self, device_id: str) -> AsyncIterator[Any]:
         fleet = self
 
         class Connection:

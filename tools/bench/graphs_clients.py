@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from coordinator.cli.load import random_inputs
+from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from hearth.wire.messages import DeviceTrace

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import permutations
 
-from coordinator.devices.pooling import pooled
+from coordinator.devices.profile_smoothing import smooth_profiles
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, Link
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.load import calmest_of
@@ -64,7 +64,7 @@ class Profiles:
             threads = {name: self._testbed.device(name).num_threads for name in together}
             found = calmest_of(partial(self._engine.profile, threads, spec, seq_len), _MOST_ATTEMPTS)
             self._blocks.update({(name, shape, seq_len): blocks for name, blocks in found.items()})
-        blocks = pooled({name: self._blocks[name, shape, seq_len] for name in names})
+        blocks = smooth_profiles({name: self._blocks[name, shape, seq_len] for name in names})
         memory = {device.name: device.memory_bytes or _WITHOUT_LIMIT_BYTES for device in self._scenario.devices}
         return ClusterProfile(
             devices=tuple(

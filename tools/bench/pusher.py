@@ -104,7 +104,7 @@ class Pusher:
         return {
             "seconds": time.perf_counter() - began,
             "sent_bytes": deployment.sent_bytes,
-            "passed_bytes": deployment.passed_bytes,
+            "passed_bytes": deployment.forwarded_bytes,
         }
 
     async def _load(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:

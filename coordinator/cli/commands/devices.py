@@ -43,7 +43,7 @@ def devices(
                 raise NoDevices(seconds=limit)
             profiler = Profiler(fleet, load_settings({}).state_dir / "profiles", report)
             links = await profiler.measure_links(found) if measure else {}
-            return fleet.infos(), list(links.values()), fleet.refusals
+            return fleet.device_infos(), list(links.values()), fleet.refusals
 
     found, links, refusals = asyncio.run(look())
     if as_json:

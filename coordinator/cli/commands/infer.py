@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from coordinator.cli.load import Load, measure, random_inputs
+from coordinator.cli.load_generator import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import out, print_json, report, write_file
 from coordinator.cli.render.graph_tables import prediction_line

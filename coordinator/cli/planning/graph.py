@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.cli.load import random_inputs
+from coordinator.cli.load_generator import random_inputs
 from coordinator.cli.output import out, report
 from coordinator.cli.planning.live import Live
 from coordinator.cli.render import graph_tables

@@ -416,13 +416,13 @@ class FakePipeline:
         self.plan = plan.model_copy(update={"body": plan.body.model_copy(update={"objective": objective})})
         self.asked = self.running = self.most = 0
 
-    async def infer(self, inputs: Any) -> deployment.Result[Arrays]:
+    async def infer(self, inputs: Any) -> deployment.RunResult[Arrays]:
         self.asked += 1
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0.001)
         self.running -= 1
-        return deployment.Result({}, float(self.asked), 0.0, (0.0,), ())
+        return deployment.RunResult({}, float(self.asked), 0.0, (0.0,), ())
 
 
 @pytest.mark.parametrize(("objective", "at_once", "asked"), [("latency", 1, 4), ("throughput", 4, 5 * 4)])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.deploy.spread import Chunk, Spread
+from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 
 LEAST, MOST = 250, 600  # bytes of a batch; chunks have some 100
 
@@ -25,59 +25,59 @@ def lacking(**needs: Iterable[int]) -> dict[str, list[Chunk]]:
 
 
 def test_what_nobody_has_comes_from_here_once_and_is_passed_on() -> None:
-    spread = Spread(lacking(a=[0, 1], b=[0]), {})
-    assert spread.from_here("a") == chunk(0)
-    assert spread.from_here("b") is None  # a gets it just now, and will pass it on
-    assert spread.from_here("a") == chunk(1)
-    assert spread.from_device("a", "b", LEAST, MOST) == []
-    spread.arrived(None, "a", [chunk(0)])
-    assert spread.from_device("a", "b", LEAST, MOST) == []  # little, and more may follow
-    spread.arrived(None, "a", [chunk(1)])
-    assert spread.from_device("a", "b", LEAST, MOST) == [chunk(0)]
-    assert not spread.complete("b")
-    spread.arrived("a", "b", [chunk(0)])
-    assert spread.complete("a")
-    assert spread.complete("b")
+    scheduler = ChunkScheduler(lacking(a=[0, 1], b=[0]), {})
+    assert scheduler.next_from_coordinator("a") == chunk(0)
+    assert scheduler.next_from_coordinator("b") is None  # a gets it just now, and will pass it on
+    assert scheduler.next_from_coordinator("a") == chunk(1)
+    assert scheduler.next_from_device("a", "b", LEAST, MOST) == []
+    scheduler.mark_received(None, "a", [chunk(0)])
+    assert scheduler.next_from_device("a", "b", LEAST, MOST) == []  # little, and more may follow
+    scheduler.mark_received(None, "a", [chunk(1)])
+    assert scheduler.next_from_device("a", "b", LEAST, MOST) == [chunk(0)]
+    assert not scheduler.is_complete("b")
+    scheduler.mark_received("a", "b", [chunk(0)])
+    assert scheduler.is_complete("a")
+    assert scheduler.is_complete("b")
 
 
 def test_what_another_device_has_is_not_sent_from_here() -> None:
-    spread = Spread(lacking(a=[0]), {"old": {chunk(0).hash}})
-    assert spread.from_here("a") is None
-    assert spread.from_device("old", "a", LEAST, MOST) == [chunk(0)]
+    scheduler = ChunkScheduler(lacking(a=[0]), {"old": {chunk(0).hash}})
+    assert scheduler.next_from_coordinator("a") is None
+    assert scheduler.next_from_device("old", "a", LEAST, MOST) == [chunk(0)]
 
 
 def test_where_all_need_everything_each_gets_its_part_from_here() -> None:
     """So that the coordinator sends the model once, and all devices share in passing it on."""
-    spread = Spread(lacking(**dict.fromkeys("abcd", range(40))), {})
-    sent = {device: [spread.from_here(device) for _ in range(10)] for device in "abcd"}
+    scheduler = ChunkScheduler(lacking(**dict.fromkeys("abcd", range(40))), {})
+    sent = {device: [scheduler.next_from_coordinator(device) for _ in range(10)] for device in "abcd"}
     assert {each for chunks in sent.values() for each in chunks} == {chunk(index) for index in range(40)}
-    assert all(spread.from_here(device) is None for device in "abcd")
+    assert all(scheduler.next_from_coordinator(device) is None for device in "abcd")
 
 
 def test_what_most_devices_need_is_sent_first() -> None:
-    spread = Spread(lacking(a=[0, 1, 2], b=[2]), {})
-    assert spread.from_here("a") == chunk(2)
+    scheduler = ChunkScheduler(lacking(a=[0, 1, 2], b=[2]), {})
+    assert scheduler.next_from_coordinator("a") == chunk(2)
 
 
 def test_who_does_not_give_is_asked_no_more() -> None:
-    spread = Spread(lacking(a=[0, 1]), {"old": {chunk(0).hash, chunk(1).hash}, "other": {chunk(1).hash}})
-    batch = spread.from_device("old", "a", LEAST, MOST)
+    scheduler = ChunkScheduler(lacking(a=[0, 1]), {"old": {chunk(0).hash, chunk(1).hash}, "other": {chunk(1).hash}})
+    batch = scheduler.next_from_device("old", "a", LEAST, MOST)
     assert batch == [chunk(0), chunk(1)]
-    spread.missed("old", "a", batch, nothing_came=True)
-    assert spread.gives_up("old", "a")
-    assert spread.from_device("old", "a", LEAST, MOST) == []
-    assert spread.from_here("a") == chunk(0)
-    assert spread.from_here("a") is None
-    assert spread.from_device("other", "a", LEAST, MOST) == [chunk(1)]
+    scheduler.mark_missed("old", "a", batch, give_up_pair=True)
+    assert scheduler.pair_is_finished("old", "a")
+    assert scheduler.next_from_device("old", "a", LEAST, MOST) == []
+    assert scheduler.next_from_coordinator("a") == chunk(0)
+    assert scheduler.next_from_coordinator("a") is None
+    assert scheduler.next_from_device("other", "a", LEAST, MOST) == [chunk(1)]
 
 
 def test_one_damaged_chunk_comes_from_elsewhere_and_the_others_as_before() -> None:
-    spread = Spread(lacking(a=[0, 1, 2, 3, 4, 5, 6]), {"old": {chunk(index).hash for index in range(7)}})
-    batch = spread.from_device("old", "a", LEAST, MOST)
-    spread.arrived("old", "a", batch[1:])
-    spread.missed("old", "a", batch[:1], nothing_came=False)
-    assert spread.from_here("a") == batch[0]
-    assert len(spread.from_device("old", "a", LEAST, MOST)) == 7 - len(batch)
+    scheduler = ChunkScheduler(lacking(a=[0, 1, 2, 3, 4, 5, 6]), {"old": {chunk(index).hash for index in range(7)}})
+    batch = scheduler.next_from_device("old", "a", LEAST, MOST)
+    scheduler.mark_received("old", "a", batch[1:])
+    scheduler.mark_missed("old", "a", batch[:1], give_up_pair=False)
+    assert scheduler.next_from_coordinator("a") == batch[0]
+    assert len(scheduler.next_from_device("old", "a", LEAST, MOST)) == 7 - len(batch)
 
 
 DEVICES = ("a", "b", "c", "d")
@@ -100,11 +100,11 @@ def test_everyone_gets_what_it_lacks_from_one_that_has_it_by_then(
         device: [chunk(index) for index in sorted(indexes - has.get(device, set()))]
         for device, indexes in needs.items()
     }
-    spread = Spread(wanted, {device: set(hashes) for device, hashes in got.items()})
+    scheduler = ChunkScheduler(wanted, {device: set(hashes) for device, hashes in got.items()})
     on_way: list[tuple[str | None, str, list[Chunk]]] = []
     sent: Counter[str] = Counter()
     for _ in range(2000):
-        if all(spread.complete(device) for device in wanted):
+        if all(scheduler.is_complete(device) for device in wanted):
             break
         target = chance.choice(list(wanted))
         source = chance.choice(DEVICES)
@@ -112,21 +112,21 @@ def test_everyone_gets_what_it_lacks_from_one_that_has_it_by_then(
             came_from, where, chunks = on_way.pop(chance.randrange(len(on_way)))
             if came_from is not None and (came_from, where) in broken:
                 keep = chance.randrange(len(chunks))
-                spread.arrived(came_from, where, chunks[:keep])
-                spread.missed(came_from, where, chunks[keep:], nothing_came=keep == 0)
+                scheduler.mark_received(came_from, where, chunks[:keep])
+                scheduler.mark_missed(came_from, where, chunks[keep:], give_up_pair=keep == 0)
                 chunks = chunks[:keep]
             else:
-                spread.arrived(came_from, where, chunks)
+                scheduler.mark_received(came_from, where, chunks)
             assert not got[where] & {each.hash for each in chunks}
             got[where] |= {each.hash for each in chunks}
         elif chance.random() < 0.5:
-            if (each := spread.from_here(target)) is not None:
+            if (each := scheduler.next_from_coordinator(target)) is not None:
                 sent[each.hash] += 1
                 on_way.append((None, target, [each]))
-        elif source != target and (batch := spread.from_device(source, target, LEAST, MOST)):
+        elif source != target and (batch := scheduler.next_from_device(source, target, LEAST, MOST)):
             assert {each.hash for each in batch} <= got[source]
             on_way.append((source, target, batch))
-    assert all(spread.complete(device) for device in wanted)
+    assert all(scheduler.is_complete(device) for device in wanted)
     assert all({each.hash for each in chunks} <= got[device] for device, chunks in wanted.items())
     if not broken:
         assert max(sent.values(), default=1) == 1

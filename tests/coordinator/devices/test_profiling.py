@@ -58,7 +58,7 @@ class Case:
         """By device, what the cluster says that it takes."""
         cluster = self.cluster()
         if isinstance(cluster, ClusterProfile):
-            return {device.device_id: self.workload.seconds(device.blocks) for device in cluster.devices}
+            return {device.device_id: self.workload.total_seconds(device.blocks) for device in cluster.devices}
         return {device.device_id: sum(row[i] for row in cluster.seconds) for i, device in enumerate(cluster.devices)}
 
 
@@ -82,12 +82,12 @@ def test_a_device_is_profiled_once_for_each_model_and_its_own_settings(kind: Kin
 def test_a_device_that_drifted_takes_so_many_times_its_measured_seconds(kind: Kind, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)
     before = case.seconds()
-    case.profiler.scale_device("a", 2.0)
-    case.profiler.scale_device("a", 1.5)
+    case.profiler.multiply_slowdown("a", 2.0)
+    case.profiler.multiply_slowdown("a", 1.5)
     assert case.seconds() == {"a": pytest.approx(3 * before["a"]), "b": before["b"]}
-    asyncio.run(case.profiler.look_again(case.fleet.devices["a"], case.workload))
+    asyncio.run(case.profiler.remeasure(case.fleet.devices["a"], case.workload))
     assert profiled_on(case.fleet) in ("aba", "baa")
-    assert case.profiler.factor("a") == 1.0
+    assert case.profiler.slowdown("a") == 1.0
     assert case.seconds() == before
 
 

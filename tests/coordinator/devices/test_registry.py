@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.devices import registry
-from coordinator.devices.registry import DEAD_SECONDS, SUSPECT_SECONDS, WORKER_PENALTY_SECONDS, Device
+from coordinator.devices.registry import DEAD_SECONDS, QUARANTINE_SECONDS, SUSPECT_SECONDS, Device
 from hearth.errors import DuplicateDevice
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
@@ -25,12 +25,12 @@ STATE = AgentState(boot_id="boot", workers=(WorkerStatus(state="ready", epoch=1)
 
 def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> None:
     known = device()
-    assert registry.silent(known, 100 + SUSPECT_SECONDS - 0.1).health == "alive"
-    suspect = registry.silent(known, 100 + SUSPECT_SECONDS)
+    assert registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS - 0.1).health == "alive"
+    suspect = registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS)
     assert suspect.health == "suspect"
     assert "no answer for 1.5 s" in suspect.reason
-    assert registry.silent(suspect, 100 + DEAD_SECONDS).health == "dead"
-    back = registry.answered(suspect, STATE, 102.0)
+    assert registry.after_missed_heartbeat(suspect, 100 + DEAD_SECONDS).health == "dead"
+    back = registry.after_heartbeat(suspect, STATE, 102.0)
     assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
 
 
@@ -38,21 +38,21 @@ def test_heartbeats_follow_at_once_when_one_was_missed_and_end_when_the_device_i
     now, beats = 100.0, []
     known = device(last_seen=now)
     while known.health != "dead":
-        pause, patience = registry.next_beat(known, now)
+        pause, patience = registry.next_heartbeat(known, now)
         beats.append(pause)
         now += pause + patience
-        known = registry.silent(known, now)
+        known = registry.after_missed_heartbeat(known, now)
     assert beats[0] == registry.HEARTBEAT_SECONDS
     assert len(beats) >= 4
     assert now - 100.0 <= DEAD_SECONDS + 0.2
 
 
 def test_a_device_whose_worker_died_is_left_out_for_a_while_unless_nobody_else_is_left() -> None:
-    good, bad = device("good"), registry.punished(device("bad"), now=100.0)
+    good, bad = device("good"), registry.after_worker_death(device("bad"), now=100.0)
     assert registry.usable([good, bad], now=101.0) == [good]
     assert registry.usable([bad], now=101.0) == [bad]
-    assert registry.usable([good, bad], now=100.0 + WORKER_PENALTY_SECONDS) == [bad, good]  # by name
-    assert registry.usable([registry.silent(good, 110.0)], now=110.0) == []
+    assert registry.usable([good, bad], now=100.0 + QUARANTINE_SECONDS) == [bad, good]  # by name
+    assert registry.usable([registry.after_missed_heartbeat(good, 110.0)], now=110.0) == []
 
 
 def test_a_cloned_device_id_is_noticed_and_a_restart_is_not_mistaken_for_it() -> None:

@@ -266,7 +266,7 @@ def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch:
             await home.until_replanned(lambda: ask(home, 1))
             assert home.plan.body.heads == (0, 3)
             assert home.said("a takes 8.00x its time: changing the plan") == 1
-            assert home.tools.profiler.factor("a") == pytest.approx(8.0)
+            assert home.tools.profiler.slowdown("a") == pytest.approx(8.0)
             # What the new plan predicts holds, so nothing more is done.
             home.fleet.slow["a"] = 1.0  # (the fake's factor is against the plan, which knows of it now)
             home.now += 2 * REPLAN_SECONDS
@@ -293,7 +293,7 @@ def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
             assert home.names() == "b"
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "ab" and home.ready)
-            assert home.tools.profiler.factor("a") == 1.0
+            assert home.tools.profiler.slowdown("a") == 1.0
 
     asyncio.run(main())
 

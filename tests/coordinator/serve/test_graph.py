@@ -16,8 +16,8 @@ from support.fleets import GraphFleet
 from support.graphs import save_bfloat16_model, save_two_branch_model, two_branches
 from support.houses import House, serving
 
-from coordinator.cli import load as clients
-from coordinator.cli.load import random_inputs
+from coordinator.cli import load_generator as clients
+from coordinator.cli.load_generator import random_inputs
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
 from coordinator.models.onnx.cutting import cut
@@ -142,7 +142,7 @@ def test_chunks_are_small_named_by_content_and_the_same_for_every_cut(
     for segments in cuts:
         arrays: dict[str, bytes] = {}
         for segment in segments:
-            files, chunks = chunks_of.of(segment)
+            files, chunks = chunks_of.files_and_chunks(segment)
             content = {chunk.hash: bytes(chunk.read()) for chunk in chunks}
             assert all(hashlib.sha256(data).hexdigest() == name for name, data in content.items())
             assert all(chunk.num_bytes == len(content[chunk.hash]) <= 10_000 for chunk in chunks)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.devices import ready_device
 from support.plans import BERT_LARGE, make_plan
 
-from coordinator.serve.describe import describe_cause
 from coordinator.serve.lifecycle import (
     HISTORY_LENGTH,
     Action,
@@ -38,6 +37,7 @@ from coordinator.serve.lifecycle import (
     WorkFailed,
     step,
 )
+from coordinator.serve.lifecycle_text import describe_cause
 from hearth.errors import BadPlan, BadSetting, DeviceLost, HearthError, NoDevices, StoreFull
 
 LOST = DeviceLost(device="b", reason="no answer")

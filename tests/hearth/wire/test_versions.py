@@ -134,8 +134,8 @@ def test_v1_agent_is_refused_until_upgraded() -> None:
             port = await before.enter_async_context(version_1(context, REFUSAL_1))
             address = f"127.0.0.1:{port}"
             async with Fleet(Access(CLIENT, SERVER.public), None, static_devices=address, browse=False) as fleet:
-                await until("the refusal", lambda: bool(fleet.infos()))
-                (refused,) = fleet.infos()
+                await until("the refusal", lambda: bool(fleet.device_infos()))
+                (refused,) = fleet.device_infos()
                 assert (refused.state, refused.name) == ("refused", address)
                 assert f"{address} speaks protocol version 1, this side speaks 2" in refused.reason
                 assert len(fleet.refusals) == 1
@@ -151,7 +151,7 @@ def test_v1_agent_is_refused_until_upgraded() -> None:
                 await until("the port", upgraded)
                 (server,) = servers
                 await until("the device", lambda: bool(fleet.devices))
-                assert [(info.name, info.state) for info in fleet.infos()] == [("kitchen", "alive")]
+                assert [(info.name, info.state) for info in fleet.device_infos()] == [("kitchen", "alive")]
                 assert not fleet.refusals
             await server.close()
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import BERT_LARGE, device_profile
 
-from coordinator.devices.pooling import pooled
+from coordinator.devices.profile_smoothing import smooth_profiles
 from hearth.plan.profile import BlockProfile, LatencyCurve
 
 CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embedding")
@@ -43,7 +43,7 @@ def test_equal_devices_come_out_equal_whatever_a_busy_moment_spoilt_on_one(
 ) -> None:
     every = [noise(random) for _ in range(count)]
     every[0][spoilt] = 1.3
-    found = pooled({str(index): measured(1.0, each) for index, each in enumerate(every)})
+    found = smooth_profiles({str(index): measured(1.0, each) for index, each in enumerate(every)})
     assert all(getattr(blocks, name) == getattr(found["1"], name) for blocks in found.values() for name in CURVES)
     assert 0.95 <= layer_seconds(found["0"]) / layer_seconds(device_profile(0, 1.0).blocks) <= 1.08
 
@@ -51,7 +51,7 @@ def test_equal_devices_come_out_equal_whatever_a_busy_moment_spoilt_on_one(
 @given(st.floats(1.3, 6.0), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
 def test_a_slower_device_of_the_same_kind_stays_as_much_slower(factor: float, random: Random) -> None:
-    found = pooled({"fast": measured(1.0, noise(random)), "slow": measured(1 / factor, noise(random))})
+    found = smooth_profiles({"fast": measured(1.0, noise(random)), "slow": measured(1 / factor, noise(random))})
     fast, slow = ([second for name in CURVES for second in getattr(found[d], name).seconds] for d in ("fast", "slow"))
     ratios = [b / a for a, b in zip(fast, slow, strict=True)]
     assert max(ratios) / min(ratios) < 1.0001
@@ -62,11 +62,11 @@ def test_a_device_of_another_kind_keeps_its_own() -> None:
     exact = [1.0] * 24
     odd = [3.0 if 3 <= index < 6 else 1.0 for index in range(24)]  # attention is slow on it
     blocks = {"a": measured(1.0, exact), "b": measured(1.0, exact), "odd": measured(1.0, odd)}
-    found = pooled(blocks)
+    found = smooth_profiles(blocks)
     assert found["odd"] == blocks["odd"]
     assert all(math.isclose(layer_seconds(found[name]), layer_seconds(blocks[name])) for name in "ab")
 
 
 def test_one_device_alone_is_as_it_was_measured() -> None:
     alone = {"only": measured(1.0, [1.1, 0.9, 1.0] * 8)}
-    assert pooled(alone) == alone
+    assert smooth_profiles(alone) == alone
