@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
@@ -21,14 +21,19 @@ from support.waiting import wait_for
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
-from tools.bench import interrupts, load, paper, plots
+from tools.bench import __main__ as commands
+from tools.bench import interrupts, load, plots
+from tools.bench.experiment import make_experiment, names, read_settings
 from tools.bench.generation import GenerationRow
 from tools.bench.load import Load, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import relative_error
-from tools.bench.plans import NAMES, Entry, baseline_of, codec_baseline, entries, parse_names, parse_wires
-from tools.bench.rows import Row, as_json, by_setting, cells, footnotes, markdown
+from tools.bench.plans import Entry, Name, baseline_of, entries
+from tools.bench.results import Result, Table, load_result
+from tools.bench.rows import Row, by_setting, cells, footnotes
 from tools.bench.shapes import SHAPES, shape_of_file
-from tools.bench.stats import bootstrap_interval, paired_ratio, percentile, rotated
+from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
+from tools.bench.strategies import Strategies, say_auto, say_prediction
+from tools.testbed import load_scenario
 from tools.testbed.cluster import what_is_missing
 from tools.testbed.registry import Running, running_testbeds
 
@@ -144,17 +149,9 @@ def test_a_baseline_has_the_same_wire_where_it_can() -> None:
 
 
 def test_lz4_is_compared_with_the_same_without_it() -> None:
-    (setting,) = paper.codec(SHAPES["distilbert"], 64, ["exact", "bf16"], [20.0])
-    assert codec_baseline(Entry("hmp", "bf16", "on"), setting.entries) == Entry("hmp", "bf16", "off")
-    assert codec_baseline(Entry("sp", "exact", "on"), setting.entries) is None
-
-
-@pytest.mark.parametrize(("text", "named"), [("hmp,hpm", "'hpm' is none of"), (" , ", "it is empty")])
-def test_an_unknown_strategy_is_named(text: str, named: str) -> None:
-    with pytest.raises(BadSetting, match=named):
-        parse_names(text)
-    assert parse_names("auto, local") == ("local", "auto")
-    assert parse_wires("int8,exact") == ("exact", "int8")
+    found = entries(["hmp"], ["exact", "bf16"], ["off", "auto", "on"])
+    assert baseline_of(Entry("hmp", "bf16", "on"), found, "lz4 off") == Entry("hmp", "bf16", "off")
+    assert baseline_of(Entry("sp", "exact", "on"), found, "lz4 off") is None
 
 
 def test_the_paper_s_models_have_its_shapes() -> None:
@@ -189,97 +186,131 @@ def test_outputs_are_compared_as_a_whole() -> None:
 
 # ---- rows -------------------------------------------------------------------------------------------------------------
 
-ROW_FIELDS = {
-    "scenario", "model", "layers", "seq_len", "mbit", "strategy", "wire", "median_seconds", "min_seconds", "max_seconds",
-    "bound_seconds", "bytes_sent", "bound_share", "predicted_seconds", "prediction_error", "speedup_over_baseline",
-    "speedup_low", "speedup_high", "raw_bytes", "lz4_saved_bytes", "encrypted", "plan", "rounds", "trusted", "notes",
-    "wrong",
+SETTING = {
+    "scenario": "galaxy-a", "devices": 2, "model": "bert-large", "layers": 4, "hidden_size": 1024, "seq_len": 284,
+    "mbit": 190.0,
 }  # fmt: skip
 
 
-def row(**changes: Any) -> Row:
+def row(seconds: float = 0.5, **changes: Any) -> Row:
     values: dict[str, Any] = {
-        "scenario": "galaxy-a", "devices": 2, "model": "bert-large", "layers": 4, "seq_len": 284, "mbit": 190.0,
-        "strategy": "hmp", "wire": "exact", "median_seconds": 0.5, "min_seconds": 0.4, "max_seconds": 0.7,
-        "bound_seconds": 0.4, "bound_share": 0.8, "predicted_seconds": 0.45, "prediction_error": -0.1,
-        "baseline": "gloo-tp exact", "speedup_over_baseline": 1.4, "speedup_low": 1.3, "speedup_high": 1.5,
-        "bytes_sent": 5 << 20, "raw_bytes": 5 << 20, "lz4_saved_bytes": 0, "rounds": 15,
+        **SETTING, "strategy": "hmp", "wire": "exact", "seconds": (0.8 * seconds, seconds, 1.4 * seconds),
+        "bound_seconds": 0.4, "predicted_seconds": 0.9 * seconds, "baseline": "gloo-tp exact",
+        "speedup": Ratio(1.4, 1.3, 1.5), "sent_bytes": 5 << 20, "raw_bytes": 5 << 20,
     }  # fmt: skip
     return Row.model_validate({**values, **changes})
 
 
-def test_a_saved_row_has_the_fields_that_others_read() -> None:
-    (saved,) = json.loads(as_json([row()]))
-    assert set(saved) >= ROW_FIELDS
-    assert Row.model_validate(saved) == row()
+def strategies(**settings: Any) -> Strategies:
+    return Strategies.model_validate({"kind": "strategies", "title": "a title", "strategies": ["hmp"], **settings})
 
 
-def test_a_table_says_each_note_once_and_shouts_what_is_wrong() -> None:
+def test_a_row_survives_a_result_file() -> None:
+    assert Row.model_validate_json(row().model_dump_json()) == row()
+
+
+def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:
     rows = [
         row(notes=("4 of its 24 layers",)),
         row(strategy="sp", wrong=True, trusted=False, notes=("4 of its 24 layers",)),
     ]
     assert footnotes(rows) == ["4 of its 24 layers"]
     assert cells(rows[1], footnotes(rows))[-1] == "WRONG untrusted 1"
-    text = markdown(rows, ["a summary"])
+    summary = strategies().summary(rows)
+    (table,) = summary.tables
+    text = table.markdown()
     assert text.count("24 layers") == 1
     assert "1.40 [1.30, 1.50]" in text
     assert "450 ms (-10%)" in text
+    assert "differs from that of a single device" in summary.failure
 
 
-def test_what_could_not_run_has_a_reason_and_no_times() -> None:
-    empty = Row.model_validate({**row().model_dump(include={"scenario", "devices", "model", "layers", "seq_len", "mbit"}),
-                                "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})  # fmt: skip
+def test_row_that_could_not_run_has_a_reason_and_no_times() -> None:
+    empty = Row.model_validate({**SETTING, "strategy": "sp", "wire": "exact", "notes": ("out of memory",)})
     assert cells(empty, footnotes([empty])) == ("sp exact", *["-"] * 7, "1")
 
 
-def test_summaries() -> None:
-    rows = [
-        row(strategy="local", median_seconds=1.0), row(strategy="sp", median_seconds=0.6, prediction_error=0.3),
-        row(strategy="auto", median_seconds=0.5),
-    ]  # fmt: skip
+def test_conclusions() -> None:
+    rows = [row(1.0, strategy="local"), row(0.6, strategy="sp", predicted_seconds=0.78), row(0.5, strategy="auto")]
     assert len(by_setting(rows)) == 1
-    (line,) = paper.say_prediction(rows)
+    (line,) = say_prediction(rows)
     assert "3 runs: median 10.0%, 90th percentile 26.0%" in line
-    gain, regret = paper.say_auto(rows)
+    gain, regret = say_auto(rows)
     assert "median 2.00 times as fast" in gain
     assert "median 0.83 of its time" in regret
 
 
 def test_weak_scaling_is_measured_in_work_per_second() -> None:
-    one = row(devices=1, seq_len=96, median_seconds=1.0)
-    flops = {count: paper.layer_flops(row(seq_len=96 * count), 1024) for count in (1, 2)}
-    two = row(devices=2, seq_len=192, median_seconds=flops[2] / flops[1] / 1.6)  # 1.6 times the work per second
-    points = paper.scaling_of([one, two], lambda model: 1024)["bert-large"]
+    flops = {count: plots.layer_flops(96 * count, 1024) for count in (1, 2)}
+    one = row(1.0, devices=1, seq_len=96)
+    two = row(flops[2] / flops[1] / 1.6, devices=2, seq_len=192)  # 1.6 times the work per second
+    points = plots.scaling_of([one, two])["bert-large"]
     assert points[0] == (1, 1.0, 1.0)
     assert points[1] == pytest.approx((2, 1.6, 0.8))
 
 
-def test_the_sweep_asks_for_one_device_once() -> None:
-    wanted = paper.sweep([SHAPES["distilbert"]], 4, [64], [20.0, 500.0])
-    assert [(each.num_devices, each.mbit) for each in wanted] == [
-        (1, 20.0), (2, 20.0), (2, 500.0), (3, 20.0), (3, 500.0), (4, 20.0), (4, 500.0),
+def test_one_device_is_measured_at_one_rate_only() -> None:
+    experiment = strategies(devices=[1, 2, 3], mbit=[20, 500], strategies_of_one=["local"])
+    settings = list(experiment._settings(SHAPES["distilbert"], load_scenario("galaxy-c"), lambda rate: rate))
+    assert [(each.num_devices, each.mbit) for each in settings] == [
+        (1, 20.0), (2, 20.0), (2, 500.0), (3, 20.0), (3, 500.0)
     ]  # fmt: skip
+    assert [entry.strategy for entry in settings[0].entries] == ["local"]
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [plots.latency_bars, plots.speedup_bars, plots.bandwidth_lines, plots.predicted_against_measured,
-     plots.scaling_lines(lambda model: 1024)],
-)  # fmt: skip
-def test_plots_have_axes_with_units(draw: plots.Draw, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    axes: list[Any] = []
-
-    def remember(drawn: Any, rows: Any) -> None:
-        draw(drawn, rows)
-        axes.append(drawn)
-
+@pytest.mark.parametrize("plot", ["times", "speedups", "rates", "predictions", "scaling"])
+def test_plots_have_axes_with_units(plot: str) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     rows = [row(mbit=rate, strategy=name, devices=count) for rate in (50.0, 500.0)
             for count, name in ((1, "local"), (2, "hmp"))]  # fmt: skip
-    plots.save_plot(tmp_path / "plot.png", rows, remember, "a title")
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
-    assert "[" in axes[0].get_ylabel()
+    figure = pyplot.figure()
+    assert strategies(plot=plot).draw(rows, figure)
+    assert "[" in figure.axes[0].get_ylabel()
+    pyplot.close(figure)
+
+
+# ---- experiments and results ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_experiment_of_ours_is_valid(name: str) -> None:
+    assert make_experiment(read_settings(name)).title
+
+
+def test_settings_can_be_changed() -> None:
+    settings = read_settings("galaxy-c", ['models=["bert-base"]', "rounds = 7", 'scenarios=["galaxy-a"]'])
+    experiment = make_experiment(settings)
+    assert isinstance(experiment, Strategies)
+    assert (experiment.models, experiment.rounds, experiment.scenarios) == (("bert-base",), 7, ("galaxy-a",))
+
+
+def result(**changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "experiment": "galaxy-c", "title": "A title", "command": "python -m tools.bench run galaxy-c", "commit": "abc1234",
+        "date": "2026-11-22", "machine": "a machine", "conclusions": ["hmp wins"], "remarks": ["A remark."],
+        "tables": [Table.of("a | b", ("x", "y"), [(1, "a|b")], ["a note"])],
+    }  # fmt: skip
+    return Result.model_validate({**values, **changes})
+
+
+def test_page_of_a_result() -> None:
+    assert result().markdown("galaxy-c.png") == (
+        "# A title\n\n`python -m tools.bench run galaxy-c`, commit abc1234, 2026-11-22. a machine.\n\n- hmp wins\n\n"
+        "![A title](galaxy-c.png)\n\n**a | b**\n\n| x | y |\n| --- | --- |\n| 1 | a/b |\n\n1. a note\n\nA remark.\n"
+    )
+
+
+def test_report_makes_a_page_and_a_plot_of_raw_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(commands, "RESULTS", tmp_path)
+    settings = strategies().model_dump(mode="json")
+    result(settings=settings, raw=[row().model_dump(mode="json")]).save(tmp_path / "new.json")
+    result().save(tmp_path / "old.json")
+    commands.report(None)
+    assert "| hmp exact | 500 ms |" in (tmp_path / "new.md").read_text()
+    assert (tmp_path / "new.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| 1 | a/b |" in (tmp_path / "old.md").read_text()
+    assert not (tmp_path / "old.png").exists()
 
 
 # ---- the command ------------------------------------------------------------------------------------------------------
@@ -291,32 +322,51 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("changes", "named"),
     [
-        (["galaxy", "--env", "z"], "'z' is none of a, b"),
-        (["galaxy", "--scenario", "nowhere"], "neither a file nor a built-in scenario"),
-        (["galaxy", "--model", "gpt-5"], "'gpt-5' is none of"),
-        (["galaxy", "--config", "/nowhere.json"], "cannot be read (No such file"),
-        (["galaxy", "--rounds", "2"], "at least 5"),
-        (["galaxy", "--wires", "fp8"], "'fp8' is none of"),
-        (["galaxy", "--devices", "9"], "has only 2"),
-        (["galaxy", "--baseline", "sp", "--strategies", "hmp"], "none of the strategies"),
-        (["galaxy", "--mbit", "0"], "0.01 to 100000"),
-        (["galaxy", "--seq-len", "4000"], "at most 512 tokens"),
-        (["table4", "--json", "/nowhere/rows.json"], "there is no directory /nowhere"),
+        (['scenarios=["nowhere"]'], "neither a file nor a built-in scenario"),
+        (['models=["gpt-5"]'], "neither a config.json nor one of"),
+        (['models=["/nowhere.json"]'], "cannot be read (No such file"),
+        (["rounds=2"], "rounds: Input should be greater than or equal to 5"),
+        (['wires=["fp8"]'], "wires.0: Input should be 'exact'"),
+        (["devices=[9]"], "has only 2"),
+        (["baseline=fastest"], "baseline"),
+        (["mbit=[0]"], "mbit.0: Input should be greater than or equal to 0.01"),
+        (["seq_lens=[4000]"], "at most 512 tokens"),
+        (["seq_lens"], "not of the form key=value"),
+        (["colour=red"], "colour: Extra inputs are not permitted"),
+        (["kind=magic"], "'magic' is none of"),
     ],
 )
-def test_a_mistake_is_one_clear_line(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tools.bench.__main__ import app
+def test_a_mistake_is_one_clear_line(changes: list[str], named: str, tmp_path: Path) -> None:
+    done = bench(
+        "run", "galaxy-a", *(part for change in changes for part in ("--set", change)), "--out", str(tmp_path / "a")
+    )
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
 
-    with pytest.raises(SystemExit) as ended:
-        app(arguments)
-    assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert named in said
-    assert said.count("\n") == 1
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("run", "galaxy-z"), "neither a file nor one of"),
+        (("run", "galaxy-a", "--out", "/nowhere/rows.json"), "there is no directory /nowhere"),
+        (("report", "galaxy-z"), "No such file"),
+    ],
+)
+def test_a_missing_file_is_one_clear_line(arguments: tuple[str, ...], named: str) -> None:
+    done = bench(*arguments)
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tools.bench", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        timeout=60, env={**os.environ, "COLUMNS": "500"},
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -377,10 +427,14 @@ def files(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def start(files: Path, *options: str) -> subprocess.Popen[str]:
+def changed(**changes: Any) -> list[str]:
+    return [part for name, value in changes.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+
+
+def start(files: Path, **changes: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tools.bench", "galaxy", "--scenario", str(files / "test-bench.toml"), "--config",
-         str(files / "tiny.json"), "--seq-len", "48", *options],
+        [sys.executable, "-m", "tools.bench", "run", "galaxy-a", "--out", str(files / "rows.json"), *changed(
+            scenarios=[str(files / "test-bench.toml")], models=[str(files / "tiny.json")], seq_lens=[48], **changes)],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"}, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -388,22 +442,23 @@ def start(files: Path, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.namespaces
 def test_all_strategies_run_and_agree(files: Path) -> None:
-    running = start(files, "--rounds", "5", "--wires", "exact,fp16,bf16,int8", "--plain", "--mbit", "100",
-                    "--json", str(files / "rows.json"), "--markdown", str(files / "rows.md"))  # fmt: skip
+    running = start(
+        files, strategies=list(get_args(Name)), rounds=5, wires=["exact", "fp16", "bf16", "int8"], mbit=[100]
+    )
     said, complained = running.communicate(timeout=400)
     assert running.returncode == 0, said + complained
-    rows = [Row.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
-    assert {each.strategy for each in rows} == set(NAMES)
+    saved = load_result(files / "rows.json")
+    rows = [Row.model_validate(each) for each in saved.raw]
+    assert {each.strategy for each in rows} == set(get_args(Name))
     assert not any(each.wrong for each in rows)
     for each in rows:
-        assert each.median_seconds is not None
-        assert each.rounds == 5
-        assert each.speedup_low is not None
+        assert len(each.seconds) == 5
+        assert each.speedup is not None
         assert each.mbit == pytest.approx(100)
         assert (each.bound_seconds is None) == (each.strategy == "gloo-tp")
-    sent = {each.wire: each.bytes_sent or 0 for each in rows if each.strategy == "hmp" and each.encrypted}
+    sent = {each.wire: each.sent_bytes for each in rows if each.strategy == "hmp" and each.encrypted}
     assert sent["int8"] < sent["fp16"] < sent["exact"]
-    assert "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s" in (files / "rows.md").read_text()
+    assert saved.tables[0].title == "test-bench, 2 devices, tiny 2 layers, 48 tokens, 100 Mbit/s"
     assert list((files / "tmp").glob("hearth-*")) == []
 
 
@@ -454,9 +509,10 @@ TINY_LLAMA = {
 }  # fmt: skip
 
 
-def generate(files: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def generate(files: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tools.bench", "generate", "--config", str(files / "llama.json"), *options],
+        [sys.executable, "-m", "tools.bench", "run", "generation", "--out", str(files / "rows.json"), *changed(
+            scenario=str(files / "test-bench.toml"), config=str(files / "llama.json"), **changes)],
         cwd=REPOSITORY, env={**os.environ, "TMPDIR": os.readlink(files / "tmp"), "COLUMNS": "160"},
         capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
@@ -465,23 +521,22 @@ def generate(files: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.namespaces
 def test_a_decoder_is_measured_beside_transformers(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY_LLAMA))
-    done = generate(files, "--scenario", str(files / "test-bench.toml"), "--mbit", "100", "--rounds", "5", "--prompt", "20",
-                    "--tokens", "6", "--json", str(files / "rows.json"))  # fmt: skip
+    done = generate(files, mbit=[100], rounds=5, prompt_tokens=20, new_tokens=6)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [GenerationRow.model_validate(each) for each in json.loads((files / "rows.json").read_text())]
+    rows = [GenerationRow.model_validate(each) for each in load_result(files / "rows.json").raw]
     assert [row.strategy for row in rows] == ["transformers", "local", "hmp", "hmp, 2 micro-batches", "auto"]
-    assert all(row.prefill > 0 and row.decode_min <= row.decode <= row.decode_max for row in rows)
+    assert all(len(row.prefill) == len(row.decode) == 5 for row in rows)
     (shared,) = (row for row in rows if row.strategy == "hmp")
     assert shared.ping_seconds
     assert shared.swap_seconds
     assert shared.exchange_seconds
-    assert "One exchange of partial sums takes" in done.stdout
+    assert "one exchange of partial sums takes" in done.stdout
 
 
-def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
+def test_a_model_that_is_no_decoder_is_refused(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY))
-    done = generate(files, "--scenario", str(files / "test-bench.toml"))
-    assert done.returncode != 0
+    done = generate(files)
+    assert done.returncode == 1
     assert "not a decoder" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -491,8 +546,7 @@ def test_what_cannot_be_measured_of_a_decoder_is_told(files: Path) -> None:
     ("moment", "to_all"), [(moment, moment != "while devices talk") for moment in MOMENTS], ids=str
 )
 def test_ctrl_c_leaves_nothing_behind(files: Path, moment: str, to_all: bool) -> None:
-    strategies = "local,hmp" if moment == "while devices talk" else "local,gloo-tp,hmp"
-    process = start(files, "--rounds", "10000", "--strategies", strategies)
+    process = start(files, rounds=10000, strategies=["local", "hmp", *(["gloo-tp"] if to_all else [])])
     try:
         wait_for(moment, lambda: MOMENTS[moment](process) or process.poll() is not None)
         assert process.poll() is None, process.communicate()

@@ -1,19 +1,16 @@
-"""Generation speed of a decoder: on one device, on several, and `transformers` on one, in interleaved rounds.
-
-Weights are random. Decode rates exclude the first token, which the prefill produces.
-"""
+"""Kind `generation`: generation speed of a decoder on one device, on several, and of `transformers` on one, interleaved."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.models.checkpoint.families import FAMILIES
+from coordinator.models.checkpoint.families import FAMILIES, read_json
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
 from hearth.errors import BadSetting
@@ -22,10 +19,14 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import Strategy
 from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
+from tools.bench.experiment import Context, Experiment
+from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.plans import describe
 from tools.bench.profiles import Profiles
-from tools.bench.stats import paired_ratio, rotated
-from tools.testbed import Testbed
+from tools.bench.results import Summary, Table
+from tools.bench.stats import Ratio, paired_ratio, rotated
+from tools.testbed import Testbed, load_scenario
+from tools.testbed.cluster import check_possible
 
 Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
 VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
@@ -41,7 +42,7 @@ LLAMA: dict[str, Any] = {
 
 
 class GenerationRow(BaseModel):
-    """One strategy at one link rate. `prefill` and `decode` are medians over rounds, in tokens per second."""
+    """One strategy at one link rate. `prefill` and `decode`: seconds by round; decoding excludes the first token."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,18 +53,75 @@ class GenerationRow(BaseModel):
     devices: str
     prompt_tokens: int
     new_tokens: int
-    prefill: float
-    decode: float
-    decode_min: float
-    decode_max: float
-    prefill_over_reference: float
-    decode_over_reference: float
-    decode_low: float  # 95 % confidence interval of the ratio
-    decode_high: float
-    decode_predicted: float | None = None
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+    prefill_ratio: Ratio  # tokens per second over those of transformers, in the same rounds
+    decode_ratio: Ratio
+    predicted_token_seconds: float | None = None
     exchange_seconds: float | None = None  # of partial sums of one row, between two devices
     ping_seconds: float | None = None  # one way, a raw message of the same size over the same kind of socket
     swap_seconds: float | None = None  # one such message in each direction at once
+
+    @property
+    def setting(self) -> str:
+        return f"{self.scenario}, {self.mbit:.0f} Mbit/s, {self.prompt_tokens} + {self.new_tokens} tokens"
+
+
+class Generation(Experiment):
+    """Generation by a decoder of random weights: on one device, on two, and with transformers (bfloat16) on one."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(GenerationRow)
+
+    scenario: str = "whole-cores"
+    config: Path | None = None  # a decoder's config.json; none: a Llama of 330 million weights
+    weights: WeightFormat = "int8"
+    mbit: tuple[float, ...] = Field((125.0, 500.0, 940.0), min_length=1)  # real rates
+    prompt_tokens: int = Field(256, ge=1)
+    new_tokens: int = Field(64, ge=2)
+    rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)
+
+    def measure(self, context: Context) -> Iterator[GenerationRow]:
+        scenario = load_scenario(self.scenario)
+        if len(scenario.devices) < 2:
+            raise BadSetting(setting="scenario", reason=f"{scenario.name} has one device; two are compared")
+        shape = LLAMA if self.config is None else read_json(self.config)
+        check_possible(scenario)
+        context.report("making the model")
+        model = StoredModel(save_random_decoder(context.folder / "model", shape), context.folder / "store")
+        with (
+            emulated(scenario, context.folder / "testbed", real_mbit=True) as testbed,
+            GenerationBench(testbed, model, self.weights, context.report) as bench,
+        ):
+            for rate in self.mbit:
+                yield from bench.measure(rate, self.prompt_tokens, self.new_tokens, self.rounds)
+
+    def summary(self, rows: Sequence[GenerationRow]) -> Summary:
+        said, tables = [], []
+        for setting in dict.fromkeys(row.setting for row in rows):
+            group = [row for row in rows if row.setting == setting]
+            tables.append(Table.of(setting, _COLUMNS, map(_cells, group)))
+            for row in group:
+                if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
+                    exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
+                    said.append(
+                        f"{row.mbit:.0f} Mbit/s: one exchange of partial sums takes {exchange:.2f} ms. A raw ping of that "
+                        f"size takes {2 * ping:.2f} ms there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way "
+                        f"({exchange / ping:.2f} x); a raw message each way at once {swap:.2f} ms ({exchange / swap:.2f} x)"
+                    )
+        return Summary(conclusions=tuple(said), tables=tuple(tables))
+
+
+_COLUMNS = ("strategy", "weights", "ran", "prefill tok/s", "decode tok/s", "min..max", "predicted", "over transformers")
+
+
+def _cells(row: GenerationRow) -> tuple[str, ...]:
+    num = row.new_tokens - 1
+    ratio, predicted = row.decode_ratio, row.predicted_token_seconds
+    return (
+        row.strategy, row.weights, row.devices, f"{row.prompt_tokens / statistics.median(row.prefill):.0f}",
+        f"{num / statistics.median(row.decode):.1f}", f"{num / max(row.decode):.1f}..{num / min(row.decode):.1f}",
+        f"{1 / predicted:.1f}" if predicted else "-", f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
+    )  # fmt: skip
 
 
 @dataclass
@@ -80,7 +138,7 @@ def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
     """Save a decoder with this config and random weights. Raises BadSetting if Hearth does not support it."""
     kind = str(config.get("model_type", "missing"))
     if kind not in FAMILIES or not FAMILIES[kind].facts.get("causal"):
-        raise BadSetting(setting="--config", reason=f"the model_type {kind} is not a decoder that Hearth supports")
+        raise BadSetting(setting="config", reason=f"the model_type {kind} is not a decoder that Hearth supports")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -91,7 +149,7 @@ def save_random_decoder(directory: Path, config: Mapping[str, Any]) -> Path:
     try:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **values))
     except (ValueError, TypeError) as error:
-        raise BadSetting(setting="--config", reason=str(error)) from None
+        raise BadSetting(setting="config", reason=str(error)) from None
     model.float().save_pretrained(directory)
     return directory
 
@@ -121,7 +179,7 @@ class GenerationBench:
     def measure(self, mbit: float, prompt_tokens: int, new_tokens: int, rounds: int) -> list[GenerationRow]:
         """Measure all variants at one link rate. Raises BadSetting if the model's context is too short."""
         if prompt_tokens + new_tokens > self._model.spec.max_positions:
-            raise BadSetting(setting="--prompt", reason=f"the model takes {self._model.spec.max_positions} tokens")
+            raise BadSetting(setting="prompt_tokens", reason=f"the model takes {self._model.spec.max_positions} tokens")
         self._testbed.set_mbit(mbit)
         cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
         prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
@@ -173,7 +231,6 @@ class GenerationBench:
     def _row(
         self, name: str, each: _Measured, reference: _Measured, mbit: float, prompt_tokens: int, new_tokens: int
     ) -> GenerationRow:
-        ratio = paired_ratio(reference.decode, each.decode)
         token_seconds = each.plan.predicted.decode_seconds if each.plan is not None else 0.0
         return GenerationRow(
             scenario=self._testbed.scenario.name,
@@ -183,43 +240,9 @@ class GenerationBench:
             devices=self._names[0] if each.plan is None else describe(each.plan),
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
-            prefill=prompt_tokens / statistics.median(each.prefill),
-            decode=(new_tokens - 1) / statistics.median(each.decode),
-            decode_min=(new_tokens - 1) / max(each.decode),
-            decode_max=(new_tokens - 1) / min(each.decode),
-            prefill_over_reference=paired_ratio(reference.prefill, each.prefill).median,
-            decode_over_reference=ratio.median,
-            decode_low=ratio.low,
-            decode_high=ratio.high,
-            decode_predicted=1 / token_seconds if token_seconds else None,
+            prefill=tuple(each.prefill),
+            decode=tuple(each.decode),
+            prefill_ratio=paired_ratio(reference.prefill, each.prefill),
+            decode_ratio=paired_ratio(reference.decode, each.decode),
+            predicted_token_seconds=token_seconds or None,
         )
-
-
-def markdown(rows: Sequence[GenerationRow]) -> str:
-    """One Markdown table per link rate."""
-    lines: list[str] = []
-    for mbit in dict.fromkeys(row.mbit for row in rows):
-        group = [row for row in rows if row.mbit == mbit]
-        lines += [
-            f"**{group[0].scenario}, {mbit:.0f} Mbit/s, {group[0].prompt_tokens} + {group[0].new_tokens} tokens**", "",
-            "| strategy | weights | ran | prefill tok/s | decode tok/s | min..max | predicted | over transformers |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        ]  # fmt: skip
-        for row in group:
-            predicted = f"{row.decode_predicted:.1f}" if row.decode_predicted else "-"
-            lines.append(
-                f"| {row.strategy} | {row.weights} | {row.devices} | {row.prefill:.0f} | {row.decode:.1f} | "
-                f"{row.decode_min:.1f}..{row.decode_max:.1f} | {predicted} | {row.decode_over_reference:.2f} "
-                f"[{row.decode_low:.2f}, {row.decode_high:.2f}] |"
-            )
-        for row in group:
-            if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
-                exchange, ping, swap = (1e3 * s for s in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
-                lines += [
-                    "",
-                    f"One exchange of partial sums takes {exchange:.2f} ms. A raw ping of that size takes {2 * ping:.2f} ms "
-                    f"there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way ({exchange / ping:.2f} x); a raw "
-                    f"message each way at once {swap:.2f} ms ({exchange / swap:.2f} x).",
-                ]
-        lines.append("")
-    return "\n".join(lines)

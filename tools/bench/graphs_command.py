@@ -25,7 +25,7 @@ from tools.bench.graphs_findings import (
     served_table,
 )
 from tools.bench.proofs import agents, collector, conclude, reporter, working
-from tools.bench.rows import check_files
+from tools.bench.results import check_files
 from tools.graph_models import NETWORKS, Size, build, export
 from tools.testbed import Scenario, load_scenario
 

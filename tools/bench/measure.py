@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -22,7 +22,7 @@ from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel
 from tools.bench.interrupts import shielded
 from tools.bench.load import Load, Snapshot, calmest, load_between, snapshot
-from tools.bench.plans import REFERENCE, Entry, depth_note, describe, plan_for, reference_plan
+from tools.bench.plans import REFERENCE, Entry, Name, baseline_of, depth_note, describe, plan_for, reference_plan
 from tools.bench.profiles import Profiles, Report
 from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
@@ -48,8 +48,8 @@ class Setting:
     num_devices: int
     mbit: float | None
     entries: tuple[Entry, ...]
-    baseline: Callable[[Entry, Sequence[Entry]], Entry | None]
-    rounds: int = 15
+    baseline: Name | Literal["lz4 off"]
+    rounds: int
 
 
 @dataclass
@@ -162,15 +162,12 @@ class Bench:
         return paper / PAPER_MBIT * self._testbed.link_scale
 
     def measure(self, *settings: Setting) -> list[Row]:
-        """Measure all entries of the settings, interleaved round by round; rows in the order given. Raises BadSetting.
+        """Measure all entries of the settings (with equal `rounds`), interleaved; rows in the order given. Raises BadSetting.
 
         Several settings at once must not use gloo, which holds one model on one group of devices at a time.
         """
-        least = min(setting.rounds for setting in settings)
-        if least < MIN_ROUNDS:
-            raise BadSetting(setting="--rounds", reason=f"{least} is too few; at least {MIN_ROUNDS} are needed")
         prepared = [self._prepare(setting, f"{index}-") for index, setting in enumerate(settings)]
-        load = self._rounds([run for one in prepared for run in one.distinct], least)
+        load = self._rounds([run for one in prepared for run in one.distinct], settings[0].rounds)
         # Skipped after an exception: runners may still be busy then, and end with the testbed.
         for key in (key for one in prepared for key in one.keys):
             self._engine.unload(key)
@@ -273,7 +270,7 @@ class Bench:
         there = psutil.virtual_memory().available
         if wanted > there:
             raise BadSetting(
-                setting="--layers",
+                setting="layers",
                 reason=f"the plans of {model.spec.name} need {format_bytes(wanted)} together, {format_bytes(there)} are "
                 "free: run fewer layers or fewer strategies at once",
             )
@@ -330,6 +327,7 @@ class Bench:
             devices=setting.num_devices,
             model=setting.shape.name,
             layers=model.spec.num_layers,
+            hidden_size=model.spec.hidden_size,
             seq_len=setting.seq_len,
             mbit=mbit,
             paper_mbit=None if mbit is None or self._real_mbit else mbit * PAPER_MBIT / self._testbed.link_scale,
@@ -341,35 +339,28 @@ class Bench:
 
     def _row(self, entry: Entry, prepared: _Prepared, load: Load) -> Row:
         setting, run = prepared.setting, prepared.runs[entry]
-        plan, seconds = run.plan, [sample.seconds for sample in run.samples]
-        median = statistics.median(seconds)
+        plan, seconds, traced = run.plan, [sample.seconds for sample in run.samples], run.traced[-1]
         values: dict[str, object] = {
-            "median_seconds": median, "min_seconds": min(seconds), "max_seconds": max(seconds), "rounds": len(seconds),
-            "bytes_sent": run.traced[-1].sent_bytes, "steal_share": load.steal_share,
+            "seconds": seconds, "sent_bytes": traced.sent_bytes, "steal_share": load.steal_share,
             "foreign_share": load.foreign_share, "run_queue": load.run_queue,
         }  # fmt: skip
         notes = list(prepared.notes[entry])
         if plan is not None:
             rates = [self._rate(device.name, setting.mbit) for device in plan.devices]
-            bound = bound_seconds([sample.traces for sample in run.traced], rates)
             values |= {
-                "bound_seconds": bound, "bound_share": bound / median, "plan": describe(plan),
-                "raw_bytes": run.traced[-1].raw_bytes, "lz4_saved_bytes": run.traced[-1].lz4_saved_bytes,
+                "bound_seconds": bound_seconds([sample.traces for sample in run.traced], rates), "plan": describe(plan),
+                "raw_bytes": traced.raw_bytes, "lz4_saved_bytes": traced.lz4_saved_bytes,
             }  # fmt: skip
             if entry.encrypt or plan.num_ranks == 1:
-                predicted = plan.predicted.latency_seconds
-                values |= {"predicted_seconds": predicted, "prediction_error": predicted / median - 1}
+                values["predicted_seconds"] = plan.predicted.latency_seconds
             else:
                 notes.append("not predicted: the planner prices encrypted links")
             if entry.strategy == "auto":
                 notes.append(f"auto took {describe(plan)}")
-        baseline = setting.baseline(entry, list(prepared.runs))
+        baseline = baseline_of(entry, list(prepared.runs), setting.baseline)
         if baseline is not None and baseline in prepared.runs:
-            ratio = paired_ratio([sample.seconds for sample in prepared.runs[baseline].samples], seconds)
-            values |= {
-                "baseline": f"{baseline.strategy} {baseline.wire}", "speedup_over_baseline": ratio.median,
-                "speedup_low": ratio.low, "speedup_high": ratio.high,
-            }  # fmt: skip
+            base = [sample.seconds for sample in prepared.runs[baseline].samples]
+            values |= {"baseline": baseline.label, "speedup": paired_ratio(base, seconds)}
         error = max(relative_error(sample.sums, prepared.expected) for sample in (*run.samples, *run.traced))
         if not error <= _TOLERANCE[entry.wire]:  # NaN too
             notes.append(f"its output is off by {error:.2g} of local's")

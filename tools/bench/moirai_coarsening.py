@@ -33,7 +33,7 @@ from hearth.errors import BadMessage, BadSetting, DeadlineExceeded, InternalErro
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire import messages
 from tools.bench import interrupts
-from tools.bench.rows import check_files
+from tools.bench.results import check_files
 
 SLOWDOWNS = (8.0, 8.0, 12.0, 16.0)  # of the assumed devices against one core of this machine
 MBIT_PER_SECOND = 1000.0  # between any two devices

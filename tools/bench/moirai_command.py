@@ -22,7 +22,7 @@ from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from tools.bench import interrupts
-from tools.bench.rows import check_files
+from tools.bench.results import check_files
 
 PAPER_FACTORS = {"m-sct": 1.90, "getf": 1.35}  # largest factors reported in the paper, on its own models and clusters
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)

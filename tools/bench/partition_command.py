@@ -17,7 +17,7 @@ from tools.bench import partition as bench
 from tools.bench.partition_report import markdown as as_markdown
 from tools.bench.partition_report import points_markdown, save_plot
 from tools.bench.partition_setup import ACCOUNTINGS, read_graphs
-from tools.bench.rows import check_writable
+from tools.bench.results import check_writable
 
 _MAX_NODES = 256  # of a random cluster
 _File = Optional[Path]  # noqa: UP045 (typer reads the annotation on Python 3.10)

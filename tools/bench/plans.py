@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from itertools import product
+from typing import Literal
 
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, on_subset, price
-from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.errors import ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
@@ -18,8 +19,6 @@ from hearth.platform.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
 Lz4 = Literal["auto", "on", "off"]
-NAMES: tuple[Name, ...] = get_args(Name)
-WIRES: tuple[Values, ...] = ("exact", "fp16", "bf16", "int8")  # in the order of the tables
 _PLENTY_BYTES = 1 << 40  # memory budget of a device without a limit
 _OF_PLANNER: dict[Name, Literal["auto", "local", "megatron-tp", "sp", "hmp"]] = {
     "local": "local", "megatron-tp": "megatron-tp", "sp": "sp", "hmp-no-overlap": "hmp", "hmp": "hmp", "auto": "auto",
@@ -40,37 +39,46 @@ class Entry:
     def key(self) -> str:
         return f"{self.strategy}-{self.wire}-{self.lz4}-{'encrypted' if self.encrypt else 'plain'}"
 
+    @property
+    def label(self) -> str:
+        """Strategy, wire format and what else differs from the usual."""
+        lz4 = "" if self.lz4 == "auto" else f" lz4 {self.lz4}"
+        plain = "" if self.encrypt or self.strategy in ("local", "gloo-tp") else " plain"
+        return f"{self.strategy} {self.wire}{lz4}{plain}"
+
 
 REFERENCE = Entry("local", encrypt=False)
 
 
-def entries(strategies: Iterable[Name], wires: Iterable[Values], plain: bool = False) -> tuple[Entry, ...]:
+def entries(
+    strategies: Iterable[Name], wires: Iterable[Values], lz4: Iterable[Lz4] = ("auto",), plain: bool = False
+) -> tuple[Entry, ...]:
     """Every strategy in every wire format that it supports. `plain`: also hmp without encryption."""
-    wires = tuple(wires)
     found = []
-    for strategy in strategies:
-        for wire in wires if strategy != "local" else ("exact",):
-            if strategy != "gloo-tp" or wire in GLOO_WIRES:
-                found.append(Entry(strategy, wire, encrypt=strategy not in ("local", "gloo-tp")))
-            if plain and strategy == "hmp":
-                found.append(Entry(strategy, wire, encrypt=False))
-    return tuple(found)
+    for strategy, wire, mode in product(strategies, wires, lz4):
+        if strategy == "local":
+            found.append(REFERENCE)
+        elif strategy != "gloo-tp" or wire in GLOO_WIRES:
+            found.append(Entry(strategy, wire, mode, encrypt=strategy != "gloo-tp"))
+        if plain and strategy == "hmp":
+            found.append(Entry(strategy, wire, mode, encrypt=False))
+    return tuple(dict.fromkeys(found))
 
 
-def baseline_of(entry: Entry, measured: Sequence[Entry], strategy: str) -> Entry | None:
-    """The entry to compare with: the baseline in the same wire format if it supports that, else in exact."""
-    candidates = [other for other in measured if other.strategy == strategy and (other.encrypt or strategy != "hmp")]
+def baseline_of(entry: Entry, measured: Sequence[Entry], baseline: Name | Literal["lz4 off"]) -> Entry | None:
+    """The entry to compare with: the baseline in the same wire format if it supports that, else in exact.
+
+    With `lz4 off`: the same entry without lz4, if it is measured.
+    """
+    if baseline == "lz4 off":
+        off = Entry(entry.strategy, entry.wire, "off", entry.encrypt)
+        return off if off in measured else None
+    candidates = [other for other in measured if other.strategy == baseline and (other.encrypt or baseline != "hmp")]
     for wire in (entry.wire, "exact"):
         for candidate in candidates:
             if candidate.wire == wire and candidate.lz4 in (entry.lz4, "auto"):
                 return candidate
     return None
-
-
-def codec_baseline(entry: Entry, measured: Sequence[Entry]) -> Entry | None:
-    """The same entry without lz4, if it is measured."""
-    off = Entry(entry.strategy, entry.wire, "off", entry.encrypt)
-    return off if off in measured else None
 
 
 def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:
@@ -117,23 +125,3 @@ def describe(plan: TransformerPlan) -> str:
     modes = sorted({mode.model_dump_json() for mode in plan.body.modes})
     kinds = f" ({len(modes)} kinds of layers)" if len(modes) > 1 else ""
     return f"{plan.body.strategy} on {names}{kinds}"
-
-
-def parse_names(text: str) -> tuple[Name, ...]:
-    """Parse a list of strategies. Raises BadSetting."""
-    return tuple(name for name in NAMES if name in _listed("--strategies", text, NAMES))
-
-
-def parse_wires(text: str) -> tuple[Values, ...]:
-    """Parse a list of wire formats. Raises BadSetting."""
-    return tuple(wire for wire in WIRES if wire in _listed("--wires", text, WIRES))
-
-
-def _listed(setting: str, text: str, known: Sequence[str]) -> set[str]:
-    found = {part.strip() for part in text.split(",") if part.strip()}
-    for part in sorted(found):
-        if part not in known:
-            raise BadSetting(setting=setting, reason=f"'{part}' is none of {', '.join(known)}")
-    if not found:
-        raise BadSetting(setting=setting, reason=f"it is empty; name some of {', '.join(known)}")
-    return found

@@ -1,4 +1,4 @@
-"""Plots of rows, readable at 1000 pixels. Imports matplotlib late, because it is optional and slow to import."""
+"""Plots of the strategies' rows, readable at 1000 pixels. Imports matplotlib late, because it is slow to import."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hearth.errors import BadSetting
-from tools.bench.paper import scaling_of
+from tools.bench.experiment import Experiment
 from tools.bench.rows import Row, by_setting
 
-_WIDTH, _HEIGHT, _DPI = 10.0, 5.6, 100  # inches: 1000 pixels wide
+_SIZE, _DPI = (10.0, 5.6), 100  # inches: 1000 pixels wide
 # Okabe and Ito's palette for colour-blind readers; markers also distinguish the lines without colours.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
 _MARKERS = "osD^vPX*"
@@ -20,133 +20,147 @@ Draw = Callable[[Any, Sequence[Row]], None]
 
 
 def check_plots() -> None:
-    """Raise BadSetting if matplotlib is missing. Call it before measuring."""
+    """Raise BadSetting if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
-        raise BadSetting(setting="--plot", reason="matplotlib is not installed: `pip install matplotlib`") from None
+        raise BadSetting(setting="matplotlib", reason="it is not installed: `pip install matplotlib`") from None
     matplotlib.use("Agg")
 
 
-def save_plot(path: Path, rows: Sequence[Row], draw: Draw, title: str) -> None:
-    """Draw and save a plot. Raises BadSetting for a file type that matplotlib does not support."""
+def save_plot(path: Path, experiment: Experiment, rows: Sequence[Any]) -> bool:
+    """Draw and save an experiment's plot, if it has one. Raises BadSetting if matplotlib is missing."""
     check_plots()
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
+    figure = plt.figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     try:
-        draw(axes, rows)
-        axes.set_title(title, loc="left", fontsize=12)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        figure.savefig(path)
-    except ValueError as error:
-        raise BadSetting(setting="--plot", reason=str(error)) from None
+        if drawn := experiment.draw(rows, figure):
+            figure.savefig(path)
+        return drawn
     finally:
         plt.close(figure)
 
 
+def finish(axes: Any, title: str) -> None:
+    """The title and the frame that all plots share."""
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(fontsize=9, ncols=2, frameon=False)
+
+
 def latency_bars(axes: Any, rows: Sequence[Row]) -> None:
     """Bars: median of each row, with error bars from the fastest to the slowest round and a line at the bound."""
-    groups = [[row for row in group if row.median_seconds is not None] for group in by_setting(rows)]
-    groups = [group for group in groups if group][:_MAX_BARS]
-    labels = list(dict.fromkeys(row.label for group in groups for row in group))
-    width = 0.84 / max(len(labels), 1)
-    bound_drawn = False
-    for index, label in enumerate(labels):
-        found = [(at, row) for at, group in enumerate(groups) for row in group if row.label == label]
-        xs = [at + (index - (len(labels) - 1) / 2) * width for at, _ in found]
-        medians = [row.median_seconds or 0.0 for _, row in found]
-        low = [(row.median_seconds or 0.0) - (row.min_seconds or 0.0) for _, row in found]
-        high = [(row.max_seconds or 0.0) - (row.median_seconds or 0.0) for _, row in found]
-        axes.bar(xs, medians, width * 0.92, yerr=[low, high], color=_COLOURS[index % len(_COLOURS)], label=label,
-                 error_kw={"lw": 1, "capsize": 2})  # fmt: skip
-        for x, (_, row) in zip(xs, found, strict=True):
-            if row.bound_seconds is not None:
-                axes.plot([x - width * 0.46, x + width * 0.46], [row.bound_seconds] * 2, color="black", lw=2,
-                          label="" if bound_drawn else "bound")  # fmt: skip
-                bound_drawn = True
-    _ticks(axes, [_short(group[0], rows) for group in groups])
+    timed = [row for row in rows if row.seconds]
+    bars = _bars(axes, timed, lambda row: (row.median_seconds, min(row.seconds), max(row.seconds)))
+    bounds = [(x, width, row.bound_seconds) for x, width, row in bars if row.bound_seconds is not None]
+    for index, (x, width, seconds) in enumerate(bounds):
+        ends = [x - width / 2, x + width / 2]
+        axes.plot(ends, [seconds] * 2, color="black", lw=2, label="" if index else "bound")
     axes.set_ylabel("time of one step [s]")
-    axes.legend(fontsize=9, ncols=2, frameon=False)
-    axes.margins(y=0.2)
 
 
 def speedup_bars(axes: Any, rows: Sequence[Row]) -> None:
     """Bars: speed-up over the baseline with confidence intervals."""
-    groups = [[row for row in group if row.speedup_over_baseline is not None] for group in by_setting(rows)]
-    groups = [group for group in groups if group][:_MAX_BARS]
+    _bars(axes, [row for row in rows if row.speedup is not None], lambda row: row.speedup or (0.0, 0.0, 0.0))
+    axes.axhline(1.0, color="black", lw=1)
+    baselines = list(dict.fromkeys(row.baseline for row in rows if row.baseline))
+    axes.set_ylabel(f"speed-up over {baselines[0] if len(baselines) == 1 else 'the baseline'} [times]")
+
+
+def _bars(
+    axes: Any, rows: Sequence[Row], height: Callable[[Row], tuple[float, float, float]]
+) -> list[tuple[float, float, Row]]:
+    """Bars grouped by setting, with the height and both ends of the error bar. Returns x, width and row of each bar."""
+    groups = by_setting(rows)[:_MAX_BARS]
     labels = list(dict.fromkeys(row.label for group in groups for row in group))
-    width = 0.84 / max(len(labels), 1)
+    width, drawn = 0.84 / max(len(labels), 1), []
     for index, label in enumerate(labels):
         found = [(at, row) for at, group in enumerate(groups) for row in group if row.label == label]
         xs = [at + (index - (len(labels) - 1) / 2) * width for at, _ in found]
-        heights = [row.speedup_over_baseline or 0.0 for _, row in found]
-        low = [(row.speedup_over_baseline or 0.0) - (row.speedup_low or 0.0) for _, row in found]
-        high = [(row.speedup_high or 0.0) - (row.speedup_over_baseline or 0.0) for _, row in found]
-        axes.bar(xs, heights, width * 0.92, yerr=[low, high], color=_COLOURS[index % len(_COLOURS)], label=label,
-                 error_kw={"lw": 1, "capsize": 2})  # fmt: skip
-    axes.axhline(1.0, color="black", lw=1)
-    _ticks(axes, [_short(group[0], rows) for group in groups])
-    baselines = list(dict.fromkeys(row.baseline for row in rows if row.baseline))
-    axes.set_ylabel(f"speed-up over {baselines[0] if len(baselines) == 1 else 'the baseline'} [times]")
-    axes.legend(fontsize=9, ncols=2, frameon=False)
+        heights = [height(row) for _, row in found]
+        errors = [[middle - low for middle, low, _ in heights], [high - middle for middle, _, high in heights]]
+        axes.bar(xs, [middle for middle, _, _ in heights], width * 0.92, yerr=errors, label=label,
+                 color=_COLOURS[index % len(_COLOURS)], error_kw={"lw": 1, "capsize": 2})  # fmt: skip
+        drawn += [(x, width * 0.92, row) for x, (_, row) in zip(xs, found, strict=True)]
+    many = len(groups) > 8
+    names = [_short(group[0], rows, " " if many else "\n") for group in groups]
+    axes.set_xticks(range(len(names)), names, fontsize=8 if many else 9, rotation=60 if many else 0,
+                    ha="right" if many else "center")  # fmt: skip
     axes.margins(y=0.2)
+    return drawn
 
 
-def bandwidth_lines(axes: Any, rows: Sequence[Row]) -> None:
+def rate_lines(axes: Any, rows: Sequence[Row]) -> None:
     """Lines: time against link rate, one per strategy (and per model, if there are several)."""
-    timed = [row for row in rows if row.median_seconds is not None and _rate(row) is not None]
-    several = len({row.model for row in timed}) > 1
-    names = {row: f"{row.model} {row.label}" if several else row.label for row in timed}
-    for index, name in enumerate(dict.fromkeys(names.values())):
-        points = sorted((_rate(row) or 0.0, row.median_seconds) for row in timed if names[row] == name)
-        axes.plot([x for x, _ in points], [y for _, y in points], marker=_MARKERS[index % len(_MARKERS)],
+    timed = [(rate, row) for row in rows if row.seconds and (rate := row.paper_mbit or row.mbit) is not None]
+    several = len({row.model for _, row in timed}) > 1
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for rate, row in timed:
+        lines.setdefault(f"{row.model} {row.label}" if several else row.label, []).append((rate, row.median_seconds))
+    for index, (name, points) in enumerate(lines.items()):
+        axes.plot(*zip(*sorted(points), strict=True), marker=_MARKERS[index % len(_MARKERS)],
                   color=_COLOURS[index % len(_COLOURS)], label=name)  # fmt: skip
+    ticks = sorted({rate for rate, _ in timed})
     axes.set_xscale("log")
-    ticks = sorted({_rate(row) or 1.0 for row in timed})
     axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
     axes.minorticks_off()
-    of_paper = all(row.paper_mbit is not None for row in timed)
+    of_paper = all(row.paper_mbit is not None for _, row in timed)
     axes.set_xlabel("link of every device [Mbit/s" + (", in the paper's ratio to compute]" if of_paper else "]"))
     axes.set_ylabel("time of one step [s]")
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=9, frameon=False)
 
 
-def scaling_lines(hidden_of: Callable[[str], int]) -> Draw:
+def scaling_of(rows: Sequence[Row]) -> dict[str, list[tuple[int, float, float]]]:
+    """By model: number of devices, speed-up in work per second over one device, fraction of linear speed-up."""
+    rates: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.seconds:
+            rates.setdefault(row.model, {})[row.devices] = (
+                layer_flops(row.seq_len, row.hidden_size) / row.median_seconds
+            )
+    return {
+        model: [(count, rate / found[1], rate / found[1] / count) for count, rate in sorted(found.items())]
+        for model, found in rates.items()
+        if 1 in found
+    }
+
+
+def layer_flops(seq_len: int, hidden: int) -> float:
+    """FLOPs of one encoder layer with an MLP of four times the hidden size: projections, MLP, attention."""
+    return 24.0 * seq_len * hidden**2 + 4.0 * seq_len**2 * hidden
+
+
+def scaling_lines(axes: Any, rows: Sequence[Row]) -> None:
     """Lines: work per second relative to one device, with a line for linear scaling."""
-
-    def draw(axes: Any, rows: Sequence[Row]) -> None:
-        most = 1
-        for index, (model, points) in enumerate(scaling_of(rows, hidden_of).items()):
-            axes.plot([count for count, _, _ in points], [speedup for _, speedup, _ in points],
-                      marker=_MARKERS[index], color=_COLOURS[index], label=model)  # fmt: skip
-            count, speedup, share = points[-1]
-            axes.annotate(f"{share:.0%}", (count, speedup), xytext=(6, -4), textcoords="offset points")
-            most = max(most, count)
-        axes.plot([1, most], [1, most], color="grey", ls="--", label="linear")
-        axes.set_xticks(range(1, most + 1))
-        axes.set_xlabel("devices")
-        axes.set_ylabel("work per second over one device [times]")
-        axes.legend(fontsize=9, frameon=False)
-
-    return draw
+    most = 1
+    for index, (model, points) in enumerate(scaling_of(rows).items()):
+        axes.plot([count for count, _, _ in points], [speedup for _, speedup, _ in points], marker=_MARKERS[index],
+                  color=_COLOURS[index], label=model)  # fmt: skip
+        count, speedup, share = points[-1]
+        axes.annotate(f"{share:.0%}", (count, speedup), xytext=(6, -4), textcoords="offset points")
+        most = max(most, count)
+    axes.plot([1, most], [1, most], color="grey", ls="--", label="linear")
+    axes.set_xticks(range(1, most + 1))
+    axes.set_xlabel("devices")
+    axes.set_ylabel("work per second over one device [times]")
 
 
 def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
+    """Points: predicted against measured time, with lines where they agree and where they differ by 10 %."""
     from matplotlib.ticker import LogLocator
 
-    timed = [row for row in rows if row.median_seconds is not None and row.predicted_seconds is not None]
+    timed = [row for row in rows if row.prediction_error is not None]
     for index, strategy in enumerate(dict.fromkeys(row.strategy for row in timed)):
         chosen = [row for row in timed if row.strategy == strategy]
         axes.scatter([row.median_seconds for row in chosen], [row.predicted_seconds for row in chosen], s=26,
                      marker=_MARKERS[index % len(_MARKERS)], color=_COLOURS[index % len(_COLOURS)], label=strategy,
                      alpha=0.75)  # fmt: skip
     if timed:
-        ends = [f(row.median_seconds or 1.0 for row in timed) for f in (min, max)]
+        ends = [f(row.median_seconds for row in timed) for f in (min, max)]
         axes.plot(ends, ends, color="black", lw=1, label="as predicted")
         axes.plot(ends, [end * 1.1 for end in ends], color="grey", lw=1, ls=":", label="10 % off")
         axes.plot(ends, [end * 0.9 for end in ends], color="grey", lw=1, ls=":")
@@ -157,14 +171,9 @@ def predicted_against_measured(axes: Any, rows: Sequence[Row]) -> None:
         axis.set_minor_formatter("")
     axes.set_xlabel("measured time of one step, median [s]")
     axes.set_ylabel("predicted time of one step [s]")
-    axes.legend(fontsize=9, frameon=False)
 
 
-def _rate(row: Row) -> float | None:
-    return row.paper_mbit if row.paper_mbit is not None else row.mbit
-
-
-def _short(row: Row, rows: Sequence[Row]) -> str:
+def _short(row: Row, rows: Sequence[Row], separator: str) -> str:
     """A label of the row's setting, without the parts that all rows share."""
     parts = {
         "scenario": row.scenario,
@@ -173,16 +182,9 @@ def _short(row: Row, rows: Sequence[Row]) -> str:
         "seq_len": f"{row.seq_len} tokens",
         "mbit": "" if row.mbit is None else f"{row.mbit:.0f} Mbit/s",
     }
-    told: list[str] = []
-    for name in parts:
-        settings = [tuple(getattr(other, each) for each in (*told, name)) for other in rows]
-        if len(set(settings)) > len({setting[:-1] for setting in settings}):
-            told.append(name)
-    return "\n".join([parts[name] for name in told] or [row.scenario, row.model])
-
-
-def _ticks(axes: Any, names: Sequence[str]) -> None:
-    many = len(names) > 8
-    names = [name.replace("\n", " ") for name in names] if many else names
-    axes.set_xticks(range(len(names)), names, fontsize=8 if many else 9, rotation=60 if many else 0,
-                    ha="right" if many else "center")  # fmt: skip
+    distinct = [name for name in parts if len({getattr(other, name) for other in rows}) > 1]
+    if "scenario" in distinct:  # which then often determines the number of devices and the rate
+        settings = {(other.scenario, other.devices, other.mbit) for other in rows}
+        if len(settings) == len({other.scenario for other in rows}):
+            distinct = [name for name in distinct if name not in ("devices", "mbit")]
+    return separator.join([parts[name] for name in distinct] or [row.scenario, row.model])

@@ -32,7 +32,7 @@ from tools.bench.findings import Finding, all_hold, as_json, findings_table
 from tools.bench.interrupts import shielded
 from tools.bench.measure import temporary_folder
 from tools.bench.push import PushBench
-from tools.bench.rows import check_files
+from tools.bench.results import check_files
 from tools.bench.shapes import SHAPES, save_random_model
 from tools.bench.soak import SoakBench
 from tools.testbed import Scenario, Testbed, load_scenario

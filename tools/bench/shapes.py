@@ -30,7 +30,7 @@ class Shape:
         fields = FAMILIES[self.config["model_type"]].config
         longest = int(self.config[fields["max_positions"]])
         if num_positions > longest:
-            raise BadSetting(setting="--seq-len", reason=f"{self.name} takes at most {longest} tokens")
+            raise BadSetting(setting="seq_lens", reason=f"{self.name} takes at most {longest} tokens")
         return {**self.config, fields["num_layers"]: self.depth(num_layers)}
 
     @property
@@ -80,11 +80,14 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def shape_named(name: str) -> Shape:
-    """The shape of this name. Raises BadSetting."""
-    if name not in SHAPES:
-        raise BadSetting(setting="--model", reason=f"'{name}' is none of {', '.join(SHAPES)}")
-    return SHAPES[name]
+def find_shape(name_or_path: str) -> Shape:
+    """The shape of this name, or of a config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
+    if name_or_path.endswith(".json"):
+        return shape_of_file(Path(name_or_path))
+    if name_or_path not in SHAPES:
+        reason = f"'{name_or_path}' is neither a config.json nor one of {', '.join(SHAPES)}"
+        raise BadSetting(setting="models", reason=reason)
+    return SHAPES[name_or_path]
 
 
 def shape_of_file(path: Path) -> Shape:
@@ -97,7 +100,7 @@ def shape_of_file(path: Path) -> Shape:
     needed = [theirs for theirs in family.config.values() if theirs not in family.defaults]
     for field in needed:
         if not isinstance(config.get(field), (int, str)):
-            raise BadSetting(setting=f"--config {path}", reason=f"the field {field} is missing")
+            raise BadSetting(setting=f"models: {path}", reason=f"the field {field} is missing")
     published = str(config.get("_name_or_path") or "").rstrip("/").rpartition("/")[2]
     name = published or (path.stem if path.stem != "config" else path.resolve().parent.name)
     return Shape(name, int(config[family.config["num_layers"]]), config)

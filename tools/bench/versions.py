@@ -32,8 +32,8 @@ from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
 from tools.bench.proofs import agents, reporter, working
-from tools.bench.rows import check_files
-from tools.bench.shapes import shape_named
+from tools.bench.results import check_files
+from tools.bench.shapes import find_shape
 from tools.bench.stats import paired_ratio
 from tools.graph_models import Size, build, export
 from tools.testbed import Testbed, load_scenario
@@ -213,7 +213,7 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
 def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
     """The model, and the number of rows of a step or a prompt."""
     if not generates:
-        return Models(folder).get(shape_named("bert-large"), _LAYERS, _ROWS), _ROWS
+        return Models(folder).get(find_shape("bert-large"), _LAYERS, _ROWS), _ROWS
     model = StoredModel(save_random_decoder(folder / "model", LLAMA), folder / "store")
     model.spec = model.spec.model_copy(update={"weights": "int8"})
     return model, _PROMPT

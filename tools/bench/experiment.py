@@ -1,0 +1,108 @@
+"""Experiments as data: what a settings file of `experiments/` becomes, and what each kind of experiment provides."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from hearth.errors import BadSetting
+from hearth.validation import first_error
+from tools.bench.results import Summary
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+EXPERIMENTS = Path(__file__).parent / "experiments"
+# Module and class of each kind; imported when it is used.
+KINDS: dict[str, tuple[str, str]] = {
+    "strategies": ("strategies", "Strategies"),
+    "generation": ("generation", "Generation"),
+}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run provides to its experiment."""
+
+    folder: Path  # temporary, removed after the run
+    report: Callable[[str], None]  # shows the present step; raises KeyboardInterrupt after an interrupt
+    known: Sequence[Any] = ()  # rows of an earlier, unfinished run with the same settings
+
+
+class Experiment(BaseModel, ABC):
+    """The settings of one experiment. Subclasses add theirs; unknown settings are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ROW: ClassVar[TypeAdapter[Any]]  # type of one raw row
+
+    kind: str
+    title: str
+    source: str = ""  # paper and figure, if it reproduces one
+
+    @abstractmethod
+    def measure(self, context: Context) -> Iterator[Any]:
+        """Yield raw rows (pydantic models) as soon as they are measured. Raises BadSetting before the first one."""
+
+    @abstractmethod
+    def summary(self, rows: Sequence[Any]) -> Summary:
+        """Conclusions and tables of these rows. Pure."""
+
+    def draw(self, rows: Sequence[Any], figure: Any) -> bool:
+        """Draw a plot into a matplotlib figure, if this experiment has one. Returns whether it did."""
+        return False
+
+
+def names() -> list[str]:
+    """The names of all experiments."""
+    return sorted(path.stem for path in EXPERIMENTS.glob("*.toml"))
+
+
+def read_settings(name_or_path: str, changes: Iterable[str] = ()) -> dict[str, Any]:
+    """Read an experiment file, by name or path, with `key=value` changes (TOML values). Raises BadSetting."""
+    path = Path(name_or_path) if name_or_path.endswith(".toml") else EXPERIMENTS / f"{name_or_path}.toml"
+    try:
+        settings: dict[str, Any] = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        reason = f"'{name_or_path}' is neither a file nor one of {', '.join(names())}"
+        raise BadSetting(setting="NAME", reason=reason) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadSetting(setting=f"experiment {path}", reason=str(error)) from None
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise BadSetting(setting="--set", reason=f"'{change}' is not of the form key=value")
+        settings[key.strip()] = _value(value.strip())
+    return settings
+
+
+def _value(text: str) -> Any:
+    """A TOML value; text that is none is a string, so that quotes are not needed."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def make_experiment(settings: dict[str, Any]) -> Experiment:
+    """The experiment of these settings. Raises BadSetting that names the wrong one."""
+    kind = settings.get("kind")
+    if kind not in KINDS:
+        raise BadSetting(setting="kind", reason=f"'{kind}' is none of {', '.join(KINDS)}")
+    module, name = KINDS[kind]
+    try:
+        experiment: Experiment = getattr(import_module(f"tools.bench.{module}"), name).model_validate(settings)
+    except ValidationError as error:
+        raise BadSetting(
+            setting=f"experiment '{settings.get('title', kind)}'", reason=first_error(error, "file")
+        ) from None
+    return experiment

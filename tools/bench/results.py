@@ -1,0 +1,153 @@
+"""Result files of experiments: raw rows, and the tables and conclusions made of them. `docs/results/` keeps them."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.table import Table as RichTable
+
+from hearth.errors import BadSetting
+from hearth.files import write_atomically
+from hearth.validation import first_error
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "docs" / "results"
+
+
+class Table(BaseModel):
+    """A table of text cells. `notes` are numbered from 1; cells refer to them by number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], notes: Sequence[str] = ()
+    ) -> Table:
+        cells = tuple(tuple(map(str, row)) for row in rows)
+        return cls(title=title, columns=tuple(columns), rows=cells, notes=tuple(notes))
+
+    def markdown(self) -> str:
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        table = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
+        notes = ["", *(f"{number}. {note}" for number, note in enumerate(self.notes, 1))] if self.notes else []
+        return "\n".join([f"**{self.title}**", "", *table, *notes])
+
+    def rich(self) -> RichTable:
+        table = RichTable(title=self.title, title_justify="left", show_edge=False)
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if index else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        table.caption = "\n".join(f"{number}: {note}" for number, note in enumerate(self.notes, 1)) or None
+        return table
+
+
+class Summary(BaseModel):
+    """What the rows of an experiment show. `failure`: why the run does not hold, for instance a wrong output."""
+
+    model_config = ConfigDict(frozen=True)
+
+    conclusions: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    failure: str = ""
+
+
+class Result(BaseModel):
+    """One run of an experiment, as saved. `raw` is empty where only the tables of an old run were kept."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    experiment: str  # name of its file in tools/bench/experiments
+    title: str
+    command: str
+    commit: str  # of the measured code
+    date: str
+    machine: str
+    settings: dict[str, Any] = {}
+    conclusions: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+    remarks: tuple[str, ...] = ()
+    raw: tuple[dict[str, Any], ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write the file atomically, so that an interrupt leaves the old one."""
+        write_atomically(path, (self.model_dump_json(indent=1) + "\n").encode())
+
+    def markdown(self, plot: str | None = None) -> str:
+        """The page of the result. `plot`: file name of its picture."""
+        parts = [f"# {self.title}", f"`{self.command}`, commit {self.commit}, {self.date}. {self.machine}."]
+        if self.conclusions:
+            parts.append("\n".join(f"- {line}" for line in self.conclusions))
+        if plot is not None:
+            parts.append(f"![{self.title}]({plot})")
+        return "\n\n".join([*parts, *(table.markdown() for table in self.tables), *self.remarks]) + "\n"
+
+
+def load_result(path: Path) -> Result:
+    """Read a result file. Raises BadSetting."""
+    try:
+        return Result.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise BadSetting(setting="the result", reason=f"{path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise BadSetting(setting=f"the result {path}", reason=first_error(error, "file")) from None
+
+
+def check_files(*paths: Path | None) -> None:
+    for path in paths:
+        check_writable("--json or --markdown", path)
+
+
+def check_writable(setting: str, path: Path | None) -> None:
+    """Raise BadSetting if a file cannot be written. Call it before measuring."""
+    if path is None:
+        return
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        reason = "it is a directory" if path.is_dir() else f"there is no directory {path.resolve().parent}"
+        raise BadSetting(setting=setting, reason=reason)
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise BadSetting(setting=setting, reason=str(error)) from None
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def commit() -> str:
+    """The checked-out commit; marked if files differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.toml")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+
+def machine() -> str:
+    """The processor, its cores as this machine sees them, and the versions that matter for speed."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    python = ".".join(map(str, sys.version_info[:3]))
+    return (
+        f"{model}, {cpu_count()} cores, Python {python}, torch {version('torch')}, onnxruntime {version('onnxruntime')}"
+    )

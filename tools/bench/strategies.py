@@ -1,0 +1,166 @@
+"""Kind `strategies`: a transformer's strategies in interleaved rounds, over scenarios, models, lengths and link rates.
+
+It reproduces the Galaxy paper's Table IV and Figures 8 to 11, and measures predictions, `auto` and lz4.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from hearth.errors import BadSetting
+from hearth.plan.value_formats import Values
+from tools.bench import plots
+from tools.bench.experiment import Context, Experiment
+from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
+from tools.bench.plans import Lz4, Name, entries
+from tools.bench.results import Summary, Table
+from tools.bench.rows import COLUMNS, Row, by_setting, cells, footnotes
+from tools.bench.shapes import Shape, find_shape
+from tools.bench.stats import percentile
+from tools.testbed import Scenario, load_scenario
+
+Mbit = Annotated[float, Field(ge=0.01, le=100_000)]  # what can be emulated
+Count = Annotated[int, Field(ge=1)]
+
+
+class Strategies(Experiment):
+    """All combinations of scenarios, models, lengths, numbers of devices and rates; one table each."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Row)
+
+    scenarios: tuple[str, ...] = Field(("galaxy-a",), min_length=1)  # names, or TOML files
+    models: tuple[str, ...] = Field(("bert-large",), min_length=1)  # names of shapes, or config.json files
+    layers: Count = 4  # of the model; fewer than it has
+    seq_lens: tuple[Count, ...] = Field((284,), min_length=1)  # tokens
+    rows_per_device: Count | None = None  # weak scaling: that many tokens for each device, instead of `seq_lens`
+    devices: tuple[Count, ...] = ()  # numbers of devices, from the first; empty: all
+    strategies: tuple[Name, ...] = Field(min_length=1)
+    strategies_of_one: tuple[Name, ...] = ()  # run on one device; empty: those of `strategies` that can
+    wires: tuple[Values, ...] = ("exact",)
+    lz4: tuple[Lz4, ...] = ("auto",)
+    plain: bool = False  # also hmp without encryption
+    baseline: Name | Literal["lz4 off"] = "gloo-tp"  # that speed-ups are relative to; "lz4 off": the same without lz4
+    mbit: tuple[Mbit, ...] = ()  # real rates of every link; one device needs only the first
+    paper_mbit: tuple[Mbit, ...] = ()  # rates of the paper, converted to the same ratio of compute to traffic
+    rounds: int = Field(15, ge=MIN_ROUNDS)
+    interleave: bool = False  # interleave all settings of a model, because they are compared with each other
+    plot: Literal["times", "speedups", "rates", "scaling", "predictions"] = "times"
+    conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling"], ...] = ("speedup", "prediction", "auto")
+
+    def measure(self, context: Context) -> Iterator[Row]:
+        if self.mbit and self.paper_mbit:
+            raise BadSetting(setting="mbit", reason="give either real rates or the paper's")
+        shapes, scenarios = [find_shape(name) for name in self.models], [load_scenario(name) for name in self.scenarios]
+        for scenario in scenarios:
+            if self.devices and max(self.devices) > len(scenario.devices):
+                raise BadSetting(setting="devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
+            for shape in shapes:
+                for count in self.devices or (len(scenario.devices),):
+                    for seq_len in self._lengths(count):
+                        shape.shortened(self.layers, seq_len)
+        models = Models(context.folder)
+        for scenario in scenarios:
+            gloo = "gloo-tp" in self.strategies
+            with Bench(scenario, context.folder, models, context.report, bool(self.mbit), gloo) as bench:
+                for shape in shapes:
+                    settings = list(self._settings(shape, scenario, bench.paper_mbit))
+                    for group in [settings] if self.interleave else [[each] for each in settings]:
+                        yield from bench.measure(*group)
+
+    def _lengths(self, count: int) -> Sequence[int]:
+        return self.seq_lens if self.rows_per_device is None else (self.rows_per_device * count,)
+
+    def _settings(self, shape: Shape, scenario: Scenario, real_mbit: Callable[[float], float]) -> Iterator[Setting]:
+        rates: list[float | None] = [*self.mbit, *map(real_mbit, self.paper_mbit)] or [None]
+        for count in self.devices or (len(scenario.devices),):
+            chosen = (self.strategies_of_one if count == 1 else ()) or self.strategies
+            compared = entries(chosen, self.wires, self.lz4, self.plain)
+            for seq_len in self._lengths(count):
+                for rate in rates if count > 1 else rates[:1]:
+                    yield Setting(shape, self.layers, seq_len, count, rate, compared, self.baseline, self.rounds)
+
+    def summary(self, rows: Sequence[Row]) -> Summary:
+        tables = []
+        for group in by_setting(rows):
+            notes = footnotes(group)
+            tables.append(Table.of(group[0].setting, COLUMNS, (cells(row, notes) for row in group), notes))
+        wrong = (
+            "an output differs from that of a single device; its row is marked" if any(r.wrong for r in rows) else ""
+        )
+        said = [line for name in self.conclusions for line in _CONCLUSIONS[name](rows)]
+        return Summary(conclusions=tuple(said), tables=tuple(tables), failure=wrong)
+
+    def draw(self, rows: Sequence[Row], figure: Any) -> bool:
+        axes = figure.subplots()
+        _PLOTS[self.plot](axes, rows)
+        plots.finish(axes, self.title)
+        return True
+
+
+# ---- conclusions ------------------------------------------------------------------------------------------------------
+
+
+def say_speedup(rows: Sequence[Row]) -> list[str]:
+    """Speed-up of hmp and auto over the baseline, for each setting."""
+    return [
+        f"{row.setting}: {row.label} is {row.speedup.median:.2f} times as fast as {row.baseline} "
+        f"[{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+        for row in rows
+        if row.strategy in ("hmp", "auto") and row.speedup is not None and row.label != row.baseline
+    ]
+
+
+def say_prediction(rows: Sequence[Row]) -> list[str]:
+    errors = [abs(row.prediction_error) for row in rows if row.prediction_error is not None]
+    if not errors:
+        return []
+    return [
+        f"prediction error over {len(errors)} runs: median {statistics.median(errors):.1%}, "
+        f"90th percentile {percentile(errors, 0.9):.1%}"
+    ]
+
+
+def say_auto(rows: Sequence[Row]) -> list[str]:
+    """Compare auto with the best single device, and with the best strategy measured in the same setting."""
+    gains, regrets = [], []
+    for group in by_setting(rows):
+        medians = {row.strategy: row.median_seconds for row in group if row.seconds and row.wire == "exact"}
+        auto = medians.pop("auto", None)
+        if not auto or not medians:
+            continue
+        regrets.append(auto / min(medians.values()))
+        if "local" in medians:
+            gains.append(medians["local"] / auto)
+    said = []
+    if gains:
+        said.append(
+            f"auto against the best single device, {len(gains)} settings: median {statistics.median(gains):.2f} times as "
+            f"fast, worst {min(gains):.2f}, best {max(gains):.2f}"
+        )
+    if regrets:
+        said.append(
+            f"auto against the best strategy that was measured: median {statistics.median(regrets):.2f} of its time, "
+            f"90th percentile {percentile(regrets, 0.9):.2f}, worst {max(regrets):.2f}"
+        )
+    return said
+
+
+def say_scaling(rows: Sequence[Row]) -> list[str]:
+    return [
+        f"{model}: " + ", ".join(f"{count} devices {speedup:.2f}x ({share:.0%} of linear)"
+                                 for count, speedup, share in points if count > 1)
+        for model, points in plots.scaling_of(rows).items()
+    ]  # fmt: skip
+
+
+_CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+    "speedup": say_speedup, "prediction": say_prediction, "auto": say_auto, "scaling": say_scaling,
+}  # fmt: skip
+_PLOTS: Mapping[str, plots.Draw] = {
+    "times": plots.latency_bars, "speedups": plots.speedup_bars, "rates": plots.rate_lines,
+    "scaling": plots.scaling_lines, "predictions": plots.predicted_against_measured,
+}  # fmt: skip
