@@ -12,10 +12,10 @@ from hearth.plan.plan import Plan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes, parse_bytes
 
-_LEAST_BYTES = 1 << 20  # below 1 MiB, the user has probably forgotten the unit
+_MIN_LIMIT_BYTES = 1 << 20  # below 1 MiB, the user has probably forgotten the unit
 
 
-class Named(Protocol):
+class NamedDevice(Protocol):
     """A device with an id and a name, from the fleet or from a profile."""
 
     @property
@@ -25,7 +25,7 @@ class Named(Protocol):
     def name(self) -> str: ...
 
 
-class Budgeted(Named, Protocol):
+class DeviceWithBudget(NamedDevice, Protocol):
     @property
     def budget_bytes(self) -> int: ...
 
@@ -36,16 +36,16 @@ class MemoryLimit(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     device: str = Field(min_length=1)  # name or id
-    num_bytes: int | None = Field(default=None, ge=_LEAST_BYTES)
+    num_bytes: int | None = Field(default=None, ge=_MIN_LIMIT_BYTES)
     percent: float | None = Field(default=None, gt=0, le=100)
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> MemoryLimit:
+    def _check_exactly_one(self) -> MemoryLimit:
         if (self.num_bytes is None) == (self.percent is None):
             raise ValueError("give either bytes or a percentage")
         return self
 
-    def of(self, offered_bytes: int) -> int:
+    def applied_to(self, offered_bytes: int) -> int:
         if self.num_bytes is not None:
             return min(self.num_bytes, offered_bytes)
         return int(offered_bytes * (self.percent or 0.0) / 100)
@@ -66,14 +66,16 @@ def parse_limit(text: str) -> MemoryLimit:
                 raise ValueError(f"'{amount}' is not a percentage between 0 % and 100 %")
             return MemoryLimit(device=device, percent=percent)
         num_bytes = parse_bytes(amount)
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < _MIN_LIMIT_BYTES:
             raise ValueError(f"'{amount}' is below 1 MiB; name the unit, as in 800M or 2GiB")
         return MemoryLimit(device=device, num_bytes=num_bytes)
     except ValueError as error:
         raise BadSetting(setting=f"--limit {device}", reason=str(error)) from None
 
 
-def budgets(devices: Iterable[Budgeted], limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> dict[str, int]:
+def limited_budgets(
+    devices: Iterable[DeviceWithBudget], limits: Sequence[MemoryLimit], deployed: Plan | None = None
+) -> dict[str, int]:
     """Bytes of each device, by id, that a new plan may use under the user's limits.
 
     The memory that the worker of the `deployed` plan holds will be free for the new plan, up to the budget for which the
@@ -89,21 +91,23 @@ def budgets(devices: Iterable[Budgeted], limits: Sequence[MemoryLimit], deployed
             budget = max(budget, min(held.budget_bytes, everything))
         for limit in limits:
             if limit.device in (device.name, device.device_id):
-                budget = min(budget, limit.of(everything))
+                budget = min(budget, limit.applied_to(everything))
                 if held is not None and limit.percent is not None:
                     budget = min(budget, held.budget_bytes)
         found[device.device_id] = budget
     return found
 
 
-def with_limits(cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> ClusterProfile:
-    """The cluster with the budgets that `budgets` computes."""
-    of = budgets(cluster.devices, limits, deployed)
+def profile_with_limits(
+    cluster: ClusterProfile, limits: Sequence[MemoryLimit], deployed: Plan | None = None
+) -> ClusterProfile:
+    """The cluster with the budgets that `limited_budgets` computes."""
+    of = limited_budgets(cluster.devices, limits, deployed)
     devices = (device.model_copy(update={"budget_bytes": of[device.device_id]}) for device in cluster.devices)
     return cluster.model_copy(update={"devices": tuple(devices)})
 
 
-def breach(
+def limit_violation(
     plan: Plan, limits: Sequence[MemoryLimit], exclude: Sequence[str], offered_bytes: Mapping[str, int]
 ) -> str | None:
     """Why a given plan violates the user's limits or exclusions; None if it does not. `offered_bytes` is by device id."""
@@ -113,18 +117,18 @@ def breach(
             return f"{device.name} is excluded"
         for limit in limits:
             offered = offered_bytes.get(device.device_id, device.budget_bytes)
-            if limit.device in both and device.memory.total > limit.of(offered):
+            if limit.device in both and device.memory.total > limit.applied_to(offered):
                 return f"{device.name} would hold {format_bytes(device.memory.total)}, above its limit of {limit}"
     return None
 
 
-def unknown_names(names: Iterable[str], devices: Iterable[Named]) -> list[str]:
+def unknown_names(names: Iterable[str], devices: Iterable[NamedDevice]) -> list[str]:
     """The names (or ids) that no device has."""
     known = {name for device in devices for name in (device.name, device.device_id)}
     return [name for name in dict.fromkeys(names) if name not in known]
 
 
-def require_known(setting: str, names: Iterable[str], devices: Iterable[Named]) -> None:
+def require_known(setting: str, names: Iterable[str], devices: Iterable[NamedDevice]) -> None:
     """Raise BadSetting for names that no device has; the message lists the existing names."""
     devices = list(devices)
     if unknown := unknown_names(names, devices):

@@ -12,7 +12,7 @@ Vector = npt.NDArray[np.float64]
 _INFINITY = highspy.kHighsInf
 
 
-class Rows:
+class LinearProgram:
     """The constraints of a program with non-negative variables. A row maps variable indices to coefficients."""
 
     def __init__(self, num_variables: int) -> None:
@@ -20,16 +20,16 @@ class Rows:
         self._starts, self._columns, self._values = [0], list[int](), list[float]()
         self._lower, self._upper = list[float](), list[float]()
 
-    def at_least(self, row: Mapping[int, float], value: float) -> None:
-        self.between(row, value, _INFINITY)
+    def add_at_least(self, row: Mapping[int, float], value: float) -> None:
+        self.add_between(row, value, _INFINITY)
 
-    def at_most(self, row: Mapping[int, float], value: float) -> None:
-        self.between(row, -_INFINITY, value)
+    def add_at_most(self, row: Mapping[int, float], value: float) -> None:
+        self.add_between(row, -_INFINITY, value)
 
-    def equal(self, row: Mapping[int, float], value: float) -> None:
-        self.between(row, value, value)
+    def add_equal(self, row: Mapping[int, float], value: float) -> None:
+        self.add_between(row, value, value)
 
-    def between(self, row: Mapping[int, float], lower: float, upper: float) -> None:
+    def add_between(self, row: Mapping[int, float], lower: float, upper: float) -> None:
         self._columns += row.keys()
         self._values += row.values()
         self._starts.append(len(self._columns))

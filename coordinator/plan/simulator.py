@@ -35,26 +35,26 @@ class Resource(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def compute_of(rank: int) -> tuple[Resource, ...]:
+def compute_resources(rank: int) -> tuple[Resource, ...]:
     """The resources of a computation."""
     return (Resource(ResourceKind.COMPUTE, rank),)
 
 
 @lru_cache(maxsize=1024)
-def send_of(rank: int) -> tuple[Resource, ...]:
+def send_resources(rank: int) -> tuple[Resource, ...]:
     """The resources of a transfer whose receiver is not simulated."""
     return (Resource(ResourceKind.SEND, rank),)
 
 
 @lru_cache(maxsize=1024)
-def receive_of(rank: int) -> tuple[Resource, ...]:
+def receive_resources(rank: int) -> tuple[Resource, ...]:
     """The resources of a transfer whose sender is not simulated."""
     return (Resource(ResourceKind.RECEIVE, rank),)
 
 
-def sides_of(source: int, target: int) -> tuple[Resource, ...]:
+def transfer_resources(source: int, target: int) -> tuple[Resource, ...]:
     """The resources of a transfer."""
-    return send_of(source) + receive_of(target)
+    return send_resources(source) + receive_resources(target)
 
 
 class Task(NamedTuple):

@@ -33,12 +33,12 @@ class Solution(Generic[A]):
             return 0.0
         return self.value / self.bound - 1 if self.bound > 0 else math.inf
 
-    def of(self, assignment: B) -> Solution[B]:
+    def with_assignment(self, assignment: B) -> Solution[B]:
         """The same figures for another form of the assignment."""
         return Solution(assignment, self.value, self.bound, self.proven, self.seconds)
 
 
-class Assigned(NamedTuple):
+class OperatorAssignment(NamedTuple):
     """The device index of each operator of a graph, and the start of each if the planner makes a schedule."""
 
     devices: tuple[int, ...]
@@ -62,7 +62,7 @@ class Candidate(Generic[P]):
     devices: tuple[str, ...] = ()  # names, by rank
     seconds: float = math.inf  # predicted; candidates are compared by this
     plan: P | None = None  # None: the strategy found none, or the problem has no graph
-    solution: Solution[Assigned] | None = None  # for graphs
+    solution: Solution[OperatorAssignment] | None = None  # for graphs
     missing_bytes: int = 0
     reason: str = ""  # why it was not chosen
 
@@ -78,7 +78,7 @@ class Candidate(Generic[P]):
 
 
 @dataclass(frozen=True)
-class Planned(Generic[P]):
+class PlanningResult(Generic[P]):
     """The chosen candidate, and the others by increasing seconds."""
 
     chosen: Candidate[P]
@@ -95,26 +95,26 @@ class Planned(Generic[P]):
 
 
 def choose(
-    found: Sequence[Candidate[P]], may_take: Callable[[Candidate[P]], bool], tolerance: float
+    candidates: Sequence[Candidate[P]], is_eligible: Callable[[Candidate[P]], bool], tolerance: float
 ) -> Candidate[P] | None:
     """The candidate on the fewest devices among those within `tolerance` times the seconds of the fastest one.
 
-    Only candidates for which `may_take` holds are considered.
+    Only candidates for which `is_eligible` holds are considered.
     """
-    ordered = sorted(filter(may_take, found), key=lambda each: each.seconds)
+    ordered = sorted(filter(is_eligible, candidates), key=lambda each: each.seconds)
     if not ordered:
         return None
     close = (each for each in ordered if each.seconds <= tolerance * ordered[0].seconds)
     return min(close, key=lambda each: (each.num_devices, each.seconds))
 
 
-def explained(chosen: Candidate[P], others: Iterable[Candidate[P]], asked_for: str) -> Planned[P]:
+def with_reasons(chosen: Candidate[P], others: Iterable[Candidate[P]], requested: str) -> PlanningResult[P]:
     """Add to each of the others the reason why it was not chosen; the chosen plan keeps them as its alternatives.
 
-    `asked_for` is the strategy that the user named, or auto.
+    `requested` is the strategy that the user named, or auto.
     """
     ordered = sorted(others, key=lambda each: each.seconds)
-    ordered = [replace(each, reason=_why_not(each, chosen, asked_for)) for each in ordered]
+    ordered = [replace(each, reason=_why_not(each, chosen, requested)) for each in ordered]
     if chosen.plan is not None:
         alternatives = tuple(
             Alternative(
@@ -125,14 +125,14 @@ def explained(chosen: Candidate[P], others: Iterable[Candidate[P]], asked_for: s
             for each in ordered
         )
         chosen = replace(chosen, plan=chosen.plan.model_copy(update={"alternatives": alternatives}))
-    return Planned(chosen, tuple(ordered))
+    return PlanningResult(chosen, tuple(ordered))
 
 
-def _why_not(other: Candidate[P], chosen: Candidate[P], asked_for: str) -> str:
+def _why_not(other: Candidate[P], chosen: Candidate[P], requested: str) -> str:
     if not math.isfinite(other.seconds):
         return other.reason
-    if asked_for != "auto" and other.seconds < chosen.seconds:
-        return f"faster, but '{asked_for}' was asked for"
+    if requested != "auto" and other.seconds < chosen.seconds:
+        return f"faster, but '{requested}' was asked for"
     if other.seconds > chosen.seconds:
         return f"slower by {other.seconds / chosen.seconds:.2f}x" if chosen.seconds > 0 else "slower"
     if other.num_devices == chosen.num_devices:

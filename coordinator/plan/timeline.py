@@ -8,16 +8,16 @@ from typing import Literal
 from coordinator.plan.simulator import ResourceKind, Task, Timeline
 from hearth.wire.messages import DeviceTrace, TraceEvent
 
-_TENSOR_CHARACTERS = 64  # the last characters of a tensor's name; the limit of a trace event
+_MAX_TENSOR_CHARACTERS = 64  # the last characters of a tensor's name; the limit of a trace event
 _COORDINATOR = "coordinator"
 
 
-def traces_of(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
+def simulated_traces(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -> tuple[DeviceTrace, ...]:
     """One trace per device. `names` are the devices by rank.
 
     An end of a transfer that is not simulated belongs to the coordinator, which is the last rank.
     """
-    home = len(names)
+    coordinator_rank = len(names)
     events: list[list[TraceEvent]] = [[] for _ in (*names, _COORDINATOR)]
 
     def add(
@@ -26,7 +26,7 @@ def traces_of(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -
         events[rank].append(
             TraceEvent(
                 lane=lane, kind=task.kind, layer=task.layer, tile=task.tile, peer=peer,
-                tensor=task.tensor[-_TENSOR_CHARACTERS:], start_seconds=start, end_seconds=end, num_bytes=task.num_bytes,
+                tensor=task.tensor[-_MAX_TENSOR_CHARACTERS:], start_seconds=start, end_seconds=end, num_bytes=task.num_bytes,
             )
         )  # fmt: skip
 
@@ -35,11 +35,14 @@ def traces_of(tasks: Sequence[Task], timeline: Timeline, names: Sequence[str]) -
         if ResourceKind.COMPUTE in rank_of:
             add(rank_of[ResourceKind.COMPUTE], "compute", task, task.peer, start, end)
         else:
-            sender, receiver = rank_of.get(ResourceKind.SEND, home), rank_of.get(ResourceKind.RECEIVE, home)
+            sender, receiver = (
+                rank_of.get(ResourceKind.SEND, coordinator_rank),
+                rank_of.get(ResourceKind.RECEIVE, coordinator_rank),
+            )
             add(sender, "send", task, receiver, start, start)
             add(receiver, "receive", task, sender, end, end)
-    found = (
+    traces = (
         DeviceTrace(device=name, rank=rank, events=tuple(events[rank]))
         for rank, name in enumerate((*names, _COORDINATOR))
     )
-    return tuple(trace for trace in found if trace.rank < home or trace.events)
+    return tuple(trace for trace in traces if trace.rank < coordinator_rank or trace.events)

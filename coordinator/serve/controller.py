@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
-from coordinator.plan.limits import breach, unknown_names
+from coordinator.plan.limits import limit_violation, unknown_names
 from coordinator.serve import lifecycle as cycle
 from coordinator.serve.drift import DriftMonitor
 from coordinator.serve.goal import allowed
@@ -215,7 +215,7 @@ class Controller:
             return cycle.PlanSetAside("not all of its devices are available")
         there = self._tools.fleet.usable()
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in there if device.telemetry}
-        if against := breach(plan, self.goal.limits, self.goal.exclude, offered):
+        if against := limit_violation(plan, self.goal.limits, self.goal.exclude, offered):
             self._tools.report(f"the given plan is not used: {against}")
             return cycle.PlanSetAside(against)
         self._replanner.restored(plan)

@@ -12,7 +12,7 @@ from coordinator.models.checkpoint.sentence import read_pooling
 from coordinator.models.graph_file import Graph
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.limits import Named, with_limits
+from coordinator.plan.limits import NamedDevice, profile_with_limits
 from coordinator.plan.transformer.request import DEFAULT_SEQUENCES, GenerationRequest, PlanRequest
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.sentences import SentenceTokenizer
@@ -26,7 +26,7 @@ from hearth.plan.value_formats import Values
 DEFAULT_SEQ_LEN = 512  # tokens per step, if the user names no length and the model allows it
 DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device
 
-_D = TypeVar("_D", bound=Named)
+_D = TypeVar("_D", bound=NamedDevice)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def plan_request(
     wire = goal.wire if values is None else goal.wire.model_copy(update={"values": values})
     return PlanRequest(
         model.spec,
-        with_limits(cluster, goal.limits, deployed),
+        profile_with_limits(cluster, goal.limits, deployed),
         model.seq_len,
         wire,
         goal.strategy,

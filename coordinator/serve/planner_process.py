@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Planned
+from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.state import GraphGoal
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, error_from_wire
@@ -32,27 +32,27 @@ Progress = Callable[[str], None]
 _Kind = Literal["transformer", "graph", "instance"]
 # Types of request and answer. "instance" is a placement problem in the file that the goal names.
 _TYPES: dict[_Kind, tuple[TypeAdapter[Any], TypeAdapter[Any]]] = {
-    "transformer": (TypeAdapter(PlanRequest), TypeAdapter(Planned[TransformerPlan])),
-    "graph": (TypeAdapter(GraphRequest), TypeAdapter(Planned[GraphPlan])),
-    "instance": (TypeAdapter(GraphGoal), TypeAdapter(Planned[GraphPlan])),
+    "transformer": (TypeAdapter(PlanRequest), TypeAdapter(PlanningResult[TransformerPlan])),
+    "graph": (TypeAdapter(GraphRequest), TypeAdapter(PlanningResult[GraphPlan])),
+    "instance": (TypeAdapter(GraphGoal), TypeAdapter(PlanningResult[GraphPlan])),
 }
 
 
-async def solve_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
+async def solve_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """`plan_transformer` in a child process, which is killed if this call is cancelled. Also raises DeadlineExceeded."""
-    planned: Planned[TransformerPlan] = await _ask("transformer", request, 0.0)
+    planned: PlanningResult[TransformerPlan] = await _ask("transformer", request, 0.0)
     return planned
 
 
-async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> Planned[GraphPlan]:
+async def solve(request: GraphRequest, progress: Progress = lambda line: None) -> PlanningResult[GraphPlan]:
     """`plan_graph` in a child process. `progress` is called with each strategy. Also raises DeadlineExceeded."""
-    planned: Planned[GraphPlan] = await _ask("graph", request, request.time_limit_seconds, progress)
+    planned: PlanningResult[GraphPlan] = await _ask("graph", request, request.time_limit_seconds, progress)
     return planned
 
 
-async def solve_instance(goal: GraphGoal, progress: Progress) -> Planned[GraphPlan]:
+async def solve_instance(goal: GraphGoal, progress: Progress) -> PlanningResult[GraphPlan]:
     """`plan_instance` in a child process, for the placement problem in a file. Also raises DeadlineExceeded, BadGraph."""
-    planned: Planned[GraphPlan] = await _ask("instance", goal, goal.time_limit_seconds, progress)
+    planned: PlanningResult[GraphPlan] = await _ask("instance", goal, goal.time_limit_seconds, progress)
     return planned
 
 

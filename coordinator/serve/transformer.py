@@ -13,8 +13,8 @@ from coordinator.deploy.deployment import RunResult, Weights
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.registry import Device
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import on_subset, price
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import build_plan, on_subset
 from coordinator.serve.accuracy import calibrate, choose, describe
 from coordinator.serve.generation import Generations, TextModel, warm_up
 from coordinator.serve.goal import open_model, plan_request
@@ -92,8 +92,8 @@ class TransformerKind:
         request = plan_request(self._goal, self.model, cluster, self._values, deployed)
         members = tuple(device.device_id for device in deployed.devices)
         new = (await solve_transformer(request)).plan
-        old = price(on_subset(request, members), deployed.body, deployed.planner)
-        return new, seconds_of(new), seconds_of(old)
+        old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
+        return new, request_seconds(new), request_seconds(old)
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from coordinator.cli.planning import graph, problem
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_graph, plan_instance
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Planned
+from coordinator.plan.solution import PlanningResult
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.state import GraphGoal
@@ -26,10 +26,10 @@ def plan_for(request: PlanRequest) -> TransformerPlan:
 def graphs_planned_here() -> Iterator[None]:
     """`hearth plan` of a graph starts no process while this lasts."""
 
-    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> Planned[GraphPlan]:
+    async def solve(request: GraphRequest, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
         return plan_graph(request, time.monotonic, progress)
 
-    async def solve_instance(goal: GraphGoal, progress: Callable[[str], None]) -> Planned[GraphPlan]:
+    async def solve_instance(goal: GraphGoal, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
         problem = read_instance(goal.model_file, goal.congestion)
         return plan_instance(problem, goal.strategy, goal.time_limit_seconds, time.monotonic, progress)
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.models.checkpoint.families import FAMILIES, read_json
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
@@ -224,7 +224,7 @@ class GenerationBench:
         plan = plan_transformer(request).plan
         if strategy != variant:
             ranks = on_subset(request, tuple(device.device_id for device in plan.devices))
-            plan = price(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
+            plan = build_plan(ranks, plan.body.model_copy(update={"micro_batches": 2}), plan.planner)
         self._engine.load(variant, plan, self._model, plan.num_ranks > 1, mbit * 1e6 / 8)
         return _Measured(lambda: self._engine.generate(variant, prompt, new_tokens), plan)
 

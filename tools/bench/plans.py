@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal
 
 from coordinator.plan.transformer.make import plan_transformer
-from coordinator.plan.transformer.request import PlanRequest, on_subset, price
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
@@ -95,7 +95,7 @@ def plan_for(entry: Entry, spec: ModelSpec, cluster: ClusterProfile, seq_len: in
         return plan
     names = tuple(device.device_id for device in plan.devices)
     body = plan.body.model_copy(update={"overlap": False})
-    return price(on_subset(request, names), body, plan.planner)
+    return build_plan(on_subset(request, names), body, plan.planner)
 
 
 def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> TransformerPlan:

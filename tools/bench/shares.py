@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.plan.transformer.strategies import memory_use
+from coordinator.plan.transformer.strategies import rank_memory
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import PlannedDevice, Prediction, WireFormat
@@ -33,7 +33,7 @@ def shared_plan(
         PlannedDevice(
             device_id=device,
             name=device,
-            memory=memory_use(spec, body, rank),
+            memory=rank_memory(spec, body, rank),
             budget_bytes=_UNLIMITED_BYTES,
             compute_seconds=0.0,
         )

@@ -28,7 +28,7 @@ from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import GraphCluster, with_limits
 from coordinator.plan.graph.price import predicted_timeline, price_of
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Planned
+from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
 from coordinator.serve.planner_process import solve
 from coordinator.serve.state import GraphGoal
@@ -45,7 +45,7 @@ NUM_OTHERS = 4  # candidates shown without --explain
 class PlannedGraph:
     """A plan with all candidates, and the request that it answers."""
 
-    found: Planned[GraphPlan]
+    found: PlanningResult[GraphPlan]
     request: GraphRequest
 
     @property

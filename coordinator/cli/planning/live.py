@@ -13,7 +13,7 @@ from coordinator.cli.output import report
 from coordinator.devices.fleet import LEASE_SECONDS, Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.plan.limits import Named, require_known
+from coordinator.plan.limits import NamedDevice, require_known
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.goal import allowed
 from coordinator.serve.state import Goal
@@ -21,7 +21,7 @@ from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
 from hearth.wire.messages import AcquireLease, LeaseGranted
 
-_D = TypeVar("_D", bound=Named)
+_D = TypeVar("_D", bound=NamedDevice)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ async def reached(
         yield Live(fleet, profiler, chosen)
 
 
-def wanted(goal: Goal, devices: Collection[_D], known: Collection[Named]) -> list[_D]:
+def wanted(goal: Goal, devices: Collection[_D], known: Collection[NamedDevice]) -> list[_D]:
     """The devices that `goal` allows. Raises BadSetting if none is left, and for a name that no `known` device has."""
     require_known("--limit", [limit.device for limit in goal.limits], known)
     require_known("--exclude", goal.exclude, known)

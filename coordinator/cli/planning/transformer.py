@@ -18,10 +18,10 @@ from coordinator.deploy.transformer import TransformerDeployment, shard_weights
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profile_file import SavedTransformerProfile, read_transformer_profile
-from coordinator.plan.solution import Planned
-from coordinator.plan.transformer.cost.layout import Layout
-from coordinator.plan.transformer.cost.predict import predicted_timeline
-from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, unit_of, why_won
+from coordinator.plan.solution import PlanningResult
+from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.predict import predicted_step_timeline
+from coordinator.plan.transformer.explain import best_of_each_strategy, candidate_as_json, seconds_unit, why_won
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.generation import context_tokens
@@ -43,7 +43,7 @@ _ANSWER_SECONDS = 600.0  # timeout of the wait for one token
 class PlannedTransformer:
     """A plan with all candidates, and the request that it answers."""
 
-    found: Planned[TransformerPlan]
+    found: PlanningResult[TransformerPlan]
     request: PlanRequest
 
     @property
@@ -53,7 +53,7 @@ class PlannedTransformer:
     def timeline(self) -> Sequence[DeviceTrace]:
         plan = self.plan
         used = self.request.cluster.subset(tuple(device.device_id for device in plan.devices))
-        return predicted_timeline(Layout(plan.model, plan.body, used, plan.wire))
+        return predicted_step_timeline(PlanLayout(plan.model, plan.body, used, plan.wire))
 
     def as_json(self, explain: bool) -> dict[str, Any]:
         found = self.plan.model_dump(mode="json")
@@ -78,7 +78,7 @@ class PlannedTransformer:
             out.print(f"\n{why_won(self.found, cluster, self.request.strategy)}")
             out.print(tables.candidates_list(self.found, cluster))
         elif plan.alternatives:
-            title = f"Not chosen ({unit_of(plan)})" if plan.body.generation else "Not chosen"
+            title = f"Not chosen ({seconds_unit(plan)})" if plan.body.generation else "Not chosen"
             out.print(tables.others_table(self.found, _NUM_OTHERS, "predicted", title))
 
     async def best_of_each_strategy(self) -> list[TransformerPlan]:

@@ -13,7 +13,7 @@ from coordinator.plan.graph.methods import LOCAL
 from coordinator.plan.graph.price import Price, transfers_of
 from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.simulator import ResourceKind
-from coordinator.plan.solution import Candidate, Planned
+from coordinator.plan.solution import Candidate, PlanningResult
 from coordinator.serve.state import GraphGoal
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
@@ -63,7 +63,7 @@ def proof_line(chosen: Candidate[GraphPlan], unit: str) -> str:
     return f"{chosen.strategy}: {value}, {took}"
 
 
-def one_device_line(planned: Planned[GraphPlan]) -> str:
+def one_device_line(planned: PlanningResult[GraphPlan]) -> str:
     """A note if one device is as good as several; otherwise empty."""
     found = [each for each in planned.candidates if each.plan is not None]
     shared = [each for each in found if each.num_devices > 1]
@@ -79,7 +79,9 @@ def one_device_line(planned: Planned[GraphPlan]) -> str:
     return f"one device is nearly as fast: the best plan on several ({best.label}) takes {took}"
 
 
-def candidates_table(planned: Planned[GraphPlan], objective: Objective, unit: str, most: int | None = None) -> Table:
+def candidates_table(
+    planned: PlanningResult[GraphPlan], objective: Objective, unit: str, most: int | None = None
+) -> Table:
     """All candidates, the chosen one first; with `most`, that many of the others instead."""
     heading = "one request" if objective == "latency" else "per request"
     if most is not None:
@@ -137,7 +139,7 @@ def segment_lines(plan: GraphPlan, spec: GraphSpec) -> Sequence[str]:
 
 
 def planned_as_json(
-    planned: Planned[GraphPlan], asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
+    planned: PlanningResult[GraphPlan], asked: GraphRequest | GraphGoal, devices: Sequence[str], unit: str
 ) -> dict[str, Any]:
     """The JSON output of `hearth plan` for a graph."""
     chosen, solution = planned.chosen, planned.chosen.solution

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from coordinator.plan.solution import Planned
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.explain import bottleneck, decoding_rate, unit_of, why_lost
+from coordinator.plan.solution import PlanningResult
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.explain import bottleneck, decoding_rate, seconds_unit, why_lost
 from hearth.plan.plan import Plan, TransformerPlan
 from hearth.plan.profile import ClusterProfile, Link
 from hearth.plan.transformer import Pipeline
@@ -114,7 +114,7 @@ def memory_table(plan: Plan, kinds: Sequence[str], peaks: Mapping[str, int]) -> 
 
 
 def others_table(
-    planned: Planned[Any], most: int, heading: str, title: str, amount: Callable[[float], str] = format_seconds
+    planned: PlanningResult[Any], most: int, heading: str, title: str, amount: Callable[[float], str] = format_seconds
 ) -> Table:
     """The best `most` candidates that were not chosen."""
     left = len(planned.others) - most
@@ -175,11 +175,14 @@ def generation_lines(plan: TransformerPlan) -> list[str]:
         f"KV cache: {generation.kv_tokens} tokens: {generation.kv_tokens // context} concurrent sequences of {context}"
     )
     if rate := decoding_rate(plan):
-        return [f"decoding: {rate} for one sequence; {format_seconds(seconds_of(plan))} {unit_of(plan)}", room]
+        return [
+            f"decoding: {rate} for one sequence; {format_seconds(request_seconds(plan))} {seconds_unit(plan)}",
+            room,
+        ]
     return [room]
 
 
-def candidates_list(planned: Planned[TransformerPlan], cluster: ClusterProfile) -> Table:
+def candidates_list(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile) -> Table:
     """Every candidate, the chosen one first: its time, its bottlenecks, and why it was not chosen."""
     found = Table.grid(padding=(0, 2))
     found.add_column(justify="right", no_wrap=True, min_width=9)

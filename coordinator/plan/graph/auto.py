@@ -21,7 +21,15 @@ from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.graph.wire import on_wire
 from coordinator.plan.methods import Method
-from coordinator.plan.solution import Assigned, Candidate, Planned, SearchOptions, Solution, choose, explained
+from coordinator.plan.solution import (
+    Candidate,
+    OperatorAssignment,
+    PlanningResult,
+    SearchOptions,
+    Solution,
+    choose,
+    with_reasons,
+)
 from hearth.errors import HearthError, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph import GraphModel, GraphSegments
 from hearth.plan.graph_spec import GraphSpec
@@ -42,7 +50,7 @@ Found = Candidate[GraphPlan]
 
 def plan_graph(
     request: GraphRequest, clock: Clock, progress: Callable[[str], None] = lambda strategy: None
-) -> Planned[GraphPlan]:
+) -> PlanningResult[GraphPlan]:
     """Plan with the requested strategy, or with the best one for `auto`; return the plan and all other candidates.
 
     With a single device in the cluster, the result is that device alone, whatever the strategy.
@@ -51,7 +59,7 @@ def plan_graph(
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
     shares = len(request.cluster.devices) > 1
     found = list(_locals(request))
-    for each in GRAPH_METHODS.asked(request.strategy, request.objective):
+    for each in GRAPH_METHODS.selected(request.strategy, request.objective):
         if each.name != LOCAL and shares:
             progress(each.name)
             found.append(_candidate(request, each, options))
@@ -63,7 +71,7 @@ def plan_graph(
     if chosen is None:
         raise _why_none(request, found)
     others = [each for each in found if each is not chosen]
-    return explained(_with_bound(chosen, found), others, request.strategy)
+    return with_reasons(_with_bound(chosen, found), others, request.strategy)
 
 
 def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
@@ -81,7 +89,7 @@ def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
     return replace(chosen, plan=plan.model_copy(update={"predicted": predicted}))
 
 
-def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[Assigned]) -> Found:
+def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[OperatorAssignment]) -> Found:
     names = tuple(device.name for device in plan.devices)
     return Candidate(label, strategy, names, seconds_of(plan), plan, solution)
 
@@ -103,7 +111,7 @@ def _locals(request: GraphRequest) -> Iterator[Found]:
     for index, device in enumerate(request.cluster.devices):
         label = f"{LOCAL} on {device.name}"
         seconds = sum(row[index] for row in request.cluster.seconds)
-        solution = Solution(Assigned((index,) * request.spec.num_operators), seconds)
+        solution = Solution(OperatorAssignment((index,) * request.spec.num_operators), seconds)
         plan = _build(request, solution, LOCAL)
         lacking = plan.devices[0].memory.total - device.budget_bytes
         yield Found.too_large(label, LOCAL, lacking) if lacking > 0 else _planned(label, LOCAL, plan, solution)
@@ -157,7 +165,7 @@ def _with_rooms(request: GraphRequest) -> GraphRequest:
     return replace(request, cluster=request.cluster.with_rooms(reserved))
 
 
-def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[Assigned]:
+def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[OperatorAssignment]:
     """Assign operators to devices with one strategy.
 
     For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
@@ -175,7 +183,8 @@ def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solu
     problem = problem_of(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
     solution = _placed(problem, asked.name, options)
     devices = coarse.spread(solution.assignment.devices)
-    return solution.of(Assigned(devices, coarse.starts(solution.assignment.starts, devices, cluster.seconds)))
+    starts = coarse.starts(solution.assignment.starts, devices, cluster.seconds)
+    return solution.with_assignment(OperatorAssignment(devices, starts))
 
 
 def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
@@ -194,7 +203,7 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     return seconds
 
 
-def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[Assigned]:
+def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[OperatorAssignment]:
     """Solve a placement problem with one latency strategy.
 
     Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
@@ -207,7 +216,7 @@ def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) ->
         from coordinator.plan.graph.latency import baselines
 
         found = baselines.solve(strategy, problem, options)
-    return found.of(Assigned(found.assignment.assignment, found.assignment.starts))
+    return found.with_assignment(OperatorAssignment(found.assignment.assignment, found.assignment.starts))
 
 
 def plan_instance(
@@ -216,13 +225,13 @@ def plan_instance(
     time_limit_seconds: float,
     clock: Clock,
     progress: Callable[[str], None] = lambda strategy: None,
-) -> Planned[GraphPlan]:
+) -> PlanningResult[GraphPlan]:
     """Like `plan_graph`, but for a placement problem without a graph: candidates have no plan.
 
     Raises ModelDoesNotFit, NoPlacement and BadSetting.
     """
     found: list[Found] = []
-    for each in GRAPH_METHODS.asked(strategy, "latency"):
+    for each in GRAPH_METHODS.selected(strategy, "latency"):
         progress(each.name)
         try:
             solution = _placed(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
@@ -234,13 +243,13 @@ def plan_instance(
     chosen = min(found, key=lambda each: each.seconds)
     if chosen.solution is None:
         raise failure
-    return explained(_with_bound(chosen, found), (each for each in found if each is not chosen), strategy)
+    return with_reasons(_with_bound(chosen, found), (each for each in found if each is not chosen), strategy)
 
 
 # ---- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _build(request: GraphRequest, solution: Solution[Assigned], planner: str) -> GraphPlan:
+def _build(request: GraphRequest, solution: Solution[OperatorAssignment], planner: str) -> GraphPlan:
     """Cut the graph by the assignment; ranks are the devices in use, in the order of their first operators.
 
     For latency, take the faster of two cuts: few segments, or an eager cut whose results are sent as soon as they exist.

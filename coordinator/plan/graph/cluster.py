@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from coordinator.plan.limits import MemoryLimit, budgets
+from coordinator.plan.limits import MemoryLimit, limited_budgets
 from hearth.plan.plan import GraphPlan, Plan
 from hearth.plan.profile import Link, WireCost
 
@@ -106,6 +106,6 @@ def linked_cluster(
 
 
 def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:
-    """The cluster with the budgets that `coordinator.plan.limits.budgets` computes."""
-    of = budgets(cluster.devices, limits, deployed)
+    """The cluster with the budgets that `coordinator.plan.limits.limited_budgets` computes."""
+    of = limited_budgets(cluster.devices, limits, deployed)
     return replace(cluster, devices=tuple(replace(each, budget_bytes=of[each.device_id]) for each in cluster.devices))

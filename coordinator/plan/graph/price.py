@@ -14,8 +14,17 @@ from typing import NamedTuple
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, wire_bytes
-from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, receive_of, send_of, sides_of, simulate
-from coordinator.plan.timeline import traces_of
+from coordinator.plan.simulator import (
+    Resource,
+    ResourceKind,
+    Task,
+    compute_resources,
+    receive_resources,
+    send_resources,
+    simulate,
+    transfer_resources,
+)
+from coordinator.plan.timeline import simulated_traces
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
@@ -108,14 +117,14 @@ def tasks_of(
         for rank, num_bytes in fed.items():
             at.update({(name, rank): len(tasks) for name in inputs})
             seconds, delay = _home_times(cluster, members[rank], num_bytes)
-            sides = receive_of(rank)
+            sides = receive_resources(rank)
             tasks.append(Task(Phase.TENSOR, None, request, rank, sides, seconds, (), delay, num_bytes, _INPUTS))
         makers: dict[int, list[int]] = {}  # by rank, the tasks that produce outputs of the graph
         for index, segment in enumerate(segments):
             after = tuple(sorted({at[name, segment.rank] for name in segment.inputs if (name, segment.rank) in at}))
             seconds = segment_seconds(cluster, members[segment.rank], segment)
             made = len(tasks)
-            tasks.append(Task(Work.SEGMENT, index, request, None, compute_of(segment.rank), seconds, after))
+            tasks.append(Task(Work.SEGMENT, index, request, None, compute_resources(segment.rank), seconds, after))
             at.update({(name, segment.rank): made for name in segment.outputs})
             if outputs.intersection(segment.outputs):
                 makers.setdefault(segment.rank, []).append(made)
@@ -126,11 +135,11 @@ def tasks_of(
                 seconds = num_bytes / cluster.bytes_per_second[source][target]
                 ends = sum(_end_seconds(cluster, device, transfer, values) for device in (source, target))
                 delay = cluster.latency_seconds[source][target] + ends
-                sides = sides_of(sender, peer)
+                sides = transfer_resources(sender, peer)
                 tasks.append(Task(Phase.TENSOR, index, request, peer, sides, seconds, (made,), delay, num_bytes, name))
         for rank, num_bytes in given.items():
             seconds, delay = _home_times(cluster, members[rank], num_bytes)
-            sides, after = send_of(rank), tuple(makers[rank])
+            sides, after = send_resources(rank), tuple(makers[rank])
             tasks.append(Task(Phase.TENSOR, None, request, None, sides, seconds, after, delay, num_bytes, _OUTPUTS))
     return tasks
 
@@ -150,24 +159,24 @@ def price(
     transfers = transfers_of(spec, segments, values)
     if not congestion:  # the ends of links are not shared, but each channel still is
         for transfer in transfers:
-            channel = sides_of(transfer.source, transfer.target)
+            channel = transfer_resources(transfer.source, transfer.target)
             rate = cluster.bytes_per_second[members[transfer.source]][members[transfer.target]]
             busy[channel] = busy.get(channel, 0.0) + transfer.num_bytes / rate
     pieces = _SMALL_PIECES if cluster.measured else 1.0
     for transfer in transfers:  # encryption, TCP and conversions take cores from the segments
         for rank in (transfer.source, transfer.target):
-            busy[compute_of(rank)] += _end_seconds(cluster, members[rank], transfer, values, pieces)
+            busy[compute_resources(rank)] += _end_seconds(cluster, members[rank], transfer, values, pieces)
     for each in (_fed_bytes(spec, segments, cluster), _given_bytes(spec, segments, cluster)):
         for rank, num_bytes in each.items():
-            busy[compute_of(rank)] += home_seconds(cluster, members[rank], num_bytes)
+            busy[compute_resources(rank)] += home_seconds(cluster, members[rank], num_bytes)
     for rank, member in enumerate(members) if cluster.measured else ():
-        busy[compute_of(rank)] += _REQUEST_MESSAGES * cluster.devices[member].wire.seconds_per_message
+        busy[compute_resources(rank)] += _REQUEST_MESSAGES * cluster.devices[member].wire.seconds_per_message
     bottleneck = max(busy, key=lambda resources: busy[resources])
     return Price(
         latency_seconds=timeline.makespan,
         bottleneck_seconds=busy[bottleneck],
         bottleneck=bottleneck,
-        busy_seconds=tuple(busy.get(compute_of(rank), 0.0) for rank in range(len(members))),
+        busy_seconds=tuple(busy.get(compute_resources(rank), 0.0) for rank in range(len(members))),
         transfer_seconds=max((busy[key] for key in busy if key[0].kind is not ResourceKind.COMPUTE), default=0.0),
     )
 
@@ -198,7 +207,7 @@ def predicted_timeline(
     timeline = simulate(tasks if congestion else _uncontended(tasks))
     if num_requests == 1:  # as in a measured timeline, there is no need to number them
         tasks = [task._replace(tile=None) for task in tasks]
-    return traces_of(tasks, timeline, [device.name for device in plan.devices])
+    return simulated_traces(tasks, timeline, [device.name for device in plan.devices])
 
 
 def num_stages(segments: Sequence[Segment]) -> int:

@@ -14,14 +14,16 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.price import price
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.points import fine_chain
-from coordinator.plan.solution import Assigned, Solution
+from coordinator.plan.solution import OperatorAssignment, Solution
 
 _FURTHEST = 24  # operators; the longest single move of a cut
 _MOST_SWEEPS = 4  # passes over all cuts
 _GAIN = 0.998  # a move must bring the bottleneck below this fraction of its value
 
 
-def balanced(request: GraphRequest, answer: Solution[Assigned], room_bytes: Sequence[int]) -> Solution[Assigned]:
+def balanced(
+    request: GraphRequest, answer: Solution[OperatorAssignment], room_bytes: Sequence[int]
+) -> Solution[OperatorAssignment]:
     """A pipeline planner's solution with the bottleneck as simulated, or a better one with moved cuts.
 
     The planner's bound remains valid: the CPU cost of transfers only adds to the bottleneck.
@@ -66,4 +68,4 @@ def balanced(request: GraphRequest, answer: Solution[Assigned], room_bytes: Sequ
         if best == before:
             break
     bound = min(answer.bound, best)
-    return replace(answer, assignment=Assigned(assigned(ends)), value=best, bound=bound, proven=bound >= best)
+    return replace(answer, assignment=OperatorAssignment(assigned(ends)), value=best, bound=bound, proven=bound >= best)

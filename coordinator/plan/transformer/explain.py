@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.plan.solution import Candidate, Planned
+from coordinator.plan.solution import Candidate, PlanningResult
 from coordinator.plan.transformer.cost.predict import decoding_seconds
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 
-Found = Candidate[TransformerPlan]
+TransformerCandidate = Candidate[TransformerPlan]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Bottleneck:
         return "waits between devices"
 
 
-def label_of(plan: TransformerPlan) -> str:
+def plan_title(plan: TransformerPlan) -> str:
     """`hmp on attic, kitchen`."""
     return f"{plan.body.title} on {', '.join(device.name for device in plan.devices)}"
 
 
-def best_of_each_strategy(planned: Planned[TransformerPlan]) -> list[TransformerPlan]:
+def best_of_each_strategy(planned: PlanningResult[TransformerPlan]) -> list[TransformerPlan]:
     """The chosen plan, then the fastest plan of each other strategy that fits; with replication counts as another one."""
     plans: dict[tuple[str, bool], TransformerPlan] = {}
     for each in planned.candidates:
@@ -76,8 +76,8 @@ def _slowest_link(plan: TransformerPlan, cluster: ClusterProfile) -> str:
     return f"{source.name} → {target.name}"
 
 
-def unit_of(plan: TransformerPlan) -> str:
-    """The unit of `seconds_of`: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
+def seconds_unit(plan: TransformerPlan) -> str:
+    """The unit of `request_seconds`: `a step`, or `for 512 tokens of prompt and 128 of answer`."""
     generation = plan.body.generation
     if generation is None:
         return "a step"
@@ -90,14 +90,14 @@ def decoding_rate(plan: TransformerPlan) -> str:
     return f"{1 / seconds:.3g} tokens/s" if seconds else ""
 
 
-def why_lost(candidate: Found, cluster: ClusterProfile) -> str:
+def why_lost(candidate: TransformerCandidate, cluster: ClusterProfile) -> str:
     """Why a candidate lost, as in `slower by 1.35x, bound by the compute of attic`."""
     if candidate.plan is None:
         return candidate.reason
     return f"{candidate.reason}, bound by {bottleneck(candidate.plan, cluster).sentence}"
 
 
-def candidate_as_json(candidate: Found, cluster: ClusterProfile) -> dict[str, Any]:
+def candidate_as_json(candidate: TransformerCandidate, cluster: ClusterProfile) -> dict[str, Any]:
     """One candidate, for `--json`."""
     bound = bottleneck(candidate.plan, cluster) if candidate.plan else None
     return {
@@ -115,12 +115,12 @@ def candidate_as_json(candidate: Found, cluster: ClusterProfile) -> dict[str, An
     }
 
 
-def why_won(planned: Planned[TransformerPlan], cluster: ClusterProfile, asked_for: str) -> str:
+def why_won(planned: PlanningResult[TransformerPlan], cluster: ClusterProfile, asked_for: str) -> str:
     """One or two sentences about the chosen plan."""
     chosen, plan = planned.chosen, planned.plan
     others = [each for each in planned.others if each.plan is not None]
     bound = f"It is bound by {bottleneck(plan, cluster).sentence}."
-    takes = f"{label_of(plan)} takes {format_seconds(chosen.seconds)} {unit_of(plan)}"
+    takes = f"{plan_title(plan)} takes {format_seconds(chosen.seconds)} {seconds_unit(plan)}"
     if asked_for != "auto":
         return f"{takes}. {asked_for} was asked for. {bound}"
     if not others:
@@ -135,5 +135,5 @@ def why_won(planned: Planned[TransformerPlan], cluster: ClusterProfile, asked_fo
         text += " No device could hold the model alone."
     elif shared and shared[0].plan is not None:
         factor = shared[0].seconds / chosen.seconds
-        text += f" The fastest on several devices, {label_of(shared[0].plan)}, would take {factor:.2f}x as long."
+        text += f" The fastest on several devices, {plan_title(shared[0].plan)}, would take {factor:.2f}x as long."
     return text

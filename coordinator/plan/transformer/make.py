@@ -4,54 +4,54 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.plan.solution import Planned, explained
-from coordinator.plan.transformer.auto import candidate_of, plan_auto, plan_strategy
-from coordinator.plan.transformer.cost.predict import seconds_of
+from coordinator.plan.solution import PlanningResult, with_reasons
+from coordinator.plan.transformer.auto import make_candidate, plan_auto, plan_strategy
+from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.methods import TRANSFORMER_METHODS
 from coordinator.plan.transformer.planners.exact import plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
-from coordinator.plan.transformer.refine.exact_links import exact_where_free
-from coordinator.plan.transformer.request import PlanRequest, in_ring
+from coordinator.plan.transformer.refine.exact_links import add_exact_links
+from coordinator.plan.transformer.request import PlanRequest, with_ring_order
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.plan import TransformerPlan
 
 
-def plan_transformer(request: PlanRequest) -> Planned[TransformerPlan]:
+def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
     """The chosen plan and all candidates.
 
     A named strategy is used even if another one is faster; the alternatives say so. Raises ModelDoesNotFit and
     BadSetting.
     """
-    planned = plan_auto(request) if request.strategy == "auto" else _named(request)
+    planned = plan_auto(request) if request.strategy == "auto" else _plan_by_name(request)
     if not request.spare_accuracy:
         return planned
-    plan = exact_where_free(request, planned.plan)
-    return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=seconds_of(plan)))
+    plan = add_exact_links(request, planned.plan)
+    return replace(planned, chosen=replace(planned.chosen, plan=plan, seconds=request_seconds(plan)))
 
 
-def _named(request: PlanRequest) -> Planned[TransformerPlan]:
-    plan = _by_name(request)
-    chosen = replace(candidate_of(f"{plan.body.strategy} on {_names(plan)}", plan), strategy=request.strategy)
+def _plan_by_name(request: PlanRequest) -> PlanningResult[TransformerPlan]:
+    plan = _named_plan(request)
+    chosen = replace(make_candidate(f"{plan.body.strategy} on {_device_names(plan)}", plan), strategy=request.strategy)
     try:
         auto = plan_auto(replace(request, strategy="auto"))
     except ModelDoesNotFit:
-        return Planned(chosen)
+        return PlanningResult(chosen)
     others = [each for each in auto.others if each.seconds != chosen.seconds]
     if auto.chosen.seconds < chosen.seconds:
-        best = replace(auto.chosen, label=f"{auto.plan.body.strategy} on {_names(auto.plan)}")
+        best = replace(auto.chosen, label=f"{auto.plan.body.strategy} on {_device_names(auto.plan)}")
         others.insert(0, best)
-    return explained(chosen, others, request.strategy)
+    return with_reasons(chosen, others, request.strategy)
 
 
-def _names(plan: TransformerPlan) -> str:
+def _device_names(plan: TransformerPlan) -> str:
     return ", ".join(device.name for device in plan.devices)
 
 
-def _by_name(request: PlanRequest) -> TransformerPlan:
+def _named_plan(request: PlanRequest) -> TransformerPlan:
     """The plan by the strategy or planner that the request names. Raises ModelDoesNotFit and BadSetting."""
     TRANSFORMER_METHODS.check(request.strategy, "latency")
     if request.strategy == "galaxy":
-        return plan_galaxy(in_ring(request), "hmp")
+        return plan_galaxy(with_ring_order(request), "hmp")
     if request.strategy == "exact":
-        return plan_exact(in_ring(request), "hmp")
+        return plan_exact(with_ring_order(request), "hmp")
     return plan_strategy(request, request.strategy)

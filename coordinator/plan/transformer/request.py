@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.predict import predict
 from coordinator.plan.transformer.ring import best_ring
-from coordinator.plan.transformer.strategies import memory_use, strategy_of
+from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import Alternative, PlannedDevice, WireFormat
 from hearth.plan.plan import TransformerPlan
@@ -92,25 +92,25 @@ def on_subset(request: PlanRequest, device_ids: tuple[str, ...]) -> PlanRequest:
     return replace(request, cluster=request.cluster.subset(device_ids))
 
 
-def in_ring(request: PlanRequest) -> PlanRequest:
+def with_ring_order(request: PlanRequest) -> PlanRequest:
     """The same request with its devices in the best order for a ring."""
     return replace(request, cluster=best_ring(request.cluster))
 
 
-def price(
+def build_plan(
     request: PlanRequest, body: TransformerBody, planner: str, alternatives: Sequence[Alternative] = ()
 ) -> TransformerPlan:
     """The finished plan with the memory of every rank and the simulator's prediction. Rank r is the request's device r."""
-    layout = Layout(request.spec, body, request.cluster, request.wire)
+    layout = PlanLayout(request.spec, body, request.cluster, request.wire)
     predicted, busy = predict(layout)
     if request.generation is not None:
-        seconds = strategy_of(body).decode_seconds(layout, request.num_cached_tokens)
+        seconds = strategy_of_body(body).decode_seconds(layout, request.num_cached_tokens)
         predicted = predicted.model_copy(update={"decode_seconds": seconds})
     devices = tuple(
         PlannedDevice(
             device_id=device.device_id,
             name=device.name,
-            memory=memory_use(request.spec, body, rank),
+            memory=rank_memory(request.spec, body, rank),
             budget_bytes=device.budget_bytes,
             compute_seconds=busy[rank],
         )
@@ -127,11 +127,11 @@ def price(
     )
 
 
-def over_budget(request: PlanRequest, body: TransformerBody, rank: int) -> int:
+def excess_bytes(request: PlanRequest, body: TransformerBody, rank: int) -> int:
     """Bytes by which a device exceeds its budget; negative if it has room left."""
-    return memory_use(request.spec, body, rank).total - request.cluster.devices[rank].budget_bytes
+    return rank_memory(request.spec, body, rank).total - request.cluster.devices[rank].budget_bytes
 
 
 def missing_bytes(request: PlanRequest, body: TransformerBody) -> int:
     """Bytes that all devices together lack for this plan; 0 when it fits."""
-    return sum(max(over_budget(request, body, rank), 0) for rank in range(len(request.cluster.devices)))
+    return sum(max(excess_bytes(request, body, rank), 0) for rank in range(len(request.cluster.devices)))

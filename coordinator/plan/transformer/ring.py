@@ -6,8 +6,8 @@ from itertools import combinations, permutations
 
 from hearth.plan.profile import ClusterProfile
 
-_ALIKE = 0.10  # if the rates of all links differ by at most 10 %, the order is kept
-_MAX_EXHAUSTIVE = 8  # (8-1)! = 5040 orders; beyond, improve by swaps
+_SIMILAR_RATE_TOLERANCE = 0.10  # if the rates of all links differ by at most 10 %, the order is kept
+_MAX_EXHAUSTIVE_DEVICES = 8  # (8-1)! = 5040 orders; beyond, improve by swaps
 
 
 def best_ring(cluster: ClusterProfile) -> ClusterProfile:
@@ -18,22 +18,22 @@ def best_ring(cluster: ClusterProfile) -> ClusterProfile:
     """
     ids = tuple(device.device_id for device in cluster.devices)
     cost = {(link.source, link.target): 1.0 / link.bytes_per_second for link in cluster.links}
-    between = [cost[a, b] for a in ids for b in ids if a != b]
-    if len(ids) < 3 or max(between) <= (1 + _ALIKE) * min(between):
+    costs = [cost[a, b] for a in ids for b in ids if a != b]
+    if len(ids) < 3 or max(costs) <= (1 + _SIMILAR_RATE_TOLERANCE) * min(costs):
         return cluster
 
-    def price(order: tuple[str, ...]) -> tuple[float, float]:
+    def hop_cost(order: tuple[str, ...]) -> tuple[float, float]:
         hops = [cost[a, b] for a, b in zip(order, (*order[1:], order[0]), strict=True)]
         return max(hops), sum(hops)
 
     best = ids
-    if len(ids) <= _MAX_EXHAUSTIVE:
-        best = min(((ids[0], *rest) for rest in permutations(ids[1:])), key=price)
-    improved = len(ids) > _MAX_EXHAUSTIVE
+    if len(ids) <= _MAX_EXHAUSTIVE_DEVICES:
+        best = min(((ids[0], *rest) for rest in permutations(ids[1:])), key=hop_cost)
+    improved = len(ids) > _MAX_EXHAUSTIVE_DEVICES
     while improved:
         improved = False
         for i, j in combinations(range(1, len(best)), 2):
             swapped = (*best[:i], best[j], *best[i + 1 : j], best[i], *best[j + 1 :])
-            if price(swapped) < price(best):
+            if hop_cost(swapped) < hop_cost(best):
                 best, improved = swapped, True
-    return cluster.subset(best) if price(best) < price(ids) else cluster
+    return cluster.subset(best) if hop_cost(best) < hop_cost(ids) else cluster

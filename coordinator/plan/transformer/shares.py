@@ -9,13 +9,13 @@ from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.plan.transformer.strategies import memory_use
+from coordinator.plan.transformer.strategies import rank_memory
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items
 from hearth.plan.profile import BlockProfile, DeviceProfile
 from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 
-def body_of(
+def body_from_grains(
     request: PlanRequest,
     strategy: ShareStrategy,
     groups: Sequence[int],
@@ -36,7 +36,7 @@ def body_of(
     )
 
 
-class Work:
+class LayerTimes:
     """Seconds of shares of one layer: for one step, or, for a decoder, for the expected request (prompt and answer)."""
 
     def __init__(self, request: PlanRequest) -> None:
@@ -63,9 +63,9 @@ class Work:
         return step_seconds * self._steps + self._tokens * num_bytes * blocks.decode_seconds_per_byte
 
 
-def capacity(request: PlanRequest, blocks: BlockProfile) -> float:
+def device_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     """V_d of Galaxy's Algorithm 1: the inverse of the time for a whole MHA and a whole MLP block on device d."""
-    return 1.0 / max(Work(request).layer(blocks), 1e-9)
+    return 1.0 / max(LayerTimes(request).layer(blocks), 1e-9)
 
 
 def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
@@ -73,45 +73,51 @@ def row_capacity(request: PlanRequest, blocks: BlockProfile) -> float:
     return 1.0 / max(blocks.attention(request.spec.num_heads) + blocks.mlp(request.spec.ffn_size), 1e-9)
 
 
-def by_capacity(request: PlanRequest) -> list[DeviceProfile]:
+def devices_by_capacity(request: PlanRequest) -> list[DeviceProfile]:
     """The devices, the fastest first."""
-    return sorted(request.cluster.devices, key=lambda device: -capacity(request, device.blocks))
+    return sorted(request.cluster.devices, key=lambda device: -device_capacity(request, device.blocks))
 
 
-class Budget:
+class ShareBudget:
     """Memory of devices for shares, as linear costs per grain, which the algorithms need. Never an underestimate."""
 
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
         spec, seq_len, limits, devices = request.spec, request.seq_len, request.limits, request.cluster.devices
         nothing = (0,) * len(devices)
-        empty = body_of(request, strategy, nothing, nothing, nothing)
-        self._left = [device.budget_bytes - memory_use(spec, empty, rank).total for rank, device in enumerate(devices)]
+        empty = body_from_grains(request, strategy, nothing, nothing, nothing)
+        self._free_bytes = [
+            device.budget_bytes - rank_memory(spec, empty, rank).total for rank, device in enumerate(devices)
+        ]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
         head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
         # The part of attention that does not depend on heads is in `empty` already.
         head_values = memory.attention_values(spec, group, seq_len, limits)
         head_values -= memory.attention_values(spec, 0, seq_len, limits)
-        self.head_grain = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
-        self.head_grain += head_values * memory.COMPUTE_BYTES
+        self.bytes_per_head_grain = math.ceil(spec.num_layers * spec.matrix_bytes * head_weights)
+        self.bytes_per_head_grain += head_values * memory.COMPUTE_BYTES
         if limits is not None:
-            self.head_grain += memory.kv_bytes(spec, group, limits)
-        self.column_grain = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
-        self.column_grain += memory.mlp_values(spec, columns, seq_len, limits) * memory.COMPUTE_BYTES
-        self.vocabulary_grain = chunk_weights(spec, "vocabulary") * spec.word_bytes
+            self.bytes_per_head_grain += memory.kv_bytes(spec, group, limits)
+        self.bytes_per_column_grain = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
+        self.bytes_per_column_grain += memory.mlp_values(spec, columns, seq_len, limits) * memory.COMPUTE_BYTES
+        self.bytes_per_vocabulary_grain = chunk_weights(spec, "vocabulary") * spec.word_bytes
         if spec.has_separate_head:
-            self.vocabulary_grain += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
+            self.bytes_per_vocabulary_grain += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
         logits = memory.logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), limits)
-        self.vocabulary_grain += logits * memory.COMPUTE_BYTES
+        self.bytes_per_vocabulary_grain += logits * memory.COMPUTE_BYTES
 
-    def left(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
-        used = a * self.head_grain + b * self.column_grain + v * self.vocabulary_grain
-        return max(self._left[device] - used, 0.0)
+    def remaining_bytes(self, device: int, a: float = 0.0, b: float = 0.0, v: float = 0.0) -> float:
+        used = a * self.bytes_per_head_grain + b * self.bytes_per_column_grain + v * self.bytes_per_vocabulary_grain
+        return max(self._free_bytes[device] - used, 0.0)
 
-    def total(self, device: int) -> int:
+    def share_bytes(self, device: int) -> int:
         """Bytes of a device available for shares of all kinds."""
-        return max(self._left[device], 0)
+        return max(self._free_bytes[device], 0)
 
-    def missing(self, groups: int, columns: int, vocabulary: int) -> int:
+    def missing_bytes(self, groups: int, columns: int, vocabulary: int) -> int:
         """Bytes that all devices together lack for the whole model; at least 1, since whole grains may not fit either."""
-        wanted = groups * self.head_grain + columns * self.column_grain + vocabulary * self.vocabulary_grain
-        return max(wanted - sum(self.total(device) for device in range(len(self._left))), 1)
+        wanted = (
+            groups * self.bytes_per_head_grain
+            + columns * self.bytes_per_column_grain
+            + vocabulary * self.bytes_per_vocabulary_grain
+        )
+        return max(wanted - sum(self.share_bytes(device) for device in range(len(self._free_bytes))), 1)

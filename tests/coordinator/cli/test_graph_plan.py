@@ -24,7 +24,7 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.devices.profile_file import read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.latency.schedule import schedule
-from coordinator.plan.solution import Assigned, Candidate, Solution
+from coordinator.plan.solution import Candidate, OperatorAssignment, Solution
 from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential
@@ -115,7 +115,7 @@ def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) ->
 
 def test_what_the_planner_proved_is_told_apart_from_the_prediction() -> None:
     plan = make_graph_plan([(0, ["image"], ["scores"])], ["image"], ["scores"])
-    solution = Solution(Assigned((0,)), 0.0146, bound=0.0146, proven=True)
+    solution = Solution(OperatorAssignment((0,)), 0.0146, bound=0.0146, proven=True)
     same = Candidate("moirai", "moirai", ("kitchen",), 0.0146, plan, solution)
     assert proof_line(same, "s").startswith("moirai: 14.6 ms, proven optimal, found in ")
     assert "prediction" not in proof_line(same, "s")

@@ -12,11 +12,11 @@ from support.plans import BERT_LARGE, cluster, device_profile, make_plan
 
 from coordinator.plan.limits import (
     MemoryLimit,
-    breach,
+    limit_violation,
     parse_limit,
+    profile_with_limits,
     require_known,
     unknown_names,
-    with_limits,
 )
 from coordinator.serve.goal import Model, plan_request
 from coordinator.serve.state import SavedDeployment, TransformerGoal
@@ -67,11 +67,11 @@ limits = st.builds(
 @given(st.lists(st.integers(0, 8 * GIB), min_size=1, max_size=4), st.lists(limits, max_size=5))
 def test_budgets_are_lowered_to_every_limit_and_never_raised(budgets: list[int], wanted: list[MemoryLimit]) -> None:
     before = cluster([device_profile(index, 1.0, budget_bytes=bytes_) for index, bytes_ in enumerate(budgets)], 100)
-    after = with_limits(before, wanted)
+    after = profile_with_limits(before, wanted)
     assert after.links == before.links
     for old, new in zip(before.devices, after.devices, strict=True):
         own = [limit for limit in wanted if limit.device in (old.name, old.device_id)]
-        assert new.budget_bytes == min([old.budget_bytes, *(limit.of(old.budget_bytes) for limit in own)])
+        assert new.budget_bytes == min([old.budget_bytes, *(limit.applied_to(old.budget_bytes) for limit in own)])
         assert new.model_copy(update={"budget_bytes": old.budget_bytes}) == old
 
 
@@ -93,7 +93,7 @@ def test_no_plan_holds_more_than_a_limit(mebibytes: float, percent: float, strat
     for device in plan.devices:
         most = {"device0": mebibytes * (1 << 20), "device1": 2 * GIB * percent / 100}.get(device.name, 2 * GIB)
         assert device.memory.total <= most
-    assert breach(plan, goal.limits, (), {f"id{index}": 2 * GIB for index in range(3)}) is None
+    assert limit_violation(plan, goal.limits, (), {f"id{index}": 2 * GIB for index in range(3)}) is None
 
 
 def model() -> Model:
@@ -122,7 +122,7 @@ def test_a_share_is_of_what_is_offered_once_the_deployed_plan_is_gone(
 ) -> None:
     mega = 1_000_000
     now = cluster([device_profile(index, 1.0, budget_bytes=free * mega) for index in range(2)], 100)
-    after = with_limits(now, [parse_limit(text)], deployed(held * mega, planned * mega))
+    after = profile_with_limits(now, [parse_limit(text)], deployed(held * mega, planned * mega))
     assert after.devices[0].budget_bytes == expected * mega
 
 
@@ -131,7 +131,7 @@ def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offer
     free: int, offered: int, held: int
 ) -> None:
     now = cluster([device_profile(index, 1.0, budget_bytes=free) for index in range(3)], 100)
-    used, _, other = with_limits(now, [], deployed(held, offered)).devices
+    used, _, other = profile_with_limits(now, [], deployed(held, offered)).devices
     assert other.budget_bytes == free
     assert free <= used.budget_bytes <= max(free, offered, free + held)
     if free + held >= offered >= free:
@@ -141,12 +141,12 @@ def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offer
 def test_a_plan_from_elsewhere_is_held_against_the_users_wishes() -> None:
     plan = deployed(GIB, 4 * GIB)
     offered = {"id0": 4 * GIB}
-    assert breach(plan, [parse_limit("device0=1GiB")], ["attic"], offered) is None
-    assert breach(plan, [parse_limit("id0=25%")], [], offered) is None
-    said = breach(plan, [parse_limit("device0=24%")], [], offered)
+    assert limit_violation(plan, [parse_limit("device0=1GiB")], ["attic"], offered) is None
+    assert limit_violation(plan, [parse_limit("id0=25%")], [], offered) is None
+    said = limit_violation(plan, [parse_limit("device0=24%")], [], offered)
     assert said == "device0 would hold 1.00 GiB, above its limit of 24 %"
-    assert breach(plan, [parse_limit("device1=0.5GiB")], [], {}) is not None
-    assert breach(plan, [], ["id1"], {}) == "device1 is excluded"
+    assert limit_violation(plan, [parse_limit("device1=0.5GiB")], [], {}) is not None
+    assert limit_violation(plan, [], ["id1"], {}) == "device1 is excluded"
 
 
 def test_a_name_that_no_device_has_is_told_with_those_that_there_are() -> None:

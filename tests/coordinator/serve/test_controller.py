@@ -19,7 +19,7 @@ from support.waiting import turns
 from coordinator.models.graph_file import Graph, open_graph
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Planned
+from coordinator.plan.solution import PlanningResult
 from coordinator.serve import graph as graph_kind
 from coordinator.serve import lifecycle
 from coordinator.serve.drift import REPLAN_SECONDS, STAY_SECONDS
@@ -74,7 +74,7 @@ class Case:
 def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's process is tested with the plans."""
 
-    async def here(request: GraphRequest) -> Planned[GraphPlan]:
+    async def here(request: GraphRequest) -> PlanningResult[GraphPlan]:
         return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)

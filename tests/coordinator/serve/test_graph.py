@@ -23,7 +23,7 @@ from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.solution import Planned
+from coordinator.plan.solution import PlanningResult
 from coordinator.serve import graph as graph_kind
 from coordinator.serve.graph import arrays_of, check_inputs
 from coordinator.serve.state import GraphGoal, StateFile
@@ -164,7 +164,9 @@ async def house(
     folder: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
-    async def here(request: GraphRequest) -> Planned[GraphPlan]:  # the planner's process is tested with the plans
+    async def here(
+        request: GraphRequest,
+    ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
         return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)

@@ -14,7 +14,7 @@ import numpy as np
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
-from coordinator.plan.linear import Rows, Vector
+from coordinator.plan.linear import LinearProgram, Vector
 
 
 def getf(problem: PlacementProblem) -> Schedule:
@@ -82,18 +82,18 @@ def _fractions(problem: PlacementProblem) -> Vector:
     """[n, K]: the fraction of each operator on each device in the best fractional schedule, ignoring transfers and memory."""
     n, num_devices = problem.num_operators, problem.num_devices
     share, end, makespan = 0, n * num_devices, n * num_devices + n
-    rows = Rows(makespan + 1)
+    rows = LinearProgram(makespan + 1)
     for i, seconds in enumerate(problem.seconds):
         mine = {share + i * num_devices + k: seconds[k] for k in range(num_devices)}
-        rows.equal(dict.fromkeys(mine, 1.0), 1.0)
+        rows.add_equal(dict.fromkeys(mine, 1.0), 1.0)
         taken = {variable: -coefficient for variable, coefficient in mine.items()}
-        rows.at_least({end + i: 1.0, **taken}, 0.0)
+        rows.add_at_least({end + i: 1.0, **taken}, 0.0)
         for before in problem.predecessors[i]:
-            rows.at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
-        rows.at_least({makespan: 1.0, end + i: -1.0}, 0.0)
+            rows.add_at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
+        rows.add_at_least({makespan: 1.0, end + i: -1.0}, 0.0)
     for k in range(num_devices):
         load = {share + i * num_devices + k: -problem.seconds[i][k] for i in range(n)}
-        rows.at_least({makespan: 1.0, **load}, 0.0)
+        rows.add_at_least({makespan: 1.0, **load}, 0.0)
     cost = np.zeros(makespan + 1)
     cost[makespan] = 1.0
     return rows.minimise(cost, np.full(makespan + 1, highspy.kHighsInf))[: n * num_devices].reshape(n, num_devices)

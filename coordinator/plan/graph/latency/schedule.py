@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.simulator import Resource, Task, compute_of, sides_of, simulate
+from coordinator.plan.simulator import Resource, Task, compute_resources, simulate, transfer_resources
 from hearth.plan.phases import Phase, TaskKind, Work
 
 
@@ -134,7 +134,7 @@ def schedule(
             flow = problem.flows[item.flow]
             source = assignment[flow.source]
             seconds, latency = flow.seconds[source][item.device], problem.latency[source][item.device]
-            busy = sides_of(source, item.device) if problem.congestion and seconds > 0 else ()
+            busy = transfer_resources(source, item.device) if problem.congestion and seconds > 0 else ()
             add(Phase.TENSOR, item.flow, item.device, busy, seconds, (ran[flow.source],))
             if latency > 0:
                 add(Phase.TENSOR, item.flow, item.device, (), latency, (sent[item],))
@@ -144,7 +144,7 @@ def schedule(
             for index in problem.incoming[item]:
                 source = problem.flows[index].source
                 needs.append(ran[source] if assignment[source] == device else arrived[Send(index, device)])
-            add(Work.OPERATOR, item, device, compute_of(device), problem.seconds[item][device], needs)
+            add(Work.OPERATOR, item, device, compute_resources(device), problem.seconds[item][device], needs)
     timeline = simulate(tasks)
     sources = tuple(flow.source for flow in problem.flows)
     return Schedule(

@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
-from coordinator.plan.linear import Rows
+from coordinator.plan.linear import LinearProgram
 
 # Edges with a relaxed transfer variable below this count as without transfer; the default of Baechi's published code.
 _THRESHOLD = 0.5
@@ -67,15 +67,15 @@ def favourite_children(problem: PlacementProblem) -> dict[int | None, int]:
     edges = [(f, flow.source, target) for f, flow in enumerate(problem.flows) for target in flow.targets]
     seconds, carried = mean_seconds(problem), mean_carried(problem)
     n, m = problem.num_operators, len(edges)
-    rows = Rows(m + n + 1)  # x of each edge (1: the transfer is paid), start of each operator, makespan
+    rows = LinearProgram(m + n + 1)  # x of each edge (1: the transfer is paid), start of each operator, makespan
     for index, (flow, i, j) in enumerate(edges):
-        rows.at_least({m + j: 1.0, m + i: -1.0, index: -carried[flow]}, seconds[i])
+        rows.add_at_least({m + j: 1.0, m + i: -1.0, index: -carried[flow]}, seconds[i])
     for i in range(n):
-        rows.at_least({m + n: 1.0, m + i: -1.0}, seconds[i])
+        rows.add_at_least({m + n: 1.0, m + i: -1.0}, seconds[i])
         for side in (1, 2):
             around = [index for index, edge in enumerate(edges) if edge[side] == i]
             if len(around) > 1:
-                rows.at_least(dict.fromkeys(around, 1.0), len(around) - 1.0)
+                rows.add_at_least(dict.fromkeys(around, 1.0), len(around) - 1.0)
     upper = np.full(m + n + 1, highspy.kHighsInf)
     upper[:m] = 1.0
     cost = np.zeros(m + n + 1)

@@ -22,7 +22,7 @@ from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
 from coordinator.plan.graph.throughput.problem import Matrix, PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import published_stages
-from coordinator.plan.solution import Assigned, SearchOptions, Solution
+from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
@@ -37,7 +37,7 @@ PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
 
 def plan_pipeline(
     spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, strategy: str, options: SearchOptions
-) -> Solution[Assigned]:
+) -> Solution[OperatorAssignment]:
     """The device of each operator, by `EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
 
     The bottleneck charges all bytes that cross a cut to the link at that cut. On devices, a tensor may skip stages and go
@@ -67,7 +67,7 @@ def plan_pipeline(
         bound = relaxed_bound(least, refined(coarse, stages))
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
-    return Solution(Assigned(problem.assignment(stages)), value, bound, bound >= value, took)
+    return Solution(OperatorAssignment(problem.assignment(stages)), value, bound, bound >= value, took)
 
 
 def refined(coarse: PipelineProblem, stages: Stages) -> Stages:

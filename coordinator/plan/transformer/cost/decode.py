@@ -11,17 +11,19 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
 from hearth.plan.geometry import COLUMN_GRAIN
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
 from hearth.plan.value_formats import BYTES_PER_VALUE, Values
 
-FEW_VALUES = 16  # values in a message of candidates or a step order, whose cost is per message rather than per byte
+SMALL_MESSAGE_VALUES = (
+    16  # values in a message of candidates or a step order, whose cost is per message rather than per byte
+)
 # Fixed cost of a step (step order, word embedding row, sampling, answer), in units of the call overhead of one layer:
 # measured 0.8 ms, where a layer's calls take 0.2 ms.
-STEP_LAYERS = 4
+STEP_OVERHEAD_LAYERS = 4
 
 
 def attention_bytes(spec: ModelSpec, heads: int, num_tokens: float) -> float:
@@ -59,11 +61,11 @@ def token_layer_seconds(spec: ModelSpec, blocks: BlockProfile, num_tokens: float
 def token_head_seconds(spec: ModelSpec, blocks: BlockProfile) -> float:
     """Seconds that the first stage spends once per token: step order, word embedding row, output head and sampling."""
     head = blocks.decode_seconds_per_byte * head_bytes(spec, spec.vocab_size)
-    return head + STEP_LAYERS * blocks.decode_layer_seconds
+    return head + STEP_OVERHEAD_LAYERS * blocks.decode_layer_seconds
 
 
-def exchange(
-    layout: Layout,
+def simulate_exchange(
+    layout: PlanLayout,
     ready: Sequence[float],
     num_values: int,
     sources: Collection[int],

@@ -20,7 +20,7 @@ Body_co = TypeVar("Body_co", default=TransformerBody, covariant=True)
 
 
 @dataclass(frozen=True)
-class Layout(Generic[Body_co]):
+class PlanLayout(Generic[Body_co]):
     """Ranks are the cluster's devices in order; `wire` is the format of activations."""
 
     spec: ModelSpec
@@ -44,7 +44,7 @@ class Layout(Generic[Body_co]):
         return {(a, b): by_ids[ids[a], ids[b]] for a, b in permutations(self.ranks, 2)}
 
     @cached_property
-    def formats(self: Layout) -> dict[tuple[int, int], Values]:
+    def formats(self: PlanLayout) -> dict[tuple[int, int], Values]:
         """The value format on each link."""
         return {ends: self.body.values_on(*ends, self.wire.values) for ends in permutations(self.ranks, 2)}
 

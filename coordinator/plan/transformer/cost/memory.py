@@ -35,7 +35,7 @@ def bytes_per_weight(spec: ModelSpec, kind: ChunkKind) -> float:
 
 
 @lru_cache(maxsize=4096)
-def weights_of(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: int) -> int:
+def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: int) -> int:
     """Bytes in memory of the chunks that make up `span`; only the last grain of a kind may be smaller."""
     chunks = grains_of(span, total, grain)
     if not chunks:
@@ -49,9 +49,9 @@ def weights_of(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, grain: 
 def layer_bytes(spec: ModelSpec, held: Holding) -> int:
     """Bytes in memory of one layer's weights on a rank."""
     return (
-        weights_of(spec, "qkv", held.qkv, spec.num_heads, spec.group_size)
-        + weights_of(spec, "out", held.out, spec.num_heads, spec.group_size)
-        + weights_of(spec, "mlp", held.columns, spec.ffn_size, COLUMN_GRAIN)
+        span_weight_bytes(spec, "qkv", held.qkv, spec.num_heads, spec.group_size)
+        + span_weight_bytes(spec, "out", held.out, spec.num_heads, spec.group_size)
+        + span_weight_bytes(spec, "mlp", held.columns, spec.ffn_size, COLUMN_GRAIN)
         + chunk_weights(spec, "connective") * COMPUTE_BYTES  # allocated on every rank
     )
 
@@ -92,7 +92,7 @@ def logit_values(vocabulary: int, generation: GenerationLimits | None) -> int:
 
 
 @lru_cache(maxsize=256)
-def largest_chunk_bytes(spec: ModelSpec) -> int:
+def loading_bytes(spec: ModelSpec) -> int:
     """Temporary bytes while a shard is loaded: a chunk, and, for int8 and int4, a whole matrix before it is quantised."""
     kinds: list[ChunkKind] = ["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
     if spec.has_separate_head:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.plan.simulator import Task, compute_of, sides_of
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.simulator import Task, compute_resources, transfer_resources
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import rings
 from hearth.plan.geometry import Span, rows_for
 from hearth.plan.phases import Phase, TaskKind, Work
@@ -25,7 +25,7 @@ class RingTasks:
     `last[r]` are the tasks that rank r's next computation must wait for. `rows[r]` is the number of rows that rank r owns.
     """
 
-    def __init__(self, layout: Layout[TensorParallel], part: Span) -> None:
+    def __init__(self, layout: PlanLayout[TensorParallel], part: Span) -> None:
         self.tasks: list[Task] = []
         self.spec, self.body, self.blocks, self.ranks = layout.spec, layout.body, layout.blocks, layout.ranks
         self.num_rows = part.size
@@ -34,7 +34,7 @@ class RingTasks:
         self.layer: int | None = None  # of the tasks being appended; None: outside the layers
         self._layout = layout
         self._num_ranks = len(self.ranks)
-        self._sides_of = {ends: sides_of(*ends) for ends in layout.links}
+        self._sides_of = {ends: transfer_resources(*ends) for ends in layout.links}
         # A profile measured at another sequence length is scaled by the rows; planning profiles at the request's length.
         self.scale = [part.size / blocks.seq_len for blocks in self.blocks]
         attended = part.stop**2 - part.start**2
@@ -44,15 +44,15 @@ class RingTasks:
     # ---- seconds ----------------------------------------------------------------------------------------------------
 
     @property
-    def nothing(self) -> list[list[float]]:
+    def zero_seconds(self) -> list[list[float]]:
         """Zero seconds for every tile on every rank, as `[r][k]`."""
         return [[0.0] * self._num_ranks for _ in self.ranks]
 
-    def own_rows(self, rank: int, whole: float) -> float:
+    def own_rows_seconds(self, rank: int, whole: float) -> float:
         """Seconds of a GEMM over the rank's own rows, if one over all rows takes `whole`."""
         return whole * self.scale[rank] * self.rows[rank] / self.num_rows * self._tile_factor[rank][rank]
 
-    def tiled(self, block: Callable[[int], float]) -> list[list[float]]:
+    def tile_seconds(self, block: Callable[[int], float]) -> list[list[float]]:
         """Seconds of rank r's block on tile k, as `[r][k]`."""
         return [
             [
@@ -73,7 +73,7 @@ class RingTasks:
         values = [
             [rows[target] * owned[source] * self.spec.hidden_size for target in self.ranks] for source in self.ranks
         ]
-        self.wait_for(self.exchange(Phase.EMBED, self.nothing, values))
+        self.wait_for(self.exchange(Phase.EMBED, self.zero_seconds, values))
         self.compute(Work.EMBEDDING, [self.blocks[r].embedding(rows[r]) for r in self.ranks])
 
     def head(self) -> None:
@@ -83,7 +83,7 @@ class RingTasks:
 
     def compute(self, kind: Work, seconds: Sequence[float]) -> None:
         for rank in self.ranks:
-            self.last[rank] = (self.task(kind, rank, seconds[rank], self.last[rank]),)
+            self.last[rank] = (self.add_task(kind, rank, seconds[rank], self.last[rank]),)
 
     def connective(self, kind: Work, rows: Sequence[int]) -> None:
         self.compute(kind, [self.blocks[r].connective(rows[r]) for r in self.ranks])
@@ -93,16 +93,16 @@ class RingTasks:
 
         Without a GEMM (no `phase.work`), tasks of the phase itself that take no time end when the tiles have arrived.
         """
-        arrived, moved = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
+        arrived, wire_seconds = self._ring_all_gather(phase, row_values or self.spec.hidden_size)
         for rank in self.ranks:
             before = self.last[rank]
             ends = []
             for tile in (step.compute for step in rings.ring_all_gather(self._num_ranks, rank)):
                 if self.rows[tile]:
                     after = (*before, *arrived[rank, tile])
-                    ends.append(self.task(phase.work or phase, rank, seconds[rank][tile], after, tile))
+                    ends.append(self.add_task(phase.work or phase, rank, seconds[rank][tile], after, tile))
                 if tile == rank:
-                    ends.append(self.task(Work.WIRE, rank, moved[rank], before))
+                    ends.append(self.add_task(Work.WIRE, rank, wire_seconds[rank], before))
             self.last[rank] = tuple(ends) or before
 
     def scatter(self, phase: Phase, seconds: Sequence[Sequence[float]]) -> None:
@@ -111,13 +111,13 @@ class RingTasks:
         start = list(self.last)
         if not self.body.overlap:
             for rank in self.ranks:
-                start[rank] = (self.task(kind, rank, sum(seconds[rank]), start[rank]),)
-            seconds = self.nothing
+                start[rank] = (self.add_task(kind, rank, sum(seconds[rank]), start[rank]),)
+            seconds = self.zero_seconds
         computed: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
             before = start[rank]
-            for tile in self._in_order_of_sums(rank):
-                computed[rank, tile] = self.task(kind, rank, seconds[rank][tile], before, tile)
+            for tile in self._reduction_order(rank):
+                computed[rank, tile] = self.add_task(kind, rank, seconds[rank][tile], before, tile)
                 before = (computed[rank, tile],)
             self.last[rank] = before
         self._ring_reduce_scatter(phase, computed, start)
@@ -137,23 +137,23 @@ class RingTasks:
             return
         up, down = entering.work or entering, leaving.work or leaving
         start = list(self.last)
-        arrived, moved = self._ring_all_gather(entering, self.spec.hidden_size)
+        arrived, wire_seconds = self._ring_all_gather(entering, self.spec.hidden_size)
         computed: dict[tuple[int, int], int] = {}
         for rank in self.ranks:
             before = start[rank]
             if self.rows[rank]:
-                before = (self.task(up, rank, first[rank][rank], before, rank),)
-            wire = self.task(Work.WIRE, rank, moved[rank], start[rank])
-            for tile in self._in_order_of_sums(rank):
+                before = (self.add_task(up, rank, first[rank][rank], before, rank),)
+            wire = self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank])
+            for tile in self._reduction_order(rank):
                 if tile != rank:
                     after = (*before, *arrived[rank, tile])
-                    before = (self.task(up, rank, first[rank][tile], after, tile),)
-                computed[rank, tile] = self.task(down, rank, second[rank][tile], before, tile)
+                    before = (self.add_task(up, rank, first[rank][tile], after, tile),)
+                computed[rank, tile] = self.add_task(down, rank, second[rank][tile], before, tile)
                 before = (computed[rank, tile],)
             self.last[rank] = (*before, wire)
         self._ring_reduce_scatter(leaving, computed, start)
 
-    def _in_order_of_sums(self, rank: int) -> list[int]:
+    def _reduction_order(self, rank: int) -> list[int]:
         """The tiles in the order in which the ring sums them; tiles without rows are left out."""
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
@@ -162,27 +162,29 @@ class RingTasks:
         rank's ends of the transfers take."""
         arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
         formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # format of tile k on rank r
-        moved = [0.0] * self._num_ranks
+        wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self.ranks:
                 tile = rings.ring_all_gather(self._num_ranks, rank)[t].send
                 assert tile is not None
                 if self.rows[tile]:
                     ends = rank, (rank + 1) % self._num_ranks
-                    num_values, had = self.rows[tile] * row_values, formats[rank, tile]
-                    index = self._transfer(ends, phase, tile, num_values, arrived[rank, tile], moved, had)
+                    num_values, held_format = self.rows[tile] * row_values, formats[rank, tile]
+                    index = self._transfer(
+                        ends, phase, tile, num_values, arrived[rank, tile], wire_seconds, held_format
+                    )
                     arrived[ends[1], tile] = (index,)
-                    formats[ends[1], tile] = self._format(ends, had)
+                    formats[ends[1], tile] = self._format(ends, held_format)
         if not self.body.overlap:
             everything = tuple(index for after in arrived.values() for index in after)
             arrived = dict.fromkeys(arrived, everything)
-        return arrived, moved
+        return arrived, wire_seconds
 
     def _ring_reduce_scatter(self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[After]) -> None:
         """Append the transfers; `computed[r, k]` is the task of rank r's partial sum of tile k. The CPU work of the
         transfers may begin after `start`."""
         partial: dict[tuple[int, int], After] = {}
-        moved = [0.0] * self._num_ranks
+        wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks):
             for rank in self.ranks:
                 step = rings.ring_reduce_scatter(self._num_ranks, rank)[t]
@@ -193,11 +195,11 @@ class RingTasks:
                 if step.send is not None:
                     ends = rank, (rank + 1) % self._num_ranks
                     num_values = self.rows[tile] * self.spec.hidden_size
-                    partial[ends[1], tile] = (self._transfer(ends, phase, tile, num_values, after, moved),)
+                    partial[ends[1], tile] = (self._transfer(ends, phase, tile, num_values, after, wire_seconds),)
                 else:
                     self.last[rank] = (*self.last[rank], *after)
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
+            self.last[rank] = (*self.last[rank], self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]))
 
     def exchange(
         self,
@@ -213,7 +215,7 @@ class RingTasks:
         """
         kind = phase.work or phase
         arrived: list[dict[int, After]] = [{} for _ in self.ranks]
-        moved = [0.0] * self._num_ranks
+        wire_seconds = [0.0] * self._num_ranks
         start = list(self.last)
         for rank in self.ranks:
             before = start[rank]
@@ -221,13 +223,15 @@ class RingTasks:
                 target = (rank + offset) % self._num_ranks
                 if seconds[rank][target] > 0:
                     tile, peer = (target, None) if tiled else (rank, target)
-                    before = (self.task(kind, rank, seconds[rank][target], before, tile, peer),)
+                    before = (self.add_task(kind, rank, seconds[rank][target], before, tile, peer),)
                 values = num_values[rank][target]
                 if offset and values > 0:
-                    arrived[target][rank] = (self._transfer((rank, target), phase, target, values, before, moved),)
+                    arrived[target][rank] = (
+                        self._transfer((rank, target), phase, target, values, before, wire_seconds),
+                    )
             self.last[rank] = before
         for rank in self.ranks:
-            self.last[rank] = (*self.last[rank], self.task(Work.WIRE, rank, moved[rank], start[rank]))
+            self.last[rank] = (*self.last[rank], self.add_task(Work.WIRE, rank, wire_seconds[rank], start[rank]))
             arrived[rank][rank] = self.last[rank]
         return arrived
 
@@ -239,7 +243,7 @@ class RingTasks:
 
     # ---- tasks ----------------------------------------------------------------------------------------------------
 
-    def task(
+    def add_task(
         self,
         kind: TaskKind,
         rank: int,
@@ -249,25 +253,32 @@ class RingTasks:
         peer: int | None = None,
     ) -> int:
         after = tuple(dict.fromkeys(after))
-        self.tasks.append(Task(kind, self.layer, tile, peer, compute_of(rank), seconds, after))
+        self.tasks.append(Task(kind, self.layer, tile, peer, compute_resources(rank), seconds, after))
         return len(self.tasks) - 1
 
     def _transfer(
-        self, ends: Ends, phase: Phase, tile: int, values: float, after: After, busy: list[float], had: Values = "exact"
+        self,
+        ends: Ends,
+        phase: Phase,
+        tile: int,
+        values: float,
+        after: After,
+        busy: list[float],
+        held_format: Values = "exact",
     ) -> int:
         """Append a transfer from sender to receiver (`ends`), and add the CPU seconds of both to `busy`.
 
-        `had` is the format in which the sender holds the values: values that were converted once are forwarded as they are.
+        `held_format` is the format in which the sender holds the values: converted values are forwarded as they are.
         """
         source, target = ends
-        link, format_ = self._layout.links[ends], self._format(ends, had)
+        link, format_ = self._layout.links[ends], self._format(ends, held_format)
         num_bytes = values * BYTES_PER_VALUE[format_]
         seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
         sides = self._sides_of[ends]
         self.tasks.append(Task(phase, self.layer, tile, target, sides, seconds, after, latency, int(num_bytes)))
-        busy[source] += self._layout.wire_seconds(source, values, format_, 0.5 if had == "exact" else 0.0)
+        busy[source] += self._layout.wire_seconds(source, values, format_, 0.5 if held_format == "exact" else 0.0)
         busy[target] += self._layout.wire_seconds(target, values, format_)
         return len(self.tasks) - 1
 
-    def _format(self, ends: tuple[int, int], had: Values) -> Values:
-        return self._layout.formats[ends] if had == "exact" else had
+    def _format(self, ends: tuple[int, int], held_format: Values) -> Values:
+        return self._layout.formats[ends] if held_format == "exact" else held_format

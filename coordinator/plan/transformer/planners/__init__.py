@@ -9,7 +9,7 @@ from coordinator.plan.transformer.planners.best_shares import plan_shares
 from coordinator.plan.transformer.planners.pipeline import plan_stages
 from coordinator.plan.transformer.planners.rows import plan_rows
 from coordinator.plan.transformer.request import PlanRequest, on_subset
-from coordinator.plan.transformer.shares import by_capacity
+from coordinator.plan.transformer.shares import devices_by_capacity
 from coordinator.plan.transformer.strategies.base import Strategy
 from hearth.plan.plan import TransformerPlan
 
@@ -33,6 +33,6 @@ def plan_on_some(request: PlanRequest, strategy: Strategy[Any], num_devices: int
     """
     if strategy.search == "stages":
         return plan_stages(request, num_devices)
-    fastest = {device.device_id for device in by_capacity(request)[:num_devices]}
+    fastest = {device.device_id for device in devices_by_capacity(request)[:num_devices]}
     ids = tuple(each.device_id for each in request.cluster.devices if each.device_id in fastest)
     return plan_on_all(on_subset(request, ids), strategy)

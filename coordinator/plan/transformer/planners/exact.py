@@ -4,7 +4,7 @@
     over integer KV groups a_d, column grains b_d, vocabulary grains v_d, each kind summing to the model's total,
     such that all memory of device d (coordinator.plan.transformer.cost.memory) is within its budget.
 
-For a decoder, L is the time of the expected request: its prompt, and every token of the answer (shares.Work).
+For a decoder, L is the time of the expected request: its prompt, and every token of the answer (`shares.LayerTimes`).
 
 The two maxima are thresholds from finite sets: the times of whole numbers of groups and grains. Without memory limits,
 each kind is assigned separately, grain by grain, which is optimal. Where memory binds, the search follows the border of the
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coordinator.plan.linear import Rows
+from coordinator.plan.linear import LinearProgram
 from coordinator.plan.solution import Solution
-from coordinator.plan.transformer.request import PlanRequest, missing_bytes, price
-from coordinator.plan.transformer.shares import Budget, Work, body_of
+from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes
+from coordinator.plan.transformer.shares import LayerTimes, ShareBudget, body_from_grains
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -46,10 +46,10 @@ def plan_exact(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan
     """`hmp` (or `megatron-tp`, which shards in the same way) over all devices, in their order. Raises ModelDoesNotFit."""
     best = best_shares(request, strategy)
     proof = "proven best" if best.gap < 1e-9 else f"within {best.gap:.1%} of the bound"
-    body = body_of(request, strategy, *best.assignment)
+    body = body_from_grains(request, strategy, *best.assignment)
     if missing := missing_bytes(request, body):  # a device may lack room even for an empty share
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=missing)
-    return price(request, body, f"exact ({proof})")
+    return build_plan(request, body, f"exact ({proof})")
 
 
 def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Shares]:
@@ -62,34 +62,38 @@ def best_shares(request: PlanRequest, strategy: ShareStrategy) -> Solution[Share
 
 class _Problem:
     def __init__(self, request: PlanRequest, strategy: ShareStrategy) -> None:
-        spec, work = request.spec, Work(request)
+        spec, work = request.spec, LayerTimes(request)
         blocks = [device.blocks for device in request.cluster.devices]
         num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
         groups = [[work.attention(b, a * spec.group_size) for a in range(spec.num_kv_heads + 1)] for b in blocks]
         columns = [[work.mlp(b, min(c * COLUMN_GRAIN, spec.ffn_size)) for c in range(num_columns + 1)] for b in blocks]
         self._model = spec.name
-        self._budget = budget = Budget(request, strategy)
-        self._sizes = (budget.head_grain, budget.column_grain, budget.vocabulary_grain)
+        self._budget = budget = ShareBudget(request, strategy)
+        self._bytes_per_grain = (
+            budget.bytes_per_head_grain,
+            budget.bytes_per_column_grain,
+            budget.bytes_per_vocabulary_grain,
+        )
         self._totals = (spec.num_kv_heads, num_columns, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
-        self._seconds = (_rising(groups), _rising(columns))
+        self._seconds = (_monotonic(groups), _monotonic(columns))
         self._thresholds = tuple(sorted({t for device in kind for t in device}) for kind in self._seconds)
-        self._num = len(blocks)
+        self._num_devices = len(blocks)
         # Relative time per row of the output head on each device; empty where the vocabulary takes no time.
         head = [b.decode_seconds_per_byte for b in blocks] if request.generation else []
         self._head_seconds = [seconds / max(head) for seconds in head] if any(head) else []
 
     def solve(self) -> Solution[Shares]:
-        least = [self._least_threshold(kind) for kind in (0, 1)]
+        least = [self._min_threshold(kind) for kind in (0, 1)]
         bound = sum(self._thresholds[kind][least[kind]] for kind in (0, 1))
-        free = Shares(self._balanced(0), self._balanced(1), self._vocabulary())
-        fits = all(self._used(free, d) <= self._budget.total(d) for d in range(self._num))
-        found = free if fits else self._feasible(least[0], least[1])
+        free = Shares(self._unconstrained_shares(0), self._unconstrained_shares(1), self._unconstrained_vocabulary())
+        fits = all(self._used_bytes(free, d) <= self._budget.share_bytes(d) for d in range(self._num_devices))
+        found = free if fits else self._solve_within(least[0], least[1])
         if found is not None:
             return Solution(found, bound, bound, proven=True)
         last = (len(self._thresholds[0]) - 1, len(self._thresholds[1]) - 1)
-        anything = self._feasible(*last)
+        anything = self._solve_within(*last)
         if anything is None:
-            raise ModelDoesNotFit(model=self._model, missing_bytes=self._budget.missing(*self._totals))
+            raise ModelDoesNotFit(model=self._model, missing_bytes=self._budget.missing_bytes(*self._totals))
         best, seconds = anything, self._objective(anything)
         # Follow the border: lower the first threshold from its maximum, and raise the second one as needed.
         i, j = last[0], least[1]
@@ -102,7 +106,7 @@ class _Problem:
                 proven = False
                 break
             programs += 1
-            found = self._feasible(i, j)
+            found = self._solve_within(i, j)
             if found is None:
                 j += 1
                 continue
@@ -113,11 +117,11 @@ class _Problem:
             bound = seconds
         return Solution(best, max(seconds, bound), bound, seconds <= bound)
 
-    def _balanced(self, kind: int) -> tuple[int, ...]:
+    def _unconstrained_shares(self, kind: int) -> tuple[int, ...]:
         """The optimum without memory limits: each grain goes to the device that finishes it first."""
-        shares = [0] * self._num
+        shares = [0] * self._num_devices
         seconds = self._seconds[kind]
-        done = [(seconds[d][1], d) for d in range(self._num)]
+        done = [(seconds[d][1], d) for d in range(self._num_devices)]
         heapify(done)
         for _ in range(self._totals[kind]):
             _, d = done[0]
@@ -126,12 +130,12 @@ class _Problem:
             heapreplace(done, (seconds[d][after] if after < len(seconds[d]) else float("inf"), d))
         return tuple(shares)
 
-    def _vocabulary(self) -> tuple[int, ...]:
+    def _unconstrained_vocabulary(self) -> tuple[int, ...]:
         """Vocabulary shares without memory limits: equal parts for encoders, by the speed of the output head for decoders.
 
         An encoder's vocabulary takes memory but hardly any time.
         """
-        weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num
+        weights = [1.0 / max(seconds, 1e-9) for seconds in self._head_seconds] or [1.0] * self._num_devices
         return largest_remainder(weights, self._totals[2])
 
     def _vocabulary_within(self, found: Shares) -> tuple[int, ...]:
@@ -139,49 +143,53 @@ class _Problem:
         first, among those with room left by their other shares."""
         if not self._head_seconds:
             return found.vocabulary
-        without = found._replace(vocabulary=(0,) * self._num)
-        room = [(self._budget.total(d) - self._used(without, d)) // self._sizes[2] for d in range(self._num)]
-        shares = [0] * self._num
+        without = found._replace(vocabulary=(0,) * self._num_devices)
+        room = [
+            (self._budget.share_bytes(d) - self._used_bytes(without, d)) // self._bytes_per_grain[2]
+            for d in range(self._num_devices)
+        ]
+        shares = [0] * self._num_devices
         for _ in range(self._totals[2]):
-            free = [d for d in range(self._num) if shares[d] < room[d]]
+            free = [d for d in range(self._num_devices) if shares[d] < room[d]]
             if not free:  # feasible only within the solver's tolerance
                 return found.vocabulary
             shares[min(free, key=lambda d: ((shares[d] + 1) * self._head_seconds[d], d))] += 1
         return tuple(shares)
 
-    def _used(self, found: Shares, d: int) -> int:
+    def _used_bytes(self, found: Shares, d: int) -> int:
         """Bytes of a device's shares."""
-        return sum(size * kind[d] for size, kind in zip(self._sizes, found, strict=True))
+        return sum(size * kind[d] for size, kind in zip(self._bytes_per_grain, found, strict=True))
 
     def _objective(self, found: Shares) -> float:
         return sum(
-            max(self._seconds[kind][d][found[kind][d]] for d in range(self._num) if found[kind][d]) for kind in (0, 1)
+            max(self._seconds[kind][d][found[kind][d]] for d in range(self._num_devices) if found[kind][d])
+            for kind in (0, 1)
         )
 
-    def _most(self, kind: int, threshold: float) -> list[int]:
+    def _max_grains(self, kind: int, threshold: float) -> list[int]:
         """The most grains of a kind that each device finishes within the threshold (seconds)."""
         return [bisect_left(seconds, threshold * (1 + 1e-12) + 1e-15) - 1 for seconds in self._seconds[kind]]
 
-    def _least_threshold(self, kind: int) -> int:
+    def _min_threshold(self, kind: int) -> int:
         """Index of the least threshold within which the devices finish all grains, without memory limits."""
         thresholds, total = self._thresholds[kind], self._totals[kind]
         return bisect_left(
-            range(len(thresholds) - 1), True, key=lambda index: sum(self._most(kind, thresholds[index])) >= total
+            range(len(thresholds) - 1), True, key=lambda index: sum(self._max_grains(kind, thresholds[index])) >= total
         )
 
-    def _feasible(self, i: int, j: int) -> Shares | None:
+    def _solve_within(self, i: int, j: int) -> Shares | None:
         """Shares of all three kinds within both thresholds and all budgets, or None."""
-        most = [self._most(0, self._thresholds[0][i]), self._most(1, self._thresholds[1][j])]
+        most = [self._max_grains(0, self._thresholds[0][i]), self._max_grains(1, self._thresholds[1][j])]
         if sum(most[0]) < self._totals[0] or sum(most[1]) < self._totals[1]:
             return None
-        bounds = [*most, [self._totals[2]] * self._num]
-        rows = Rows(3 * self._num)  # of each kind, the grains of every device
+        bounds = [*most, [self._totals[2]] * self._num_devices]
+        rows = LinearProgram(3 * self._num_devices)  # of each kind, the grains of every device
         for kind in range(3):
-            rows.equal({kind * self._num + d: 1.0 for d in range(self._num)}, self._totals[kind])
+            rows.add_equal({kind * self._num_devices + d: 1.0 for d in range(self._num_devices)}, self._totals[kind])
         unit = float(1 << 20)
-        for d in range(self._num):
-            row = {kind * self._num + d: self._sizes[kind] / unit for kind in range(3)}
-            rows.at_most(row, self._budget.total(d) / unit)
+        for d in range(self._num_devices):
+            row = {kind * self._num_devices + d: self._bytes_per_grain[kind] / unit for kind in range(3)}
+            rows.add_at_most(row, self._budget.share_bytes(d) / unit)
         # Among equals prefer balanced shares: more to fast devices, which have higher upper bounds.
         cost = [1.0 / max(most, 1) if kind < 2 else 0.0 for kind in range(3) for most in bounds[kind]]
         upper = np.array([most for kind in range(3) for most in bounds[kind]], np.float64)
@@ -189,10 +197,10 @@ class _Problem:
             values = rows.minimise(np.array(cost), upper, integer=True, time_limit_seconds=_SOLVE_SECONDS)
         except ValueError:
             return None
-        found = Shares(*(tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num).tolist()))
+        found = Shares(*(tuple(map(round, of_kind)) for of_kind in values.reshape(3, self._num_devices).tolist()))
         return found._replace(vocabulary=self._vocabulary_within(found))
 
 
-def _rising(kind: Sequence[Sequence[float]]) -> list[list[float]]:
+def _monotonic(kind: Sequence[Sequence[float]]) -> list[list[float]]:
     """Make measured curves monotonic: they may dip, but more work never counts as less time."""
     return [list(accumulate(seconds, max)) for seconds in kind]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from coordinator.plan.transformer.request import PlanRequest, missing_bytes, over_budget, price
-from coordinator.plan.transformer.shares import Budget, body_of, capacity
+from coordinator.plan.transformer.request import PlanRequest, build_plan, excess_bytes, missing_bytes
+from coordinator.plan.transformer.shares import ShareBudget, body_from_grains, device_capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -45,8 +45,8 @@ def memory_aware_balancing(
 def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
     """`hmp` (or `megatron-tp`, which shards in the same way) over all devices, in their order. Raises ModelDoesNotFit."""
     spec, devices = request.spec, request.cluster.devices
-    budget, ranks = Budget(request, strategy), range(len(devices))
-    capacities = [capacity(request, device.blocks) for device in devices]
+    budget, ranks = ShareBudget(request, strategy), range(len(devices))
+    capacities = [device_capacity(request, device.blocks) for device in devices]
     num_columns = num_grains(spec.ffn_size, COLUMN_GRAIN)
     num_vocabulary = num_grains(spec.vocab_size, VOCABULARY_GRAIN)
     # Lines 11-12, in grains: KV groups, MLP columns, and vocabulary rows, which the paper leaves out.
@@ -54,22 +54,28 @@ def plan_galaxy(request: PlanRequest, strategy: ShareStrategy) -> TransformerPla
     b = balanced_partition(num_columns, capacities)
     v = balanced_partition(num_vocabulary, capacities)
     # Lines 30-32: each call starts from the list of all devices; the finer grain first.
-    b = memory_aware_balancing(b, capacities, lambda d: budget.left(d, a=a[d], v=v[d]) / budget.column_grain, ranks)
-    v = memory_aware_balancing(v, capacities, lambda d: budget.left(d, a=a[d], b=b[d]) / budget.vocabulary_grain, ranks)
-    a = memory_aware_balancing(a, capacities, lambda d: budget.left(d, b=b[d], v=v[d]) / budget.head_grain, ranks)
+    b = memory_aware_balancing(
+        b, capacities, lambda d: budget.remaining_bytes(d, a=a[d], v=v[d]) / budget.bytes_per_column_grain, ranks
+    )
+    v = memory_aware_balancing(
+        v, capacities, lambda d: budget.remaining_bytes(d, a=a[d], b=b[d]) / budget.bytes_per_vocabulary_grain, ranks
+    )
+    a = memory_aware_balancing(
+        a, capacities, lambda d: budget.remaining_bytes(d, b=b[d], v=v[d]) / budget.bytes_per_head_grain, ranks
+    )
     groups = largest_remainder(a, spec.num_kv_heads)
     columns, vocabulary = largest_remainder(b, num_columns), largest_remainder(v, num_vocabulary)
     # S: equal; the connective is bound by memory access, not by speed.
-    body = _repair(request, body_of(request, strategy, groups, columns, vocabulary))
+    body = _repair(request, body_from_grains(request, strategy, groups, columns, vocabulary))
     if missing := missing_bytes(request, body):  # lines 33-34
         raise ModelDoesNotFit(model=spec.name, missing_bytes=missing)
-    return price(request, body, "galaxy")
+    return build_plan(request, body, "galaxy")
 
 
 def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
     """Repair budgets that rounding exceeded: move single grains to the device with most room, finest kind first."""
     while True:
-        excess = [over_budget(request, body, rank) for rank in range(len(request.cluster.devices))]
+        excess = [excess_bytes(request, body, rank) for rank in range(len(request.cluster.devices))]
         moved = next(_moves(request, body, excess), None) if max(excess) > 0 else None
         if moved is None:
             return body
@@ -91,5 +97,5 @@ def _moves(request: PlanRequest, body: TensorParallel, excess: Sequence[int]) ->
                 grains[source] -= 1
                 grains[target] += 1
                 moved = body.model_copy(update={field: grains_to_items(grains, total, grain)})
-                if over_budget(request, moved, target) <= 0:
+                if excess_bytes(request, moved, target) <= 0:
                     yield moved

@@ -22,23 +22,23 @@ from typing import NamedTuple
 
 from coordinator.plan.transformer.cost.decode import token_head_seconds, token_layer_seconds
 from coordinator.plan.transformer.cost.layout import wire_seconds
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, on_subset, price
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.plan.transformer.ring import best_ring
-from coordinator.plan.transformer.shares import capacity
-from coordinator.plan.transformer.strategies import memory_use
-from coordinator.plan.transformer.strategies.pipeline import chunks_of, layer_seconds
+from coordinator.plan.transformer.shares import device_capacity
+from coordinator.plan.transformer.strategies import rank_memory
+from coordinator.plan.transformer.strategies.pipeline import layer_seconds, prompt_chunks
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import ROW_GRAIN, num_grains
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Pipeline
 from hearth.plan.value_formats import BYTES_PER_VALUE
 
-_CHUNKS = (1, 2, 4, 8)  # numbers of chunks per step that are tried
-_LEAST_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
+_CHUNK_COUNTS = (1, 2, 4, 8)  # numbers of chunks per step that are tried
+_MIN_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
 _MAX_ALL_ORDERS = 4  # devices; with more, only orders along a good ring are tried
 _MAX_ALL_SUBSETS = 24  # subsets; if there are more, only the fastest and the largest devices are tried
-_PRICED = 3  # best estimates that are simulated
+_NUM_SIMULATED = 3  # best estimates that are simulated
 
 
 class Split(NamedTuple):
@@ -95,7 +95,7 @@ def best_split(
 
 def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
     """The fastest pipeline found on `num_devices` of the request's devices. Raises ModelDoesNotFit."""
-    search = _Search(request)
+    search = _StageSearch(request)
     found: list[_Estimate] = []
     missing: list[int] = []
     for subset in search.subsets(num_devices):
@@ -107,7 +107,7 @@ def plan_stages(request: PlanRequest, num_devices: int) -> TransformerPlan:
                 found.append(estimate)
     if not found:
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
-    return min((search.priced(estimate) for estimate in sorted(found)[:_PRICED]), key=seconds_of)
+    return min((search.build_plan(estimate) for estimate in sorted(found)[:_NUM_SIMULATED]), key=request_seconds)
 
 
 class _Estimate(NamedTuple):
@@ -119,7 +119,7 @@ class _Estimate(NamedTuple):
     chunk_rows: int
 
 
-class _Search:
+class _StageSearch:
     """The terms of the objective, by device and link. Devices are indices in the request's cluster."""
 
     def __init__(self, request: PlanRequest) -> None:
@@ -145,7 +145,7 @@ class _Search:
         if comb(len(everyone), count) <= _MAX_ALL_SUBSETS:
             yield from combinations(everyone, count)
             return
-        speeds = [capacity(self._request, blocks) for blocks in self._blocks]
+        speeds = [device_capacity(self._request, blocks) for blocks in self._blocks]
         budgets = [device.budget_bytes for device in self._devices]
         chosen = {
             tuple(sorted(sorted(everyone, key=lambda device: -worth[device])[:count])) for worth in (speeds, budgets)
@@ -170,15 +170,15 @@ class _Search:
         if self._request.generation is None or num_devices == 1:
             return [0]
         seq_len = self._request.seq_len
-        sizes = [num_grains(num_grains(seq_len, count), ROW_GRAIN) * ROW_GRAIN for count in _CHUNKS[1:]]
-        return [0, *dict.fromkeys(size for size in sizes if _LEAST_CHUNK_ROWS <= size < seq_len)]
+        sizes = [num_grains(num_grains(seq_len, count), ROW_GRAIN) * ROW_GRAIN for count in _CHUNK_COUNTS[1:]]
+        return [0, *dict.fromkeys(size for size in sizes if _MIN_CHUNK_ROWS <= size < seq_len)]
 
     # ---- estimates --------------------------------------------------------------------------------------------------
 
     def estimate(self, order: tuple[int, ...], chunk_rows: int) -> _Estimate | int:
         """The best split for this order and chunk size, or the number of missing bytes."""
         spec, H = self._spec, self._spec.hidden_size
-        num_chunks = len(chunks_of(self._request.seq_len, chunk_rows))
+        num_chunks = len(prompt_chunks(self._request.seq_len, chunk_rows))
         rows = chunk_rows or self._request.seq_len
         ways = list(zip(order, (*order[1:], order[0]), strict=True)) if len(order) > 1 else []
         hops = [self._hop(*way, rows * H) for way in ways[:-1]]
@@ -192,12 +192,12 @@ class _Search:
         for rank, hop in enumerate(hops):
             extras[rank] += hop.sender
             extras[rank + 1] += hop.receiver
-        most, missing = self._most_layers(order, chunk_rows)
+        most, missing = self._max_layers(order, chunk_rows)
         if missing:
             return missing
         split = best_split(
             spec.num_layers, most, weights, per_chunk, extras,
-            repeats=self._steps * (num_chunks - 1), least_bound=max((hop.moving for hop in hops), default=0.0),
+            repeats=self._steps * (num_chunks - 1), least_bound=max((hop.link for hop in hops), default=0.0),
         )  # fmt: skip
         assert split is not None
         once = embedding + sum(hop.total for hop in hops)
@@ -205,14 +205,14 @@ class _Search:
         seconds = split.seconds + self._steps * once + self._tokens * for_token
         return _Estimate(seconds, order, split.layers, chunk_rows)
 
-    def priced(self, estimate: _Estimate) -> TransformerPlan:
+    def build_plan(self, estimate: _Estimate) -> TransformerPlan:
         ids = tuple(self._devices[device].device_id for device in estimate.order)
-        return price(on_subset(self._request, ids), self._body(estimate.layers, estimate.chunk_rows), "pipeline")
+        return build_plan(on_subset(self._request, ids), self._body(estimate.layers, estimate.chunk_rows), "pipeline")
 
     def _body(self, layers: Sequence[int], chunk_rows: int) -> Pipeline:
         return Pipeline.of(self._spec, layers, self._request.seq_len, chunk_rows, self._request.limits)
 
-    def _most_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
+    def _max_layers(self, order: tuple[int, ...], chunk_rows: int) -> tuple[list[int], int]:
         """The number of layers that each device has room for, and the bytes that all devices together lack (0: none)."""
         per_layer, first, other = self._bytes(len(order), chunk_rows)
         left = [
@@ -228,14 +228,14 @@ class _Search:
         one, two = (self._body((count,) * num_devices, chunk_rows) for count in (1, 2))  # need not sum to the model
 
         def total(body: Pipeline, rank: int) -> int:
-            return memory_use(self._spec, body, rank).total
+            return rank_memory(self._spec, body, rank).total
 
         per_layer = total(two, 0) - total(one, 0)
         return per_layer, total(one, 0) - per_layer, total(one, num_devices - 1) - per_layer
 
     def _chunk_layer_seconds(self, device: int, chunk_rows: int) -> float:
         """Seconds of one layer for one chunk: the mean over all chunks, since later ones attend to more rows."""
-        chunks = chunks_of(self._request.seq_len, chunk_rows)
+        chunks = prompt_chunks(self._request.seq_len, chunk_rows)
         return sum(layer_seconds(self._spec, self._blocks[device], rows) for rows in chunks) / len(chunks)
 
     def _hop_seconds(self, source: int, target: int, values: int) -> _Hop:
@@ -249,6 +249,6 @@ class _Hop(NamedTuple):
     """Seconds of a transfer between stages: the sender's CPU, the link, the receiver's CPU, and all of it with latency."""
 
     sender: float
-    moving: float
+    link: float
     receiver: float
     total: float

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, in_ring, missing_bytes, price
-from coordinator.plan.transformer.shares import body_of, row_capacity
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, missing_bytes, with_ring_order
+from coordinator.plan.transformer.shares import body_from_grains, row_capacity
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remainder, num_grains
 from hearth.plan.plan import TransformerPlan
@@ -13,13 +13,13 @@ from hearth.plan.transformer import ShareStrategy, TensorParallel
 
 def plan_rows(request: PlanRequest, strategy: ShareStrategy) -> TransformerPlan:
     """The fastest way to split the rows, as simulated. Raises ModelDoesNotFit."""
-    request = in_ring(request)
-    bodies = [_body(request, strategy, rows) for rows in _splits(request)]
+    request = with_ring_order(request)
+    bodies = [_body(request, strategy, rows) for rows in _row_splits(request)]
     missing = [missing_bytes(request, body) for body in bodies]
     if min(missing):
         raise ModelDoesNotFit(model=request.spec.name, missing_bytes=min(missing))
     fitting = (body for body, lacks in zip(bodies, missing, strict=True) if not lacks)
-    return min((price(request, body, "rows") for body in fitting), key=seconds_of)
+    return min((build_plan(request, body, "rows") for body in fitting), key=request_seconds)
 
 
 def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]) -> TensorParallel:
@@ -36,11 +36,11 @@ def _body(request: PlanRequest, strategy: ShareStrategy, rows: tuple[float, ...]
     groups = largest_remainder(everything, spec.num_kv_heads)
     columns = largest_remainder(everything, num_grains(spec.ffn_size, COLUMN_GRAIN))
     vocabulary = largest_remainder(evenly, num_grains(spec.vocab_size, VOCABULARY_GRAIN))
-    body = body_of(request, strategy, groups, columns, vocabulary, rows)
+    body = body_from_grains(request, strategy, groups, columns, vocabulary, rows)
     return body.model_copy(update={"overlap": body.mode(0).attention == "heads"})
 
 
-def _splits(request: PlanRequest) -> list[tuple[float, ...]]:
+def _row_splits(request: PlanRequest) -> list[tuple[float, ...]]:
     """Row weights to try: equal parts, and by speed if the devices' speeds differ by more than 5 %."""
     speeds = [row_capacity(request, device.blocks) for device in request.cluster.devices]
     equal = (1.0,) * len(speeds)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, on_subset, price
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.plan.plan import TransformerPlan
 
-_A_HAIR = 1.005  # a more exact output may cost 0.5 % of the time
-_SAME_RATE = 1.25  # links with rates within this ratio are decided together: the difference is measurement noise
-_MOST_TRIALS = 8  # sets of links tried; each is a simulation
+_MAX_TIME_RATIO = 1.005  # a more exact output may cost 0.5 % of the time
+_SIMILAR_RATE_RATIO = (
+    1.25  # links with rates within this ratio are decided together: the difference is measurement noise
+)
+_MAX_TRIALS = 8  # sets of links tried; each is a simulation
 
 
-def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
+def add_exact_links(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with exact activations on the fastest links, as many as cost no time according to the simulator.
 
     The request's cluster must contain the plan's devices. A plan whose format is exact already is returned as it is.
@@ -26,22 +28,22 @@ def exact_where_free(request: PlanRequest, plan: TransformerPlan) -> Transformer
         (a, b): request.cluster.link(ids[a], ids[b]).bytes_per_second for a, b in permutations(range(plan.num_ranks), 2)
     }
     best = plan
-    for least in _classes(list(rates.values()))[:_MOST_TRIALS]:
+    for least in _rate_classes(list(rates.values()))[:_MAX_TRIALS]:
         links = tuple(sorted(link for link, rate in rates.items() if rate >= least))
         body = plan.body.model_copy(update={"exact_links": links})
-        trial = price(request, body, plan.planner, plan.alternatives)
-        if seconds_of(trial) > _A_HAIR * seconds_of(plan):
+        trial = build_plan(request, body, plan.planner, plan.alternatives)
+        if request_seconds(trial) > _MAX_TIME_RATIO * request_seconds(plan):
             break
         best = trial
     return best
 
 
-def _classes(rates: list[float]) -> list[float]:
+def _rate_classes(rates: list[float]) -> list[float]:
     """The slowest rate of each class of similar rates, the fastest class first."""
     least: list[float] = []
     newest = 0.0
     for rate in sorted(rates, reverse=True):
-        if least and newest <= _SAME_RATE * rate:
+        if least and newest <= _SIMILAR_RATE_RATIO * rate:
             least[-1] = rate
         else:
             least.append(rate)

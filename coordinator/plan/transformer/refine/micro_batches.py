@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, on_subset, price
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.plan.plan import TransformerPlan
 
-_WORTH = 0.98  # required fraction of the time without: thread switches have a cost that the simulator does not include
+_MAX_TIME_RATIO = (
+    0.98  # required fraction of the time without: thread switches have a cost that the simulator does not include
+)
 
 
-def in_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
+def split_into_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with two micro-batches in flight, if the simulator finds that faster; otherwise `plan` itself."""
     body = plan.body
     if request.generation is None or plan.num_ranks == 1 or not body.may_cut_prefill:
         return plan
     subset = on_subset(request, tuple(device.device_id for device in plan.devices))
     cut = body.model_copy(update={"micro_batches": 2})
-    better = price(replace(subset, wire=plan.wire), cut, plan.planner, plan.alternatives)
-    return better if seconds_of(better) < _WORTH * seconds_of(plan) else plan
+    better = build_plan(replace(subset, wire=plan.wire), cut, plan.planner, plan.alternatives)
+    return better if request_seconds(better) < _MAX_TIME_RATIO * request_seconds(plan) else plan

@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from coordinator.plan.transformer.cost.predict import seconds_of
-from coordinator.plan.transformer.request import PlanRequest, over_budget, price
+from coordinator.plan.transformer.cost.predict import request_seconds
+from coordinator.plan.transformer.request import PlanRequest, build_plan, excess_bytes
 from coordinator.plan.transformer.shares import row_capacity
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, LayerMode, TransformerBody
 
-_WORTH = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
+_MAX_TIME_RATIO = 0.995  # a move must reduce the time to this fraction; otherwise the plan with less memory is kept
 _MOVES: tuple[dict[str, str], ...] = (
     {"mlp": "replicated"},
     {"qkv": "replicated", "out": "replicated"},
@@ -32,31 +32,33 @@ def replicate(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The plan with the fastest replication found by the greedy search; `plan` itself if none helps or fits."""
     best = plan
     while request.may_replicate:
-        candidates = [price(request, body, f"{plan.planner}, replicating") for body in _next(request, best.body)]
-        faster = [c for c in candidates if seconds_of(c) < _WORTH * seconds_of(best)]
+        candidates = [
+            build_plan(request, body, f"{plan.planner}, replicating") for body in _moved_bodies(request, best.body)
+        ]
+        faster = [c for c in candidates if request_seconds(c) < _MAX_TIME_RATIO * request_seconds(best)]
         if not faster:
             return best
-        now, held = seconds_of(best), _weights(best)
-        best = max(faster, key=lambda c: (now - seconds_of(c)) / max(_weights(c) - held, 1))
+        now, held = request_seconds(best), _weight_bytes(best)
+        best = max(faster, key=lambda c: (now - request_seconds(c)) / max(_weight_bytes(c) - held, 1))
         # Take the fastest candidate if it fits in all layers: gain per byte matters only where memory is short.
-        quickest = min(faster, key=seconds_of)
+        quickest = min(faster, key=request_seconds)
         if len(set(quickest.body.modes)) == 1:
             best = quickest
     return best
 
 
-def rough_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
+def estimate_replicated_seconds(request: PlanRequest, plan: TransformerPlan) -> float:
     """Estimate of the result of `replicate` with a single simulation: replicate all groups of as many layers as fit."""
     if not request.may_replicate:
-        return seconds_of(plan)
+        return request_seconds(plan)
     modes = [plan.body.mode(layer) for layer in range(request.spec.num_layers)]
     whole = [LayerMode(qkv="replicated", out="replicated", mlp="replicated")] * len(modes)
-    count = _most_layers(request, plan.body, modes, whole)
+    count = _max_layers(request, plan.body, modes, whole)
     body = plan.body.model_copy(update={"modes": (*whole[:count], *modes[count:])})
-    return min(seconds_of(plan), seconds_of(price(request, body, plan.planner)))
+    return min(request_seconds(plan), request_seconds(build_plan(request, body, plan.planner)))
 
 
-def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
+def _moved_bodies(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBody]:
     """Every plan with one more move of `_MOVES` in as many layers as fit, for each split of the rows."""
     num_layers = request.spec.num_layers
     modes = [body.mode(layer) for layer in range(num_layers)]
@@ -68,7 +70,7 @@ def _next(request: PlanRequest, body: TransformerBody) -> Iterator[TransformerBo
             moved = [LayerMode.model_validate({**mode.model_dump(), **move}) for mode in modes]
             if moved == modes:
                 continue
-            count = _most_layers(request, split, modes, moved)
+            count = _max_layers(request, split, modes, moved)
             if count:
                 yield split.model_copy(update={"modes": (*moved[:count], *modes[count:])})
 
@@ -84,14 +86,14 @@ def _row_weights(request: PlanRequest, body: TransformerBody) -> list[tuple[floa
     return list(dict.fromkeys([body.row_weights, by_speed, between]))
 
 
-def _most_layers(
+def _max_layers(
     request: PlanRequest, body: TransformerBody, modes: Sequence[LayerMode], moved: Sequence[LayerMode]
 ) -> int:
     """The number of layers, from the first on, in which the move fits on every device. Memory grows with it: bisect."""
 
     def fits(count: int) -> bool:
         candidate = body.model_copy(update={"modes": (*moved[:count], *modes[count:])})
-        return all(over_budget(request, candidate, rank) <= 0 for rank in range(len(request.cluster.devices)))
+        return all(excess_bytes(request, candidate, rank) <= 0 for rank in range(len(request.cluster.devices)))
 
     num_layers = len(modes)
     if fits(num_layers):
@@ -99,5 +101,5 @@ def _most_layers(
     return bisect_left(range(1, num_layers), True, key=lambda count: not fits(count))
 
 
-def _weights(plan: TransformerPlan) -> int:
+def _weight_bytes(plan: TransformerPlan) -> int:
     return sum(device.memory.weights for device in plan.devices)

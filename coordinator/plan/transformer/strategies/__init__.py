@@ -17,10 +17,10 @@ from hearth.plan.transformer import TransformerBody
 STRATEGIES: Mapping[str, Strategy[Any]] = {each.name: each for each in (LOCAL, HMP, SP, MEGATRON, PIPELINE)}
 
 
-def strategy_of(body: TransformerBody) -> Strategy[Any]:
+def strategy_of_body(body: TransformerBody) -> Strategy[Any]:
     return STRATEGIES[body.strategy]
 
 
-def memory_use(spec: ModelSpec, body: TransformerBody, rank: int) -> MemoryUse:
+def rank_memory(spec: ModelSpec, body: TransformerBody, rank: int) -> MemoryUse:
     """The memory of a rank, in bytes."""
-    return strategy_of(body).memory_use(spec, body, rank)
+    return strategy_of_body(body).rank_memory(spec, body, rank)

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from coordinator.plan.simulator import Resource, Task
 from coordinator.plan.transformer.cost import memory
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from hearth.plan import transformer
 from hearth.plan.geometry import VOCABULARY_GRAIN, spans
 from hearth.plan.model_spec import ModelSpec
@@ -35,30 +35,30 @@ class Strategy(ABC, Generic[B]):
     whole_prompts: bool = False  # a decoder's prompt must be prefilled in one step
     # Also tried without each device in turn: the slow link may belong to a fast device.
     leaves_one_out: bool = False
-    refines: tuple[Literal["replicate", "micro-batches"], ...] = ()
-    most_devices: int = 256  # that can share a model
+    refinements: tuple[Literal["replicate", "micro-batches"], ...] = ()
+    device_limit: int = 256  # that can share a model
 
     def max_devices(self, spec: ModelSpec) -> int:
         """The largest number of devices that can share this model."""
-        return self.most_devices
+        return self.device_limit
 
     @abstractmethod
-    def tasks(self, layout: Layout[B]) -> list[Task]:
+    def tasks(self, layout: PlanLayout[B]) -> list[Task]:
         """The task graph of one step, all layers."""
 
     @abstractmethod
-    def timing(self, layout: Layout[B]) -> Timing:
+    def timing(self, layout: PlanLayout[B]) -> Timing:
         """The timing of one step; equal layers need not all be simulated."""
 
     @abstractmethod
-    def decode_seconds(self, layout: Layout[B], num_tokens: float) -> float:
+    def decode_seconds(self, layout: PlanLayout[B], num_tokens: float) -> float:
         """Seconds from one token of one sequence to the next, when the KV cache holds `num_tokens`."""
 
     @abstractmethod
     def decoding_values(self, spec: ModelSpec, body: B, limits: GenerationLimits) -> int:
         """Values that a rank holds for generation steps, in addition to those of its own computation."""
 
-    def memory_use(self, spec: ModelSpec, body: B, rank: int) -> MemoryUse:
+    def rank_memory(self, spec: ModelSpec, body: B, rank: int) -> MemoryUse:
         """The peak memory of a rank for steps of at most `body.max_step_rows` rows (S).
 
         Activations: the gathered input and a partial sum, each [S,H] with a receive buffer; the rank's rows and their
@@ -69,9 +69,9 @@ class Strategy(ABC, Generic[B]):
         limits, rows = body.generation, body.max_step_rows
         vocabulary = spans(body.vocabulary)[rank]
         holdings = [(body.holding(rank, first), count) for first, count in _runs_of_layers(spec, body, rank)]
-        embeddings = memory.weights_of(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+        embeddings = memory.span_weight_bytes(spec, "vocabulary", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
         if spec.has_separate_head:
-            embeddings += memory.weights_of(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
+            embeddings += memory.span_weight_bytes(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
         if body.allocates_embedding(rank):
             embeddings += chunk_weights(spec, "embedding") * memory.COMPUTE_BYTES
         heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
@@ -89,7 +89,7 @@ class Strategy(ABC, Generic[B]):
             weights=sum(count * memory.layer_bytes(spec, held) for held, count in holdings),
             embeddings=embeddings,
             activations=values * memory.COMPUTE_BYTES if takes_part else 0,
-            workspace=memory.WORKER_PROCESS_BYTES + memory.largest_chunk_bytes(spec),
+            workspace=memory.WORKER_PROCESS_BYTES + memory.loading_bytes(spec),
             kv_cache=memory.kv_bytes(spec, body.heads[rank], limits, num_layers) if limits else 0,
         )
 

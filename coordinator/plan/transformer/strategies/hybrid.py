@@ -14,8 +14,8 @@ from hearth.plan.transformer import LayerMode
 
 
 @dataclass(frozen=True)
-class Hybrid(TensorParallelStrategy):
-    def layer(self, ring: RingTasks, mode: LayerMode) -> None:
+class HybridStrategy(TensorParallelStrategy):
+    def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         if mode.attention == "rows":
             _attention_by_rows(ring)
         else:
@@ -25,30 +25,32 @@ class Hybrid(TensorParallelStrategy):
         if mode.mlp == "replicated":
             ring.compute(Work.MLP_BLOCK, [ring.blocks[r].mlp_rows(ring.rows[r]) for r in ring.ranks])
         else:
-            up = ring.tiled(lambda r: ring.blocks[r].up(ring.body.columns[r]))
-            down = ring.tiled(lambda r: ring.blocks[r].down(ring.body.columns[r]))
+            up = ring.tile_seconds(lambda r: ring.blocks[r].up(ring.body.columns[r]))
+            down = ring.tile_seconds(lambda r: ring.blocks[r].down(ring.body.columns[r]))
             ring.gather_and_scatter(Phase.GATHER_MLP, up, Phase.REDUCE_MLP, down)
         ring.connective(Work.CONNECTIVE_MLP, ring.rows)
 
 
-LOCAL = Hybrid("local", "the whole model on one device", search="rows", most_devices=1)
-SP = Hybrid("sp", "sequence parallelism: all weights on every device, rows shared", search="rows", whole_prompts=True)
-HMP = Hybrid(
+LOCAL = HybridStrategy("local", "the whole model on one device", search="rows", device_limit=1)
+SP = HybridStrategy(
+    "sp", "sequence parallelism: all weights on every device, rows shared", search="rows", whole_prompts=True
+)
+HMP = HybridStrategy(
     "hmp",
     "hybrid model parallelism (Galaxy): heads and columns shared inside a layer, rows between",
     search="shares",
     leaves_one_out=True,
-    refines=("replicate", "micro-batches"),
+    refinements=("replicate", "micro-batches"),
 )
 
 
 def _gather_qkv(ring: RingTasks) -> None:
-    ring.gather(Phase.GATHER_ATTENTION, ring.tiled(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
+    ring.gather(Phase.GATHER_ATTENTION, ring.tile_seconds(lambda r: ring.blocks[r].qkv(ring.body.heads[r])))
 
 
 def reduce_out(ring: RingTasks) -> None:
     """Attention and output projection, tile by tile, with a ring ReduceScatter of the partial sums."""
-    out = ring.tiled(lambda r: ring.blocks[r].out(ring.body.heads[r]))
+    out = ring.tile_seconds(lambda r: ring.blocks[r].out(ring.body.heads[r]))
     for rank in ring.ranks:
         core = ring.blocks[rank].core(ring.body.heads[rank]) * ring.core_scale[rank]
         out[rank] = [s + core * rows / ring.num_rows for s, rows in zip(out[rank], ring.rows, strict=True)]
@@ -58,7 +60,7 @@ def reduce_out(ring: RingTasks) -> None:
 def _exchange_qkv(ring: RingTasks) -> None:
     """Replicated QKV: a rank projects its own rows for the heads of each rank in turn, and sends each part when done."""
     spec, heads = ring.spec, ring.body.heads
-    whole = [ring.own_rows(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
+    whole = [ring.own_rows_seconds(r, ring.blocks[r].qkv(spec.num_heads)) for r in ring.ranks]
     arrived = ring.exchange(
         Phase.EXCHANGE_QKV,
         [[whole[r] * heads[target] / spec.num_heads for target in ring.ranks] for r in ring.ranks],
@@ -79,20 +81,20 @@ def _exchange_out(ring: RingTasks) -> None:
         tiled=True,
     )
     for rank in ring.ranks:
-        whole = ring.own_rows(rank, ring.blocks[rank].out(spec.num_heads))
+        whole = ring.own_rows_seconds(rank, ring.blocks[rank].out(spec.num_heads))
         ends = []
         for source in (rank, *((rank - offset) % len(ring.ranks) for offset in range(1, len(ring.ranks)))):
             seconds = whole * heads[source] / spec.num_heads
             after = arrived[rank].get(source, ring.last[rank])
-            ends.append(ring.task(Work.OUT, rank, seconds, after, rank, source))
+            ends.append(ring.add_task(Work.OUT, rank, seconds, after, rank, source))
         ring.last[rank] = tuple(ends)
 
 
 def _attention_by_rows(ring: RingTasks) -> None:
     heads = ring.spec.num_heads
-    ring.compute(Work.QKV, [ring.own_rows(r, ring.blocks[r].qkv(heads)) for r in ring.ranks])
+    ring.compute(Work.QKV, [ring.own_rows_seconds(r, ring.blocks[r].qkv(heads)) for r in ring.ranks])
     for phase in (Phase.GATHER_KEYS, Phase.GATHER_VALUES):
-        ring.gather(phase, ring.nothing, row_values=ring.spec.kv_width(heads))
+        ring.gather(phase, ring.zero_seconds, row_values=ring.spec.kv_width(heads))
     core = [ring.blocks[r].core(heads) * ring.core_scale[r] * ring.rows[r] / ring.num_rows for r in ring.ranks]
     ring.compute(Work.ATTENTION, core)
-    ring.compute(Work.OUT, [ring.own_rows(r, ring.blocks[r].out(heads)) for r in ring.ranks])
+    ring.compute(Work.OUT, [ring.own_rows_seconds(r, ring.blocks[r].out(heads)) for r in ring.ranks])

@@ -12,23 +12,23 @@ from hearth.plan.transformer import LayerMode
 
 
 @dataclass(frozen=True)
-class Megatron(TensorParallelStrategy):
-    def layer(self, ring: RingTasks, mode: LayerMode) -> None:
+class MegatronStrategy(TensorParallelStrategy):
+    def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         """Each AllReduce is a ReduceScatter overlapped with its GEMM, then a plain AllGather."""
         blocks, body, everywhere = ring.blocks, ring.body, [ring.num_rows] * len(ring.ranks)
         ring.compute(Work.QKV, [blocks[r].qkv(body.heads[r]) * ring.scale[r] for r in ring.ranks])
         reduce_out(ring)
-        ring.gather(Phase.REDUCE_GATHER_ATTENTION, ring.nothing)
+        ring.gather(Phase.REDUCE_GATHER_ATTENTION, ring.zero_seconds)
         ring.connective(Work.CONNECTIVE_ATTENTION, everywhere)
         ring.compute(Work.UP, [blocks[r].up(body.columns[r]) * ring.scale[r] for r in ring.ranks])
-        ring.scatter(Phase.REDUCE_MLP, ring.tiled(lambda r: blocks[r].down(body.columns[r])))
-        ring.gather(Phase.REDUCE_GATHER_MLP, ring.nothing)
+        ring.scatter(Phase.REDUCE_MLP, ring.tile_seconds(lambda r: blocks[r].down(body.columns[r])))
+        ring.gather(Phase.REDUCE_GATHER_MLP, ring.zero_seconds)
         ring.connective(Work.CONNECTIVE_MLP, everywhere)
 
 
-MEGATRON = Megatron(
+MEGATRON = MegatronStrategy(
     "megatron-tp",
     "tensor parallelism (Megatron): heads and columns shared, every row everywhere",
     search="shares",
-    refines=("micro-batches",),
+    refinements=("micro-batches",),
 )

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.plan.simulator import Task, compute_of, sides_of, simulate
+from coordinator.plan.simulator import Task, compute_resources, simulate, transfer_resources
 from coordinator.plan.transformer.cost import decode
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies.base import Strategy, Timing
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
@@ -19,7 +19,7 @@ from hearth.plan.transformer import GenerationLimits, Pipeline
 from hearth.plan.value_formats import BYTES_PER_VALUE
 
 
-def chunks_of(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
+def prompt_chunks(seq_len: int, chunk_rows: int) -> tuple[Span, ...]:
     """The rows of each chunk; with `chunk_rows` 0, one chunk of all rows."""
     size = chunk_rows or seq_len
     return tuple(Span(start, min(start + size, seq_len)) for start in range(0, seq_len, size))
@@ -35,32 +35,34 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
 
 
 @dataclass(frozen=True)
-class Stages(Strategy[Pipeline]):
+class PipelineStrategy(Strategy[Pipeline]):
     def max_devices(self, spec: ModelSpec) -> int:
         return spec.num_layers
 
-    def tasks(self, layout: Layout[Pipeline]) -> list[Task]:
+    def tasks(self, layout: PlanLayout[Pipeline]) -> list[Task]:
         """Every stage runs the chunks in order and sends each to the next stage when it is done.
 
         At most `max_steps_in_flight` chunks are in flight. A decoder's last row goes back to the first stage, which has
         the output head.
         """
-        return _StageTasks(layout).tasks
+        return _PipelineTasks(layout).tasks
 
-    def timing(self, layout: Layout[Pipeline]) -> Timing:
+    def timing(self, layout: PlanLayout[Pipeline]) -> Timing:
         timeline = simulate(self.tasks(layout))
         return timeline.makespan, timeline.busy
 
-    def decode_seconds(self, layout: Layout[Pipeline], num_tokens: float) -> float:
+    def decode_seconds(self, layout: PlanLayout[Pipeline], num_tokens: float) -> float:
         """Seconds per token: the first stage sends the step order to all, the row passes the stages and returns to the
         first, which applies the output head and samples."""
         spec, ranks = layout.spec, layout.ranks
-        ready = decode.exchange(layout, [0.0 for _ in ranks], decode.FEW_VALUES, [0], ranks, verbatim=True)
+        ready = decode.simulate_exchange(
+            layout, [0.0 for _ in ranks], decode.SMALL_MESSAGE_VALUES, [0], ranks, verbatim=True
+        )
         for rank in ranks:
             ready[rank] += layout.body.layers[rank] * decode.token_layer_seconds(spec, layout.blocks[rank], num_tokens)
             following = (rank + 1) % len(ranks)
             if following != rank:
-                ready = decode.exchange(layout, ready, spec.hidden_size, [rank], [following])
+                ready = decode.simulate_exchange(layout, ready, spec.hidden_size, [rank], [following])
         return ready[0] + decode.token_head_seconds(spec, layout.blocks[0])
 
     def decoding_values(self, spec: ModelSpec, body: Pipeline, limits: GenerationLimits) -> int:
@@ -68,17 +70,17 @@ class Stages(Strategy[Pipeline]):
         return body.max_steps_in_flight * max(body.max_step_rows, limits.max_sequences) * spec.hidden_size
 
 
-PIPELINE = Stages("pipeline", "whole layers on each device, one device after the other", search="stages")
+PIPELINE = PipelineStrategy("pipeline", "whole layers on each device, one device after the other", search="stages")
 
 
-class _StageTasks:
-    def __init__(self, layout: Layout[Pipeline]) -> None:
+class _PipelineTasks:
+    def __init__(self, layout: PlanLayout[Pipeline]) -> None:
         self.tasks: list[Task] = []
         self._layout = layout
         spec, body, blocks = layout.spec, layout.body, layout.blocks
         depth, last = body.max_steps_in_flight, len(blocks) - 1
         ended: list[int] = []  # the last stage's task of each chunk
-        for number, rows in enumerate(chunks_of(body.seq_len, body.chunk_rows)):
+        for number, rows in enumerate(prompt_chunks(body.seq_len, body.chunk_rows)):
             after = () if number < depth else (ended[number - depth],)
             task = self._compute(Work.EMBEDDING, None, number, 0, blocks[0].embedding(rows.size), after)
             for rank, stage in enumerate(spans(body.layers)):
@@ -96,7 +98,7 @@ class _StageTasks:
     def _compute(
         self, kind: Work, layer: int | None, chunk: int | None, rank: int, seconds: float, after: tuple[int, ...]
     ) -> int:
-        self.tasks.append(Task(kind, layer, chunk, None, compute_of(rank), seconds, after))
+        self.tasks.append(Task(kind, layer, chunk, None, compute_resources(rank), seconds, after))
         return len(self.tasks) - 1
 
     def _hop(
@@ -110,5 +112,7 @@ class _StageTasks:
         costs = [layout.wire_seconds(rank, values, format_) for rank in ends]
         sent = self._compute(Work.WIRE, layer, chunk, source, costs[0], (after,))
         seconds, latency = num_bytes / link.bytes_per_second, link.round_trip_seconds / 2
-        self.tasks.append(Task(phase, layer, chunk, target, sides_of(*ends), seconds, (sent,), latency, num_bytes))
+        self.tasks.append(
+            Task(phase, layer, chunk, target, transfer_resources(*ends), seconds, (sent,), latency, num_bytes)
+        )
         return self._compute(Work.WIRE, layer, chunk, target, costs[1], (sent + 1,))

@@ -12,7 +12,7 @@ from itertools import groupby
 
 from coordinator.plan.simulator import Task, simulate
 from coordinator.plan.transformer.cost import decode
-from coordinator.plan.transformer.cost.layout import Layout
+from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.ring_tasks import RingTasks
 from coordinator.plan.transformer.strategies.base import Strategy, Timing
 from hearth.plan.geometry import Span
@@ -28,16 +28,16 @@ _LAYERS_TO_SETTLE = 4  # layers until micro-batches in flight reach a steady sta
 @dataclass(frozen=True)
 class TensorParallelStrategy(Strategy[TensorParallel]):
     @abstractmethod
-    def layer(self, ring: RingTasks, mode: LayerMode) -> None:
+    def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         """Append the tasks of one layer."""
 
     # ---- prefill ----------------------------------------------------------------------------------------------------
 
-    def tasks(self, layout: Layout[TensorParallel]) -> list[Task]:
-        return self.step(layout)[0]
+    def tasks(self, layout: PlanLayout[TensorParallel]) -> list[Task]:
+        return self.step_tasks(layout)[0]
 
-    def step(
-        self, layout: Layout[TensorParallel], modes: Sequence[LayerMode] | None = None
+    def step_tasks(
+        self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode] | None = None
     ) -> tuple[list[Task], list[list[int]]]:
         """The tasks of a step with all its micro-batches, and the indices of the tasks of each layer.
 
@@ -47,14 +47,14 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         modes = _modes(layout) if modes is None else modes
         seq_len, count = layout.body.seq_len, layout.body.micro_batches
         if count == 1:
-            whole, layers = self._part(layout, Span(0, seq_len), modes)
+            whole, layers = self._part_tasks(layout, Span(0, seq_len), modes)
             return whole, [list(range(*span)) for span in layers]
         edges = [seq_len * index // count for index in range(count + 1)]
         tasks: list[Task] = []
         by_layer: list[list[int]] = [[] for _ in modes]
         kept: dict[tuple[int, int], list[int]] = {}  # by layer and rank: QKV tasks of the previous micro-batch
         for part in map(Span, edges, edges[1:]):
-            of_part, layers = self._part(layout, part, modes)
+            of_part, layers = self._part_tasks(layout, part, modes)
             offset, keeps = len(tasks), dict[tuple[int, int], list[int]]()
             tasks += [task._replace(after=tuple(index + offset for index in task.after)) for task in of_part]
             for layer, (first, end) in enumerate(layers):
@@ -69,8 +69,8 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
             kept = keeps
         return tasks, by_layer
 
-    def _part(
-        self, layout: Layout[TensorParallel], part: Span, modes: Sequence[LayerMode]
+    def _part_tasks(
+        self, layout: PlanLayout[TensorParallel], part: Span, modes: Sequence[LayerMode]
     ) -> tuple[list[Task], list[tuple[int, int]]]:
         """The tasks of some rows of the step, and the span of tasks of each layer. The last part includes the output head."""
         ring = RingTasks(layout, part)
@@ -78,14 +78,14 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         layers = []
         for index, mode in enumerate(modes):
             ring.layer, start = index, len(ring.tasks)
-            self.layer(ring, mode)
+            self.add_layer(ring, mode)
             layers.append((start, len(ring.tasks)))
         ring.layer = None
         if layout.spec.causal and part.stop == layout.body.seq_len:
             ring.head()
         return ring.tasks, layers
 
-    def timing(self, layout: Layout[TensorParallel]) -> Timing:
+    def timing(self, layout: PlanLayout[TensorParallel]) -> Timing:
         """Simulate only a few layers of each run of equal layers, and add the time of the last one for each of the others:
         the layers of a run differ only at its ends."""
         modes = _modes(layout)
@@ -93,7 +93,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
             return self._timing_of_micro_batches(layout, modes)
         runs = [(mode, len(list(same))) for mode, same in groupby(modes)]
         shown = [mode for mode, count in runs for _ in range(min(count, _SIMULATED_LAYERS))]
-        tasks, by_layer = self.step(layout, shown)
+        tasks, by_layer = self.step_tasks(layout, shown)
         timeline = simulate(tasks)
         total, extra, last = timeline.makespan, dict.fromkeys(timeline.busy, 0.0), -1
         for _, count in runs:
@@ -109,21 +109,21 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
                         extra[resource] += repeats * task.seconds
         return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
 
-    def _timing_of_micro_batches(self, layout: Layout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
+    def _timing_of_micro_batches(self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
         """With micro-batches, extrapolate from a few layers after the first ones. An early micro-batch runs layers ahead of
         a late one, so each layer adds the same time only after a few layers. Unequal layers are all simulated."""
         shown = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= shown:
-            timeline = simulate(self.step(layout, modes)[0])
+            timeline = simulate(self.step_tasks(layout, modes)[0])
             return timeline.makespan, timeline.busy
-        short, long = (simulate(self.step(layout, modes[:count])[0]) for count in (shown // 2, shown))
+        short, long = (simulate(self.step_tasks(layout, modes[:count])[0]) for count in (shown // 2, shown))
         repeats = (len(modes) - shown) / _LAYERS_TO_SETTLE
         busy = {key: seconds + repeats * (seconds - short.busy.get(key, 0.0)) for key, seconds in long.busy.items()}
         return long.makespan + repeats * (long.makespan - short.makespan), busy
 
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
-    def decode_seconds(self, layout: Layout[TensorParallel], num_tokens: float) -> float:
+    def decode_seconds(self, layout: PlanLayout[TensorParallel], num_tokens: float) -> float:
         """Seconds per token: all layers, the output head, the candidates to rank 0, the step order from rank 0 to all, and
         the next word embedding row from its owner (the slowest counts) to all."""
         spec, body, ranks, H = layout.spec, layout.body, layout.ranks, layout.spec.hidden_size
@@ -145,20 +145,20 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         ready = [0.0 for _ in ranks]
         ends = []
         for _ in range(min(spec.num_layers, _SIMULATED_LAYERS)):
-            ready = decode.exchange(layout, after(ready, attention, 0.5), H, with_heads, ranks)
-            ready = decode.exchange(layout, after(ready, mlp, 0.5), H, with_columns, ranks)
+            ready = decode.simulate_exchange(layout, after(ready, attention, 0.5), H, with_heads, ranks)
+            ready = decode.simulate_exchange(layout, after(ready, mlp, 0.5), H, with_columns, ranks)
             ends.append(max(ready))
         further = max(spec.num_layers - _SIMULATED_LAYERS, 0) * (ends[-1] - (ends[-2] if len(ends) > 1 else 0.0))
         ready = [seconds + further for seconds in ready]
-        ready = after(ready, head, decode.STEP_LAYERS)
-        ready = decode.exchange(layout, ready, decode.FEW_VALUES, owners, [0], verbatim=True)
-        ready = decode.exchange(layout, ready, decode.FEW_VALUES, [0], ranks, verbatim=True)
-        return max(max(decode.exchange(layout, ready, H, [owner], ranks)) for owner in owners)
+        ready = after(ready, head, decode.STEP_OVERHEAD_LAYERS)
+        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, owners, [0], verbatim=True)
+        ready = decode.simulate_exchange(layout, ready, decode.SMALL_MESSAGE_VALUES, [0], ranks, verbatim=True)
+        return max(max(decode.simulate_exchange(layout, ready, H, [owner], ranks)) for owner in owners)
 
     def decoding_values(self, spec: ModelSpec, body: TensorParallel, limits: GenerationLimits) -> int:
         """Values of the partial sums [B,H] of every rank, for B sequences."""
         return len(body.heads) * limits.max_sequences * spec.hidden_size
 
 
-def _modes(layout: Layout[TensorParallel]) -> list[LayerMode]:
+def _modes(layout: PlanLayout[TensorParallel]) -> list[LayerMode]:
     return [layout.body.mode(layer) for layer in range(layout.spec.num_layers)]

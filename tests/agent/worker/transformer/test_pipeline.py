@@ -155,7 +155,7 @@ def test_a_lossy_wire_format_stays_close(models: Any) -> None:
 
 
 def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(models: Any) -> None:
-    from coordinator.plan.transformer.strategies import memory_use
+    from coordinator.plan.transformer.strategies import rank_memory
 
     for family in ("gpt2", "llama"):  # tied, and with a separate output head
         model_dir = models(family)
@@ -166,7 +166,7 @@ def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(model
             request = home.submit(prompts_of(spec, [20])[0], 30)
             for _ in range(6):
                 home.step()
-            planned = [memory_use(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
+            planned = [rank_memory(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
             for generation, shard, use, count in zip(
                 cluster.generations, cluster.shards, planned, plan.body.layers, strict=True
             ):

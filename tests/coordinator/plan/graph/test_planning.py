@@ -25,7 +25,7 @@ from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, tasks_of, transfers_of
 from coordinator.plan.graph.request import GraphRequest, seconds_of
 from coordinator.plan.limits import parse_limit
-from coordinator.plan.simulator import compute_of, send_of, sides_of, simulate
+from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.serve.planner_process import solve
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
@@ -41,7 +41,7 @@ def test_a_chain_over_two_devices_takes_compute_and_transfer() -> None:
     segments = cut(spec, [0, 0, 1, 1])
     priced = price(spec, segments, cluster, [0, 1])
     assert priced.latency_seconds == pytest.approx(2 * 1.0 + 100 / 50 + 0.25 + 2 * 2.0)
-    assert (priced.bottleneck, priced.bottleneck_seconds) == (compute_of(1), pytest.approx(4.0))
+    assert (priced.bottleneck, priced.bottleneck_seconds) == (compute_resources(1), pytest.approx(4.0))
     assert priced.busy_seconds == pytest.approx((2.0, 4.0))
 
 
@@ -51,7 +51,7 @@ def test_a_link_that_is_busier_than_the_devices_is_the_bottleneck() -> None:
     for congestion in (True, False):
         priced = price(spec, cut(spec, [0, 1]), cluster, [0, 1], congestion)
         assert priced.bottleneck_seconds == pytest.approx(10.0)
-        assert priced.bottleneck == (send_of(0) if congestion else sides_of(0, 1))
+        assert priced.bottleneck == (send_resources(0) if congestion else transfer_resources(0, 1))
 
 
 def test_branches_overlap_and_a_tensor_goes_to_a_device_once() -> None:

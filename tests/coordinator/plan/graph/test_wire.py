@@ -17,7 +17,7 @@ from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.price import price, transfers_of
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.wire import num_converted, on_wire, wire_bytes
-from coordinator.plan.simulator import receive_of
+from coordinator.plan.simulator import receive_resources
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
@@ -83,7 +83,7 @@ def test_inputs_and_outputs_keep_links_busy_on_live_devices_only() -> None:
     live = replace(out_of_a_file, measured=True)
     priced = price(spec, segments, live, [0, 1])
     assert priced.latency_seconds == pytest.approx(5 + 1 + 2 + 1 + 1)
-    assert (priced.bottleneck, priced.bottleneck_seconds) == (receive_of(0), pytest.approx(5.0))
+    assert (priced.bottleneck, priced.bottleneck_seconds) == (receive_resources(0), pytest.approx(5.0))
     wire = WireCost(encrypted_seconds_per_byte=0.001, plain_seconds_per_byte=0.0005, seconds_per_message=0.1)
     costly = replace(live, devices=tuple(replace(device, wire=wire) for device in live.devices))
     # In, across, and out, in small pieces; what the coordinator is at the other end of passes the daemon too, and so does

@@ -20,17 +20,17 @@ from coordinator.cli.app import app
 from coordinator.cli.output import out
 from coordinator.cli.render.tables import generation_lines, plan_tables
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.plan.simulator import sides_of
+from coordinator.plan.simulator import transfer_resources
 from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
-from coordinator.plan.transformer.cost.layout import Layout
-from coordinator.plan.transformer.cost.predict import predict, seconds_of
+from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.predict import predict, request_seconds
 from coordinator.plan.transformer.explain import bottleneck, candidate_as_json, why_lost, why_won
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.refine.replicate import replicate
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, over_budget
-from coordinator.plan.transformer.shares import Budget, body_of
-from coordinator.plan.transformer.strategies import memory_use, strategy_of
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, excess_bytes
+from coordinator.plan.transformer.shares import ShareBudget, body_from_grains
+from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from coordinator.serve.goal import open_model, plan_request
 from coordinator.serve.prompts import TextTokenizer
 from coordinator.serve.state import TransformerGoal
@@ -78,7 +78,7 @@ def request(
 def test_a_small_llama_is_counted_by_hand() -> None:
     body = make_plan(SMALL, "hmp", (1, 1)).body
     assert (body.heads, body.columns, body.vocabulary) == ((4, 4), (192, 128), (2048, 452))
-    first, second = (memory_use(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2))
+    first, second = (rank_memory(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2))
     qkv, out, norms = (64 + 16 + 16) * 96, 96 * 64, 2 * 96
     assert first.weights == 2 * (qkv + out + 3 * 192 * 96 + norms) * 4
     assert second.weights == 2 * (qkv + out + 3 * 128 * 96 + norms) * 4
@@ -95,7 +95,7 @@ def test_a_small_llama_is_counted_by_hand() -> None:
 
 def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
     def total(spec: ModelSpec = SMALL, promise: GenerationLimits | None = PROMISE) -> int:
-        return memory_use(spec, sized(make_plan(spec, "local", (1,)).body, 32, promise), 0).total
+        return rank_memory(spec, sized(make_plan(spec, "local", (1,)).body, 32, promise), 0).total
 
     tied = SMALL.model_copy(update={"tied_head": True})
     ungated = SMALL.model_copy(update={"gated": False})
@@ -109,7 +109,7 @@ def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
 def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     short, long = (
-        memory_use(LLAMA_1B, sized(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
+        rank_memory(LLAMA_1B, sized(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
         for context in (16384, 32768)
     )
     assert long - short == 2 * 512 * 16384 * 4
@@ -117,8 +117,8 @@ def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
 
 def test_replicated_weights_leave_the_cache_by_heads() -> None:
     body = make_plan(SMALL, "sp", (1, 1)).body
-    uses = [memory_use(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2)]
-    local = memory_use(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, PROMISE), 0)
+    uses = [rank_memory(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2)]
+    local = rank_memory(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, PROMISE), 0)
     assert [use.weights for use in uses] == [local.weights] * 2
     assert sum(use.kv_cache for use in uses) == local.kv_cache
 
@@ -138,16 +138,18 @@ def test_a_budget_never_promises_more_than_there_is(
     generation = GenerationRequest(128, sequences) if spec.causal else None
     devices = [device_profile(index, 1.0, spec, seq_len, 1 << 40) for index in range(len(weights))]
     asked = PlanRequest(spec, cluster(devices, 100), seq_len, generation=generation)
-    budget = Budget(asked, strategy)
+    budget = ShareBudget(asked, strategy)
     shares = [
         largest_remainder(weights, -(-total // grain))
         for total, grain in ((spec.num_kv_heads, 1), (spec.ffn_size, 64), (spec.vocab_size, 1024))
     ]
-    body = body_of(asked, strategy, *shares)
+    body = body_from_grains(asked, strategy, *shares)
     for rank, (a, b, v) in enumerate(zip(*shares, strict=True)):
-        counted = a * budget.head_grain + b * budget.column_grain + v * budget.vocabulary_grain
-        assert counted <= budget.total(rank)
-        assert over_budget(asked, body, rank) <= counted - budget.total(rank)
+        counted = (
+            a * budget.bytes_per_head_grain + b * budget.bytes_per_column_grain + v * budget.bytes_per_vocabulary_grain
+        )
+        assert counted <= budget.share_bytes(rank)
+        assert excess_bytes(asked, body, rank) <= counted - budget.share_bytes(rank)
 
 
 # ---- the KV cache decides what fits ---------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def test_a_budget_that_nobody_can_meet_names_the_missing_bytes_of_all() -> None:
 
 def token_seconds(spec: ModelSpec, body: TransformerBody, devices: ClusterProfile, wire: WireFormat) -> float:
     """Of a sequence with 100 tokens in the KV cache."""
-    return strategy_of(body).decode_seconds(Layout(spec, body, devices, wire), 100)
+    return strategy_of_body(body).decode_seconds(PlanLayout(spec, body, devices, wire), 100)
 
 
 def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = SMALL, **wire: float) -> float:
@@ -311,8 +313,8 @@ def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[Phase, float]:
     home = cluster([device_profile(index, 1.0, spec, 512) for index in range(2)], 8)
     body = make_plan(spec, strategy, (3, 1), row_weights=(1, 1), modes=(modes,) if strategy == "hmp" else ()).body
     found: dict[Phase, float] = {}
-    for task in strategy_of(body).tasks(Layout(spec, sized(body, 512), home, EXACT)):
-        if task.resources == sides_of(0, 1):
+    for task in strategy_of_body(body).tasks(PlanLayout(spec, sized(body, 512), home, EXACT)):
+        if task.resources == transfer_resources(0, 1):
             assert isinstance(task.kind, Phase)
             found[task.kind] = found.get(task.kind, 0.0) + task.num_bytes / 4
     return found
@@ -332,7 +334,7 @@ def test_a_prefill_ends_with_the_head() -> None:
     home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
     body = make_plan(LLAMA_1B, "local", (1,)).body
     blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
-    prediction, _ = predict(Layout(LLAMA_1B, sized(body, 512), home, EXACT))
+    prediction, _ = predict(PlanLayout(LLAMA_1B, sized(body, 512), home, EXACT))
     assert prediction.latency_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
 
 
@@ -344,12 +346,12 @@ def test_plans_are_compared_by_the_request_that_is_expected() -> None:
     assert plan.body.generation is not None
     assert (plan.body.generation.prompt_tokens, plan.body.generation.new_tokens) == (1024, 10)
     expected = 2 * plan.predicted.latency_seconds + 10 * plan.predicted.decode_seconds
-    assert seconds_of(plan) == pytest.approx(expected)
+    assert request_seconds(plan) == pytest.approx(expected)
     default = plan_for(request([1.0]))
     assert default.body.generation is not None
     assert (default.body.generation.prompt_tokens, default.body.generation.new_tokens) == (512, 128)
     encoder = make_plan(BERT_LARGE, "hmp", (1, 1))
-    assert seconds_of(encoder) == encoder.predicted.latency_seconds
+    assert request_seconds(encoder) == encoder.predicted.latency_seconds
 
 
 def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> None:
@@ -357,7 +359,7 @@ def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> Non
         plan = plan_for(request([1.0, 1.0], mbit, round_trip_seconds=rtt))
         assert plan.num_ranks == num_devices
         alone = plan_for(request([1.0]))
-        assert seconds_of(plan) <= seconds_of(alone) * 1.0001
+        assert request_seconds(plan) <= request_seconds(alone) * 1.0001
         assert plan_from_json(plan.model_dump_json()) == plan
 
 
@@ -455,7 +457,7 @@ def test_auto_fits_decodes_with_what_it_holds_and_is_never_slower_than_one_devic
             alone = plan_strategy(replace(asked, cluster=asked.cluster.subset((device.device_id,))), "local")
         except ModelDoesNotFit:
             continue
-        assert seconds_of(plan) <= 1.011 * seconds_of(alone)
+        assert request_seconds(plan) <= 1.011 * request_seconds(alone)
 
 
 def test_encoders_are_planned_as_before() -> None:

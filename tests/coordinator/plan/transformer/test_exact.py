@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
-from coordinator.plan.transformer.cost.predict import seconds_of
+from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.planners.best_shares import plan_shares
 from coordinator.plan.transformer.planners.exact import best_shares, plan_exact
 from coordinator.plan.transformer.planners.galaxy import plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.plan.transformer.ring import best_ring
-from coordinator.plan.transformer.shares import Budget, Work
-from coordinator.plan.transformer.strategies import memory_use
+from coordinator.plan.transformer.shares import LayerTimes, ShareBudget
+from coordinator.plan.transformer.strategies import rank_memory
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile
@@ -56,7 +56,7 @@ def splits(total: int, parts: int) -> list[tuple[int, ...]]:
 def brute_force(problem: PlanRequest) -> float:
     """The least objective over every split of every kind, or infinity."""
     blocks = [device.blocks for device in problem.cluster.devices]
-    budget, work = Budget(problem, "hmp"), Work(problem)
+    budget, work = ShareBudget(problem, "hmp"), LayerTimes(problem)
     group = problem.spec.num_heads // 4
     num = len(blocks)
     best = float("inf")
@@ -67,8 +67,10 @@ def brute_force(problem: PlanRequest) -> float:
             )
             if seconds < best and any(
                 all(
-                    a[d] * budget.head_grain + b[d] * budget.column_grain + v[d] * budget.vocabulary_grain
-                    <= budget.total(d)
+                    a[d] * budget.bytes_per_head_grain
+                    + b[d] * budget.bytes_per_column_grain
+                    + v[d] * budget.bytes_per_vocabulary_grain
+                    <= budget.share_bytes(d)
                     for d in range(num)
                 )
                 for v in splits(3, num)
@@ -111,9 +113,9 @@ def test_the_best_shares_are_never_worse_than_galaxys_under_the_simulator(
         assert error.missing_bytes > 0
         return
     exact = plan_shares(problem, "hmp")
-    assert seconds_of(exact) <= seconds_of(galaxy)
+    assert request_seconds(exact) <= request_seconds(galaxy)
     for rank, device in enumerate(exact.devices):
-        assert memory_use(spec, exact.body, rank).total <= device.budget_bytes
+        assert rank_memory(spec, exact.body, rank).total <= device.budget_bytes
 
 
 def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from support.plans import LLAMA_1B, cluster, device_profile, sized
 
-from coordinator.plan.simulator import compute_of
+from coordinator.plan.simulator import compute_resources
 from coordinator.plan.transformer.auto import plan_auto, plan_strategy
-from coordinator.plan.transformer.cost.layout import Layout
-from coordinator.plan.transformer.cost.predict import predict, seconds_of
-from coordinator.plan.transformer.refine.micro_batches import in_micro_batches
+from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.predict import predict, request_seconds
+from coordinator.plan.transformer.refine.micro_batches import split_into_micro_batches
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
 from coordinator.plan.transformer.strategies.hybrid import HMP
 from hearth.plan.phases import Work
@@ -28,7 +28,7 @@ def request(mbit: float, num_devices: int = 2) -> PlanRequest:
 def test_one_hides_its_communication_under_the_other() -> None:
     asked = request(250)
     whole = plan_strategy(asked, "megatron-tp")
-    cut = in_micro_batches(asked, whole)
+    cut = split_into_micro_batches(asked, whole)
     assert cut.body.micro_batches == 2
     assert cut.predicted.latency_seconds < 0.95 * whole.predicted.latency_seconds
     # Nothing is faster than the busiest link and the busiest device.
@@ -43,7 +43,7 @@ def test_the_same_work_is_done() -> None:
     bytes_of, layers_of = [], []
     for count in (1, 2):
         cut = body.model_copy(update={"micro_batches": count})
-        tasks, by_layer = HMP.step(Layout(SPEC, cut, asked.cluster, asked.wire))
+        tasks, by_layer = HMP.step_tasks(PlanLayout(SPEC, cut, asked.cluster, asked.wire))
         bytes_of.append(sum(task.num_bytes for task in tasks))
         layers_of.append(len(by_layer))
     assert bytes_of[0] == pytest.approx(bytes_of[1])
@@ -53,12 +53,12 @@ def test_the_same_work_is_done() -> None:
 def test_a_later_one_attends_to_what_came_before() -> None:
     asked = request(250)
     body = plan_strategy(asked, "hmp").body.model_copy(update={"micro_batches": 2})
-    tasks, by_layer = HMP.step(Layout(SPEC, body, asked.cluster, asked.wire))
+    tasks, by_layer = HMP.step_tasks(PlanLayout(SPEC, body, asked.cluster, asked.wire))
     assert len(by_layer) == SPEC.num_layers
     for layer, indices in enumerate(by_layer):
         for rank in range(2):
             of_rank = {
-                kind: [i for i in indices if tasks[i].kind is kind and tasks[i].resources == compute_of(rank)]
+                kind: [i for i in indices if tasks[i].kind is kind and tasks[i].resources == compute_resources(rank)]
                 for kind in (Work.QKV, Work.OUT)
             }
             assert {tasks[i].layer for each in of_rank.values() for i in each} == {layer}
@@ -70,10 +70,10 @@ def test_a_later_one_attends_to_what_came_before() -> None:
 def test_where_nothing_is_hidden_there_is_one() -> None:
     alone = request(250, num_devices=1)
     local = plan_strategy(alone, "local")
-    assert in_micro_batches(alone, local) is local
+    assert split_into_micro_batches(alone, local) is local
     encoder = replace(request(250), generation=None)
     plan = plan_strategy(encoder, "hmp")
-    assert in_micro_batches(encoder, plan) is plan
+    assert split_into_micro_batches(encoder, plan) is plan
 
 
 def test_auto_is_never_slower_for_them() -> None:
@@ -82,13 +82,13 @@ def test_auto_is_never_slower_for_them() -> None:
         plan = plan_auto(asked).plan
         one = plan.body.model_copy(update={"micro_batches": 1})
         subset = asked.cluster.subset(tuple(device.device_id for device in plan.devices))
-        in_one_piece = predict(Layout(SPEC, sized(one, 256), subset, asked.wire))[0].latency_seconds
+        in_one_piece = predict(PlanLayout(SPEC, sized(one, 256), subset, asked.wire))[0].latency_seconds
         assert plan.predicted.latency_seconds <= in_one_piece * 1.001
-        assert seconds_of(plan) > 0
+        assert request_seconds(plan) > 0
 
 
 def test_a_plan_names_them() -> None:
-    plan = in_micro_batches(request(250), plan_strategy(request(250), "megatron-tp"))
+    plan = split_into_micro_batches(request(250), plan_strategy(request(250), "megatron-tp"))
     assert plan.body.title == "megatron-tp, 2 micro-batches"
     with pytest.raises(ValueError, match="micro_batches are for hmp"):
         TransformerPlan.model_validate({**plan.model_dump(), "body": {**plan.body.model_dump(), "strategy": "sp"}})

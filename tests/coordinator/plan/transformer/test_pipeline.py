@@ -21,12 +21,12 @@ from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_ra
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.transformer.auto import plan_strategy
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
-from coordinator.plan.transformer.cost.layout import Layout
-from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
+from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.predict import predict, predicted_step_timeline, request_seconds
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.planners.pipeline import Split, best_split, plan_stages
-from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset, price
-from coordinator.plan.transformer.strategies import memory_use, strategy_of
+from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
+from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.errors import BadPlan, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
@@ -121,7 +121,7 @@ def all_pipelines(asked: PlanRequest) -> Iterator[TransformerPlan]:
         in_order = on_subset(asked, order)
         for layers, rows in product(splits(asked.spec.num_layers, len(ids)), sizes):
             body = Pipeline.of(asked.spec, layers, PROFILED, rows, asked.limits)
-            plan = price(in_order, body, "brute force")
+            plan = build_plan(in_order, body, "brute force")
             if all(device.memory.total <= device.budget_bytes for device in plan.devices):
                 yield plan
 
@@ -137,7 +137,7 @@ def test_no_pipeline_is_better_under_the_simulator(
     spec = data.draw(st.sampled_from([FEW, BERT_FEW]))
     budgets = data.draw(st.lists(st.integers(700, 2200), min_size=len(speeds), max_size=len(speeds)))
     asked = request(home(speeds, mbit, rtt, [mib << 20 for mib in budgets], spec), spec)
-    best = min((seconds_of(plan) for plan in all_pipelines(asked)), default=None)
+    best = min((request_seconds(plan) for plan in all_pipelines(asked)), default=None)
     try:
         plan = plan_strategy(asked, "pipeline")
     except ModelDoesNotFit as error:
@@ -145,7 +145,7 @@ def test_no_pipeline_is_better_under_the_simulator(
         assert error.missing_bytes > 0
         return
     assert best is not None
-    assert seconds_of(plan) <= 1.005 * best  # the estimate leaves out what little overlaps otherwise
+    assert request_seconds(plan) <= 1.005 * best  # the estimate leaves out what little overlaps otherwise
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
 
 
@@ -194,11 +194,11 @@ def test_auto_is_never_worse_than_any_strategy_but_for_fewer_devices(
             pass
     if not found:
         return
-    chosen, best = plan_for(asked), min(found, key=seconds_of)
+    chosen, best = plan_for(asked), min(found, key=request_seconds)
     if chosen.num_ranks < best.num_ranks:  # one more device must bring 4 %
-        assert seconds_of(chosen) <= 1.0401 * seconds_of(best)
+        assert request_seconds(chosen) <= 1.0401 * request_seconds(best)
     else:
-        assert seconds_of(chosen) <= 1.0101 * seconds_of(best)
+        assert request_seconds(chosen) <= 1.0101 * request_seconds(best)
 
 
 def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
@@ -214,10 +214,10 @@ def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
     assert laggy.body.generation.prefill_rows == laggy.body.chunk_rows
     fast_link = plan_for(request(home([1.0, 1.0], 2000, 0.1e-3, budgets), generation=GenerationRequest(2048)))
     assert fast_link.body.strategy == "hmp"
-    assert seconds_of(quick) < seconds_of(laggy)
+    assert request_seconds(quick) < request_seconds(laggy)
     named = [each for each in fast_link.alternatives if each.strategy.startswith("pipeline")]
     assert named[0].predicted_seconds is not None
-    assert named[0].predicted_seconds > 1.2 * seconds_of(fast_link)
+    assert named[0].predicted_seconds > 1.2 * request_seconds(fast_link)
 
 
 def test_an_encoder_that_fits_no_device_is_staged_over_slow_links() -> None:
@@ -261,10 +261,12 @@ def test_a_token_passes_each_stage_and_each_hop_once() -> None:
     order = 2 * message  # rank 0 tells the others first
     head = head_bytes(LLAMA_1B, 32000) * 1e-10 + 4 * 5e-5
     expected = order + 8 * layer + hop + 3 * 2 * layer + hop + 5 * layer / 2 + hop + head
-    assert strategy_of(body).decode_seconds(Layout(LLAMA_1B, body, devices, EXACT), 100) == pytest.approx(expected)
+    assert strategy_of_body(body).decode_seconds(PlanLayout(LLAMA_1B, body, devices, EXACT), 100) == pytest.approx(
+        expected
+    )
     alone = home([1.0])
     whole = Pipeline.of(LLAMA_1B, (16,), PROFILED)
-    assert strategy_of(whole).decode_seconds(Layout(LLAMA_1B, whole, alone, EXACT), 100) == pytest.approx(
+    assert strategy_of_body(whole).decode_seconds(PlanLayout(LLAMA_1B, whole, alone, EXACT), 100) == pytest.approx(
         16 * layer + head
     )
 
@@ -273,7 +275,7 @@ def test_chunks_hide_each_other() -> None:
     devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
     spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
     whole, chunked = (
-        predict(Layout(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, EXACT))[0].latency_seconds
+        predict(PlanLayout(spec, Pipeline.of(spec, (4, 4), PROFILED, rows), devices, EXACT))[0].latency_seconds
         for rows in (0, 64)
     )
     hop = PROFILED * 1024 * 4 / 1e9
@@ -285,16 +287,16 @@ def test_chunks_hide_each_other() -> None:
 
 def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
     devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128)
-    exact, half = (predict(Layout(LLAMA_1B, body, devices, WireFormat(values=v)))[0] for v in ("exact", "fp16"))
+    exact, half = (predict(PlanLayout(LLAMA_1B, body, devices, WireFormat(values=v)))[0] for v in ("exact", "fp16"))
     assert half.latency_seconds < 0.8 * exact.latency_seconds
     excepted = body.model_copy(update={"exact_links": ((0, 1),)})
-    same = predict(Layout(LLAMA_1B, excepted, devices, WireFormat(values="fp16")))[0]
+    same = predict(PlanLayout(LLAMA_1B, excepted, devices, WireFormat(values="fp16")))[0]
     assert exact.latency_seconds == pytest.approx(same.latency_seconds, rel=0.01)
 
 
 def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
     devices, body = home([1.0, 1.0, 1.0]), Pipeline.of(LLAMA_1B, (6, 5, 5), PROFILED, 128)
-    found = transfers(predicted_timeline(Layout(LLAMA_1B, body, devices, EXACT)))
+    found = transfers(predicted_step_timeline(PlanLayout(LLAMA_1B, body, devices, EXACT)))
     assert len(found) == 4 * 2 + 1  # and the last row, back to the head
 
 
@@ -304,9 +306,9 @@ def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
 def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
     promise = GenerationRequest(1024).limits(PROFILED) if spec.causal else None
-    alone = memory_use(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED, generation=promise), 0)
+    alone = rank_memory(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED, generation=promise), 0)
     body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED, generation=promise)
-    uses = [memory_use(spec, body, rank) for rank in range(3)]
+    uses = [rank_memory(spec, body, rank) for rank in range(3)]
     assert sum(use.weights for use in uses) == alone.weights
     assert sum(use.kv_cache for use in uses) == alone.kv_cache
     assert [use.embeddings for use in uses] == [alone.embeddings, 0, 0]
@@ -318,7 +320,7 @@ def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
 def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: ModelSpec) -> None:
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)
-    plan = price(request(budgets, spec), Pipeline.of(spec, layers, PROFILED), "test")
+    plan = build_plan(request(budgets, spec), Pipeline.of(spec, layers, PROFILED), "test")
     refs = tuple(
         ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
         for index, (kind, layer, grain) in enumerate(all_chunks(spec))

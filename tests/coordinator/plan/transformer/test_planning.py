@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 from support.planning import plan_for
 from support.plans import BERT_LARGE, cluster, device_profile, make_plan, sized
 
-from coordinator.plan.simulator import Resource, ResourceKind, Task, compute_of, send_of, sides_of, simulate
+from coordinator.plan.simulator import (
+    Resource,
+    ResourceKind,
+    Task,
+    compute_resources,
+    send_resources,
+    simulate,
+    transfer_resources,
+)
 from coordinator.plan.transformer.auto import plan_strategy
-from coordinator.plan.transformer.cost.layout import Layout
-from coordinator.plan.transformer.cost.predict import predict, predicted_timeline, seconds_of
+from coordinator.plan.transformer.cost.layout import PlanLayout
+from coordinator.plan.transformer.cost.predict import predict, predicted_step_timeline, request_seconds
 from coordinator.plan.transformer.planners.galaxy import balanced_partition, memory_aware_balancing, plan_galaxy
 from coordinator.plan.transformer.refine.replicate import replicate
 from coordinator.plan.transformer.request import PlanRequest, missing_bytes
-from coordinator.plan.transformer.strategies import memory_use, strategy_of
+from coordinator.plan.transformer.strategies import rank_memory, strategy_of_body
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, spans
 from hearth.plan.model_spec import ModelSpec
@@ -34,7 +42,7 @@ SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
 # ---- simulator ------------------------------------------------------------------------------------------------------
 
 
-CPU, OTHER_CPU = compute_of(0), compute_of(1)
+CPU, OTHER_CPU = compute_resources(0), compute_resources(1)
 
 
 def task(resources: tuple[Resource, ...], seconds: float, after: tuple[int, ...] = (), latency: float = 0.0) -> Task:
@@ -49,21 +57,28 @@ def test_a_device_runs_one_task_at_a_time_in_order() -> None:
 
 
 def test_work_is_conserved_a_later_task_runs_while_an_earlier_one_waits() -> None:
-    tasks = [task(sides_of(0, 1), 5.0), task(CPU, 1.0, (0,)), task(CPU, 2.0)]
+    tasks = [task(transfer_resources(0, 1), 5.0), task(CPU, 1.0, (0,)), task(CPU, 2.0)]
     assert simulate(tasks).starts == (0.0, 5.0, 0.0)
 
 
 def test_two_transfers_share_a_senders_side_but_not_two_different_pairs() -> None:
-    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(0, 2), 1.0)]).makespan == 2.0
-    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(2, 3), 1.0)]).makespan == 1.0
+    assert simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(0, 2), 1.0)]).makespan == 2.0
+    assert simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(2, 3), 1.0)]).makespan == 1.0
 
 
 def test_sending_receiving_and_computing_of_a_rank_go_on_at_once() -> None:
-    assert simulate([task(sides_of(0, 1), 1.0), task(sides_of(1, 0), 1.0), task(CPU, 1.0)]).makespan == 1.0
+    assert (
+        simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(1, 0), 1.0), task(CPU, 1.0)]).makespan
+        == 1.0
+    )
 
 
 def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
-    tasks = [task(send_of(0), 1.0, latency=10.0), task(send_of(0), 1.0, latency=10.0), task(CPU, 1.0, (0,))]
+    tasks = [
+        task(send_resources(0), 1.0, latency=10.0),
+        task(send_resources(0), 1.0, latency=10.0),
+        task(CPU, 1.0, (0,)),
+    ]
     timeline = simulate(tasks)
     assert timeline.starts == (0.0, 1.0, 11.0)
     assert timeline.makespan == 12.0
@@ -79,7 +94,7 @@ def test_impossible_graphs_are_refused() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.integers(0, 3)), min_size=1, max_size=15))
 def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, int]]) -> None:
     tasks = [
-        task(compute_of(rank), seconds, tuple(range(max(i - after, 0), i)))
+        task(compute_resources(rank), seconds, tuple(range(max(i - after, 0), i)))
         for i, (rank, seconds, after) in enumerate(drawn)
     ]
     timeline = simulate(tasks)
@@ -98,12 +113,12 @@ def step_seconds(
     body: TransformerBody, devices: ClusterProfile, wire: WireFormat = EXACT, spec: ModelSpec = SMALL
 ) -> float:
     """Predicted for a step of 284 rows."""
-    return predict(Layout(spec, sized(body, 284), devices, wire))[0].latency_seconds
+    return predict(PlanLayout(spec, sized(body, 284), devices, wire))[0].latency_seconds
 
 
 def test_local_costs_the_sum_of_its_blocks() -> None:
     body = make_plan(BERT_LARGE, "local", (1,)).body
-    prediction, busy = predict(Layout(BERT_LARGE, sized(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT))
+    prediction, busy = predict(PlanLayout(BERT_LARGE, sized(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT))
     expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
     assert prediction.latency_seconds == pytest.approx(expected)
     assert busy == pytest.approx((expected,))
@@ -116,7 +131,7 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
     devices = [device_profile(i, 1.0) for i in range(num_devices)]
     seq_len = 60 * num_devices
     body = make_plan(SMALL, strategy, [1] * num_devices).body  # type: ignore[arg-type]
-    tasks = strategy_of(body).tasks(Layout(SMALL, sized(body, seq_len), cluster(devices, 8), EXACT))
+    tasks = strategy_of_body(body).tasks(PlanLayout(SMALL, sized(body, seq_len), cluster(devices, 8), EXACT))
     sent = [0.0] * num_devices
     for task in tasks:
         if task.resources[0].kind is ResourceKind.SEND:
@@ -132,7 +147,7 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
 def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: float) -> None:
     devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
     seconds = [
-        predict(Layout(SMALL, sized(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT))[
+        predict(PlanLayout(SMALL, sized(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT))[
             0
         ].latency_seconds
         for overlap in (True, False)
@@ -144,7 +159,7 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     seconds = [
-        predict(Layout(SMALL, sized(body, 284), devices, WireFormat(values=v)))[0].latency_seconds
+        predict(PlanLayout(SMALL, sized(body, 284), devices, WireFormat(values=v)))[0].latency_seconds
         for v in ("exact", "fp16", "int8")
     ]
     assert seconds[0] > seconds[1] > seconds[2]
@@ -155,7 +170,7 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
 
 def test_every_weight_is_counted_once_over_the_devices() -> None:
     body = make_plan(BERT_LARGE, "hmp", (3, 1, 2)).body
-    uses = [memory_use(BERT_LARGE, sized(body, 284), rank) for rank in range(3)]
+    uses = [rank_memory(BERT_LARGE, sized(body, 284), rank) for rank in range(3)]
     h, f = 1024, 4096
     sharded = 24 * (4 * h * h + 3 * h + 2 * h * f + f) * 4
     replicated = 24 * (2 * h + 4 * h) * 4
@@ -166,7 +181,7 @@ def test_every_weight_is_counted_once_over_the_devices() -> None:
 
 def test_sp_holds_all_weights_everywhere() -> None:
     sp, local = (make_plan(BERT_LARGE, s, w).body for s, w in (("sp", (1, 1)), ("local", (1,))))  # type: ignore[arg-type]
-    assert memory_use(BERT_LARGE, sized(sp, 284), 1).weights == memory_use(BERT_LARGE, sized(local, 284), 0).weights
+    assert rank_memory(BERT_LARGE, sized(sp, 284), 1).weights == rank_memory(BERT_LARGE, sized(local, 284), 0).weights
 
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -311,7 +326,7 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
 def test_auto_sees_that_replicating_pays_on_more_devices_than_sharding(mbit: float, budget: int) -> None:
     problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
     on_all = replicate(problem, plan_strategy(problem, "hmp"))
-    assert seconds_of(plan_for(problem)) <= 1.04 * seconds_of(on_all)
+    assert request_seconds(plan_for(problem)) <= 1.04 * request_seconds(on_all)
 
 
 def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
@@ -336,7 +351,7 @@ def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     assert plan.wire_on(names.index("id0"), names.index("id1")).values == "exact"
     assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    everywhere = predict(Layout(BERT_LARGE, sized(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
+    everywhere = predict(PlanLayout(BERT_LARGE, sized(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
     assert plan.predicted.latency_seconds <= 1.0051 * everywhere.latency_seconds
     assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
 
@@ -387,7 +402,7 @@ def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> Non
     profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     for strategy in ("hmp", "sp", "megatron-tp"):
         body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]
-        traces = predicted_timeline(Layout(SMALL, sized(body, 284), profile, EXACT))
+        traces = predicted_step_timeline(PlanLayout(SMALL, sized(body, 284), profile, EXACT))
         sent = [event for trace in traces for event in trace.events if event.lane == "send"]
         assert len(transfers(traces)) == len(sent) > 0
         assert chrome_trace(traces)["traceEvents"]
