@@ -1,4 +1,4 @@
-"""Who sends which chunk: each leaves the coordinator once, only who has one passes it on, and everyone gets all. Pure."""
+"""Distribution of chunks: each leaves the coordinator once, owners pass it on, and every device gets all. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 
-LEAST, MOST = 250, 600  # bytes of a batch; chunks have some 100
+LEAST, MOST = 250, 600  # bytes of a batch; a chunk has about 100
 
 
 def chunk(index: int) -> Chunk:
@@ -24,14 +24,14 @@ def lacking(**needs: Iterable[int]) -> dict[str, list[Chunk]]:
     return {device: [chunk(index) for index in indexes] for device, indexes in needs.items()}
 
 
-def test_what_nobody_has_comes_from_here_once_and_is_passed_on() -> None:
+def test_new_chunk_leaves_the_coordinator_once_and_is_passed_on() -> None:
     scheduler = ChunkScheduler(lacking(a=[0, 1], b=[0]), {})
     assert scheduler.next_from_coordinator("a") == chunk(0)
-    assert scheduler.next_from_coordinator("b") is None  # a gets it just now, and will pass it on
+    assert scheduler.next_from_coordinator("b") is None  # device a is receiving it and will pass it on
     assert scheduler.next_from_coordinator("a") == chunk(1)
     assert scheduler.next_from_device("a", "b", LEAST, MOST) == []
     scheduler.mark_received(None, "a", [chunk(0)])
-    assert scheduler.next_from_device("a", "b", LEAST, MOST) == []  # little, and more may follow
+    assert scheduler.next_from_device("a", "b", LEAST, MOST) == []  # less than a full batch, and more may follow
     scheduler.mark_received(None, "a", [chunk(1)])
     assert scheduler.next_from_device("a", "b", LEAST, MOST) == [chunk(0)]
     assert not scheduler.is_complete("b")
@@ -40,26 +40,26 @@ def test_what_nobody_has_comes_from_here_once_and_is_passed_on() -> None:
     assert scheduler.is_complete("b")
 
 
-def test_what_another_device_has_is_not_sent_from_here() -> None:
+def test_chunk_held_by_a_device_is_not_sent_by_the_coordinator() -> None:
     scheduler = ChunkScheduler(lacking(a=[0]), {"old": {chunk(0).hash}})
     assert scheduler.next_from_coordinator("a") is None
     assert scheduler.next_from_device("old", "a", LEAST, MOST) == [chunk(0)]
 
 
-def test_where_all_need_everything_each_gets_its_part_from_here() -> None:
-    """So that the coordinator sends the model once, and all devices share in passing it on."""
+def test_coordinator_sends_each_device_a_different_part() -> None:
+    """The coordinator sends the model once, and all devices share in passing it on."""
     scheduler = ChunkScheduler(lacking(**dict.fromkeys("abcd", range(40))), {})
     sent = {device: [scheduler.next_from_coordinator(device) for _ in range(10)] for device in "abcd"}
     assert {each for chunks in sent.values() for each in chunks} == {chunk(index) for index in range(40)}
     assert all(scheduler.next_from_coordinator(device) is None for device in "abcd")
 
 
-def test_what_most_devices_need_is_sent_first() -> None:
+def test_chunks_needed_by_most_devices_are_sent_first() -> None:
     scheduler = ChunkScheduler(lacking(a=[0, 1, 2], b=[2]), {})
     assert scheduler.next_from_coordinator("a") == chunk(2)
 
 
-def test_who_does_not_give_is_asked_no_more() -> None:
+def test_device_that_fails_to_send_is_not_asked_again() -> None:
     scheduler = ChunkScheduler(lacking(a=[0, 1]), {"old": {chunk(0).hash, chunk(1).hash}, "other": {chunk(1).hash}})
     batch = scheduler.next_from_device("old", "a", LEAST, MOST)
     assert batch == [chunk(0), chunk(1)]
@@ -71,7 +71,7 @@ def test_who_does_not_give_is_asked_no_more() -> None:
     assert scheduler.next_from_device("other", "a", LEAST, MOST) == [chunk(1)]
 
 
-def test_one_damaged_chunk_comes_from_elsewhere_and_the_others_as_before() -> None:
+def test_damaged_chunk_is_fetched_elsewhere_and_others_are_unaffected() -> None:
     scheduler = ChunkScheduler(lacking(a=[0, 1, 2, 3, 4, 5, 6]), {"old": {chunk(index).hash for index in range(7)}})
     batch = scheduler.next_from_device("old", "a", LEAST, MOST)
     scheduler.mark_received("old", "a", batch[1:])
@@ -90,10 +90,10 @@ INDEXES = st.sets(st.integers(0, 12))
     broken=st.sets(st.tuples(st.sampled_from(DEVICES), st.sampled_from(DEVICES)), max_size=6),
     seed=st.integers(0, 10**6),
 )
-def test_everyone_gets_what_it_lacks_from_one_that_has_it_by_then(
+def test_every_device_gets_all_chunks_from_owners(
     needs: dict[str, set[int]], has: dict[str, set[int]], broken: set[tuple[str, str]], seed: int
 ) -> None:
-    """In any order of events, over links of which some do not work."""
+    """Random order of events; some links do not work."""
     chance = random.Random(seed)
     got = {device: {chunk(index).hash for index in has.get(device, ())} for device in DEVICES}
     wanted = {

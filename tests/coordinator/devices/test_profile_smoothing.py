@@ -1,4 +1,4 @@
-"""Devices of one kind share their curves; others keep their own."""
+"""Pooling of profiles: devices of one kind share the shape of their curves; others keep their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CURVES = ("qkv", "core", "out", "up", "down", "mlp_rows", "connective", "embeddi
 
 
 def measured(speed: float, noise: Sequence[float]) -> BlockProfile:
-    """Three points for each curve, every one off by its noise."""
+    """Three points for each curve, each with its own noise factor."""
     true = device_profile(0, speed).blocks
     found = {}
     for number, name in enumerate(CURVES):
@@ -38,9 +38,7 @@ def noise(random: Random) -> list[float]:
 
 @given(st.integers(3, 5), st.integers(0, 17), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
-def test_equal_devices_come_out_equal_whatever_a_busy_moment_spoilt_on_one(
-    count: int, spoilt: int, random: Random
-) -> None:
+def test_equal_devices_get_equal_profiles_despite_disturbed_points(count: int, spoilt: int, random: Random) -> None:
     every = [noise(random) for _ in range(count)]
     every[0][spoilt] = 1.3
     found = smooth_profiles({str(index): measured(1.0, each) for index, each in enumerate(every)})
@@ -50,7 +48,7 @@ def test_equal_devices_come_out_equal_whatever_a_busy_moment_spoilt_on_one(
 
 @given(st.floats(1.3, 6.0), st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
-def test_a_slower_device_of_the_same_kind_stays_as_much_slower(factor: float, random: Random) -> None:
+def test_slower_device_of_the_same_kind_keeps_its_speed_ratio(factor: float, random: Random) -> None:
     found = smooth_profiles({"fast": measured(1.0, noise(random)), "slow": measured(1 / factor, noise(random))})
     fast, slow = ([second for name in CURVES for second in getattr(found[d], name).seconds] for d in ("fast", "slow"))
     ratios = [b / a for a, b in zip(fast, slow, strict=True)]
@@ -58,15 +56,15 @@ def test_a_slower_device_of_the_same_kind_stays_as_much_slower(factor: float, ra
     assert 0.9 * factor < ratios[0] < 1.1 * factor
 
 
-def test_a_device_of_another_kind_keeps_its_own() -> None:
+def test_device_of_another_kind_keeps_its_profile() -> None:
     exact = [1.0] * 24
-    odd = [3.0 if 3 <= index < 6 else 1.0 for index in range(24)]  # attention is slow on it
+    odd = [3.0 if 3 <= index < 6 else 1.0 for index in range(24)]  # attention is slower on this device
     blocks = {"a": measured(1.0, exact), "b": measured(1.0, exact), "odd": measured(1.0, odd)}
     found = smooth_profiles(blocks)
     assert found["odd"] == blocks["odd"]
     assert all(math.isclose(layer_seconds(found[name]), layer_seconds(blocks[name])) for name in "ab")
 
 
-def test_one_device_alone_is_as_it_was_measured() -> None:
+def test_single_device_keeps_its_measurements() -> None:
     alone = {"only": measured(1.0, [1.1, 0.9, 1.0] * 8)}
     assert smooth_profiles(alone) == alone

@@ -1,4 +1,4 @@
-"""Profiles of devices for both kinds of model: the cache, drift, devices that are left out, and why none is left."""
+"""Profiles for both kinds of model: the cache, drift, and devices that cannot be profiled."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Case:
         return asyncio.run(block_cluster(self.profiler, devices, self.workload))
 
     def seconds(self) -> dict[str, float]:
-        """By device, what the cluster says that it takes."""
+        """Profiled seconds by device."""
         cluster = self.cluster()
         if isinstance(cluster, ClusterProfile):
             return {device.device_id: self.workload.total_seconds(device.blocks) for device in cluster.devices}
@@ -63,7 +63,7 @@ class Case:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
-def test_a_device_is_profiled_once_for_each_model_and_its_own_settings(kind: Kind, tmp_path: Path) -> None:
+def test_profile_is_cached_per_device_model_and_settings(kind: Kind, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)
     first = case.seconds()
     assert sorted(profiled_on(case.fleet)) == ["a", "b"]
@@ -79,7 +79,7 @@ def test_a_device_is_profiled_once_for_each_model_and_its_own_settings(kind: Kin
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
-def test_a_device_that_drifted_takes_so_many_times_its_measured_seconds(kind: Kind, tmp_path: Path) -> None:
+def test_drift_factor_scales_measured_seconds(kind: Kind, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)
     before = case.seconds()
     case.profiler.multiply_slowdown("a", 2.0)
@@ -92,7 +92,7 @@ def test_a_device_that_drifted_takes_so_many_times_its_measured_seconds(kind: Ki
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
-def test_a_device_that_fails_meanwhile_is_left_out_and_none_left_is_its_error(kind: Kind, tmp_path: Path) -> None:
+def test_failing_device_is_left_out_and_last_failure_is_raised(kind: Kind, tmp_path: Path) -> None:
     case = Case(kind, tmp_path)
     working, lost = case.fleet.call, {"b"}
 
@@ -129,7 +129,7 @@ def with_gpu(names: str, gpus: str) -> TransformerFleet:
     return fleet
 
 
-def test_a_gpu_that_has_no_int4_is_left_out_and_named(tmp_path: Path) -> None:
+def test_gpu_without_int4_is_left_out_and_named(tmp_path: Path) -> None:
     fleet, lines = with_gpu("ag", "g"), []
     assert [device.name for device in int4(fleet, tmp_path, lines).devices] == ["a"]
     assert profiled_on(fleet) == "a"
@@ -138,6 +138,6 @@ def test_a_gpu_that_has_no_int4_is_left_out_and_named(tmp_path: Path) -> None:
     assert "`--weights int8`" in said
 
 
-def test_where_no_device_has_int4_that_is_the_error(tmp_path: Path) -> None:
+def test_no_device_with_int4_raises_unsupported_weights(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedWeights, match="g cannot"):
         int4(with_gpu("g", "g"), tmp_path, [])

@@ -1,4 +1,4 @@
-"""Health of devices, heartbeats and duplicates."""
+"""Health of devices, heartbeats and duplicate device ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device(name: str = "a", boot_id: str = "boot", host: str = "10.0.0.1", last_
 STATE = AgentState(boot_id="boot", workers=(WorkerStatus(state="ready", epoch=1),))
 
 
-def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> None:
+def test_silent_device_becomes_suspect_then_dead_and_recovers() -> None:
     known = device()
     assert registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS - 0.1).health == "alive"
     suspect = registry.after_missed_heartbeat(known, 100 + SUSPECT_SECONDS)
@@ -34,7 +34,7 @@ def test_a_silent_device_is_alive_then_suspect_then_dead_and_comes_back() -> Non
     assert (back.health, back.reason, back.last_seen) == ("alive", "", 102.0)
 
 
-def test_heartbeats_follow_at_once_when_one_was_missed_and_end_when_the_device_is_dead() -> None:
+def test_missed_heartbeat_is_retried_immediately_until_the_device_is_dead() -> None:
     now, beats = 100.0, []
     known = device(last_seen=now)
     while known.health != "dead":
@@ -47,18 +47,18 @@ def test_heartbeats_follow_at_once_when_one_was_missed_and_end_when_the_device_i
     assert now - 100.0 <= DEAD_SECONDS + 0.2
 
 
-def test_a_device_whose_worker_died_is_left_out_for_a_while_unless_nobody_else_is_left() -> None:
+def test_device_whose_worker_died_is_avoided_unless_it_is_the_only_one() -> None:
     good, bad = device("good"), registry.after_worker_death(device("bad"), now=100.0)
     assert registry.usable([good, bad], now=101.0) == [good]
     assert registry.usable([bad], now=101.0) == [bad]
-    assert registry.usable([good, bad], now=100.0 + QUARANTINE_SECONDS) == [bad, good]  # by name
+    assert registry.usable([good, bad], now=100.0 + QUARANTINE_SECONDS) == [bad, good]  # sorted by name
     assert registry.usable([registry.after_missed_heartbeat(good, 110.0)], now=110.0) == []
 
 
-def test_a_cloned_device_id_is_noticed_and_a_restart_is_not_mistaken_for_it() -> None:
+def test_cloned_device_id_is_detected_but_restart_is_not() -> None:
     known = device()
     registry.check_unique(None, known.welcome, "x", 1)
-    registry.check_unique(known, known.welcome, "elsewhere", 1)  # the same run, over another network
-    registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # restarted in its place
+    registry.check_unique(known, known.welcome, "elsewhere", 1)  # the same run of the agent, over another network
+    registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.1", 47800)  # the agent was restarted
     with pytest.raises(DuplicateDevice, match="copy"):
         registry.check_unique(known, device(boot_id="new").welcome, "10.0.0.2", 47800)

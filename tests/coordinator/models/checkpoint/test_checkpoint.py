@@ -20,7 +20,7 @@ from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Path) -> None:
+def test_tensors_are_read_from_one_or_several_files(num_files: int, tmp_path: Path) -> None:
     expected = tensors_of("bert")
     with Checkpoint(write_model(tmp_path, num_files=num_files)) as checkpoint:
         assert checkpoint.names() == sorted(expected)
@@ -29,12 +29,10 @@ def test_tensors_are_read_from_one_file_or_several(num_files: int, tmp_path: Pat
             assert not checkpoint.array(name).flags.writeable
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is resident")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux reports resident pages")
 @pytest.mark.parametrize("most", [64 << 20, 12 << 20], ids=["many tensors", "tensors too large to stay"])
-def test_little_of_the_files_is_resident_after_copies(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that cutting a checkpoint takes no more memory for a larger one."""
+def test_copied_pages_are_released(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for cutting a checkpoint must not grow with its size."""
     monkeypatch.setattr(checkpoint_module, "_RESIDENT_BYTES", most)
     values = np.arange(3000 * 2000, dtype=np.float32).reshape(3000, 2000)  # 23 MiB
     save_file({f"w{index}": values + index for index in range(6)}, tmp_path / "model.safetensors")
@@ -49,7 +47,7 @@ def test_little_of_the_files_is_resident_after_copies(
                     assert resident_bytes(tmp_path / "model.safetensors") < most + (4 << 20)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path) -> None:
+def test_file_truncated_during_reading_is_reported(tmp_path: Path) -> None:
     save_file({"w": np.ones((5000, 100), np.float32)}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
         array = checkpoint.array("w")
@@ -59,7 +57,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_told(tmp_path: Path) -> No
 
 
 def resident_bytes(path: Path) -> int:
-    """Of a file that this process maps."""
+    """Resident bytes of a file that this process maps."""
     _, _, after = Path("/proc/self/smaps").read_text().partition(str(path))
     found = re.search(r"^Rss:\s*(\d+) kB$", after, re.MULTILINE)
     assert found
@@ -74,7 +72,7 @@ def resident_bytes(path: Path) -> int:
         ("mistral", "model."), ("qwen2", "model."), ("qwen3", "model."),
     ],
 )  # fmt: skip
-def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str, tmp_path: Path) -> None:
+def test_specs_are_read_with_any_task_head_prefix(family: str, prefix: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path / "my-model", family, prefix))
     assert (spec.name, spec.family, spec.num_layers) == ("my-model", family, 2)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == HEADS[family]
@@ -82,7 +80,7 @@ def test_specs_are_read_whatever_the_task_heads_prefix(family: str, prefix: str,
     assert spec.type_vocab_size == (2 if family == "bert" else 0)
 
 
-def test_the_dtype_is_the_files_not_the_configs(tmp_path: Path) -> None:
+def test_dtype_comes_from_the_file_not_the_config(tmp_path: Path) -> None:
     assert read_spec(write_model(tmp_path, dtype=np.float16)).dtype == "float16"
 
 
@@ -112,7 +110,7 @@ def change_config(**changes: object) -> Callable[[Path], None]:
         (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), BadCheckpoint, r"pytorch_model.bin"),
     ],
 )  # fmt: skip
-def test_bad_model_directories_say_what_is_wrong(
+def test_invalid_model_directories_are_described(
     harm: Callable[[Path], None], error: type[Exception], match: str, tmp_path: Path
 ) -> None:
     write_model(tmp_path)
@@ -154,14 +152,14 @@ FIRST = "embeddings.LayerNorm.bias"
         ),
     ],
 )
-def test_broken_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
+def test_malformed_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
     path = write_model(tmp_path) / "model.safetensors"
     harm(path)
     with pytest.raises(BadCheckpoint, match=match):
         Checkpoint(tmp_path)
 
 
-def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
+def test_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     tensors = tensors_of("bert")
@@ -198,7 +196,7 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
         ("mistral", "norm.weight", [24]),
     ],
 )
-def test_a_decoders_missing_or_misshapen_tensor_is_named_as_it_is_stored(
+def test_missing_or_misshapen_decoder_tensor_has_its_stored_name(
     family: str, name: str, shape: list[int], tmp_path: Path
 ) -> None:
     from safetensors.numpy import save_file
@@ -216,7 +214,7 @@ def test_a_decoders_missing_or_misshapen_tensor_is_named_as_it_is_stored(
 
 
 @pytest.mark.parametrize("num_files", [1, 2])
-def test_a_decoders_truncated_file_is_named(num_files: int, tmp_path: Path) -> None:
+def test_truncated_decoder_file_is_named(num_files: int, tmp_path: Path) -> None:
     write_model(tmp_path, "llama", "model.", num_files=num_files)
     path = max(tmp_path.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-100])
@@ -233,14 +231,14 @@ def test_a_decoders_truncated_file_is_named(num_files: int, tmp_path: Path) -> N
         ('{"weight_map": {"absent": "model-00001-of-00002.safetensors"}}', "lacks the tensor absent"),
     ],
 )
-def test_bad_indexes_are_named(index: str, match: str, tmp_path: Path) -> None:
+def test_invalid_indexes_are_named(index: str, match: str, tmp_path: Path) -> None:
     write_model(tmp_path, num_files=2)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(BadCheckpoint, match=match):
         Checkpoint(tmp_path)
 
 
-def test_only_mean_pooling_is_served(tmp_path: Path) -> None:
+def test_only_mean_pooling_is_supported(tmp_path: Path) -> None:
     assert read_pooling(tmp_path) == "mean"
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')

@@ -1,4 +1,4 @@
-"""Every family against transformers: its config, its tensor names, its fused and transposed tensors."""
+"""Every family against transformers: config, tensor names, fused and transposed tensors."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {**_GROUPED, "head_dim": 16}),
     ("qwen3", {**_GROUPED, "head_dim": 10, "attention_bias": True, "tie_word_embeddings": True}),
 ]
-_PREFIXES = {"bert": "", "distilbert": "", "gpt2": "transformer."}  # of a causal model; else "model."
+_PREFIXES = {"bert": "", "distilbert": "", "gpt2": "transformer."}  # of a causal model; "model." for other families
 
 
 def random_model(family: str, settings: dict[str, Any]) -> Any:
-    """A model of transformers with every weight random, biases and norm gains too."""
+    """A model of transformers with all weights random, biases and norm gains included."""
     torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -66,7 +66,7 @@ def random_model(family: str, settings: dict[str, Any]) -> Any:
 
 
 def weights_of(model: Any) -> dict[str, np.ndarray]:
-    """The state dict; a head that is the word embedding is not another weight."""
+    """The state dict without a tied head, which is no separate weight."""
     tied = model.config.tie_word_embeddings
     return {
         name: tensor.numpy() for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
@@ -75,7 +75,7 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("num_files", ["one", "several"])
 @pytest.mark.parametrize(("family", "settings"), CASES)
-def test_all_chunks_together_are_the_models_weights(
+def test_all_chunks_together_equal_the_models_weights(
     family: str, settings: dict[str, Any], num_files: str, tmp_path: Path
 ) -> None:
     model = random_model(family, settings)
@@ -92,7 +92,7 @@ def test_all_chunks_together_are_the_models_weights(
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_model_saved_without_its_head_has_the_same_chunks(family: str, tmp_path: Path) -> None:
+def test_base_model_without_head_has_the_same_chunks(family: str, tmp_path: Path) -> None:
     settings = {**next(settings for name, settings in CASES if name == family), "tie_word_embeddings": True}
     model = random_model(family, settings)
     model.save_pretrained(tmp_path / "whole")
@@ -106,7 +106,7 @@ def test_a_model_saved_without_its_head_has_the_same_chunks(family: str, tmp_pat
     assert refs[0] == refs[1]
 
 
-def test_a_missing_head_is_named(tmp_path: Path) -> None:
+def test_missing_head_is_named(tmp_path: Path) -> None:
     random_model("llama", _GROUPED).base_model.save_pretrained(tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=r"lm_head\.weight is missing"):
         manifest(checkpoint, read_spec(tmp_path))
@@ -124,7 +124,7 @@ def test_half_precision_is_kept(tmp_path: Path) -> None:
         assert np.array_equal(found[name], array), name
 
 
-# ---- what a config says ----------------------------------------------------------------------------------------------
+# ---- configs ---------------------------------------------------------------------------------------------------------
 
 _BASE = {
     "causal": True, "norm": "layer", "norm_place": "pre", "gated": False, "qkv_bias": True, "out_bias": True,
@@ -147,7 +147,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_what_an_architecture_is(family: str, tmp_path: Path) -> None:
+def test_architecture_of_each_family(family: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family))
     assert {name: getattr(spec, name) for name in FACTS[family]} == FACTS[family]
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == HEADS[family]
@@ -179,7 +179,7 @@ def test_what_an_architecture_is(family: str, tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 8}, {"sliding_window": 8, "full_attention_layers": 0}),
         ("mistral", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, {"sliding_window": None}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, {"sliding_window": None}),  # from layer 28 on
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, {"sliding_window": None}),  # from layer 28
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
@@ -202,7 +202,7 @@ def test_what_an_architecture_is(family: str, tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_a_config_says(family: str, changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_config_fields_are_read(family: str, changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family, **changes))
     assert {name: getattr(spec, name) for name in expected} == expected
 
@@ -232,7 +232,7 @@ def test_what_a_config_says(family: str, changes: dict[str, Any], expected: dict
         ("qwen2", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ],
 )  # fmt: skip
-def test_what_we_cannot_compute_is_refused(family: str, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_unsupported_configs_are_rejected(family: str, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedArchitecture, match=match):
         read_spec(write_model(tmp_path, family, **changes))
 
@@ -257,21 +257,19 @@ def test_what_we_cannot_compute_is_refused(family: str, changes: dict[str, Any],
         ("qwen2", {"use_sliding_window": True, "max_window_layers": "few"}, "max_window_layers: few"),
     ],
 )  # fmt: skip
-def test_a_config_that_makes_no_model_is_named(
-    family: str, changes: dict[str, Any], match: str, tmp_path: Path
-) -> None:
+def test_invalid_config_is_named(family: str, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=rf"config\.json.*{match}"):
         read_spec(write_model(tmp_path, family, **changes))
 
 
-def test_every_family_says_what_config_it_is_tested_with() -> None:
+def test_every_family_has_a_test_config() -> None:
     assert set(CONFIGS) == set(HEADS) == set(FAMILIES) == {family for family, _ in CASES}
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
 
 
-def test_parts_of_fused_and_transposed_tensors_are_views() -> None:
+def test_fused_and_transposed_parts_are_views() -> None:
     stored = np.arange(4 * 18).reshape(4, 18)
     source = Source("attn.c_attn", part=(1, 3), transposed=True)
     view = source.view(stored)
@@ -283,7 +281,7 @@ def test_parts_of_fused_and_transposed_tensors_are_views() -> None:
     assert np.array_equal(source.view(bias), bias[6:12])
 
 
-def test_a_head_in_the_file_is_ignored_where_it_is_tied(tmp_path: Path) -> None:
+def test_stored_head_is_ignored_if_tied(tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     directory = write_model(tmp_path, "qwen2", prefix="model.")

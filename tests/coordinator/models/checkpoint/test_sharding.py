@@ -25,7 +25,7 @@ from hearth.plan.rotary import RotarySpec
 from hearth.plan.transformer import SEQUENCE, SHARDED, STRATEGIES, LayerMode
 from hearth.wire.messages import ChunkRef
 
-# Uneven throughout: the last MLP grain and the last vocabulary grain are short, and heads are wider than the hidden size.
+# Uneven sizes: the last MLP grain and the last vocabulary grain are short, and the heads are wider than the hidden size.
 DECODER = ModelSpec(
     name="decoder", family="qwen3", num_layers=3, num_heads=12, num_kv_heads=4, head_dim=10, hidden_size=24,
     ffn_size=1000, vocab_size=5000, max_positions=64, type_vocab_size=0, norm_eps=1e-6, activation="silu",
@@ -36,7 +36,7 @@ DECODER = ModelSpec(
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_all_chunks_together_are_the_model_bit_for_bit(family: str, num_files: int, tmp_path: Path) -> None:
+def test_all_chunks_together_equal_the_model_bit_for_bit(family: str, num_files: int, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family, num_files=num_files))
     with Checkpoint(tmp_path) as checkpoint:
         found = reassembled(checkpoint, spec)
@@ -46,7 +46,7 @@ def test_all_chunks_together_are_the_model_bit_for_bit(family: str, num_files: i
         assert np.array_equal(found[name], array), name
 
 
-def test_chunks_are_named_by_their_content_alone(tmp_path: Path) -> None:
+def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:
     refs = []
     for index, (prefix, num_files) in enumerate([("", 1), ("bert.", 3)]):
         directory = write_model(tmp_path / str(index), prefix=prefix, num_files=num_files)
@@ -55,8 +55,8 @@ def test_chunks_are_named_by_their_content_alone(tmp_path: Path) -> None:
     assert refs[0] == refs[1]
 
 
-def test_the_chunks_of_an_encoder_keep_their_names(tmp_path: Path) -> None:
-    """Devices hold chunks of earlier versions in their stores: what renames them must raise _FORMAT_VERSION."""
+def test_encoder_chunk_names_are_stable(tmp_path: Path) -> None:
+    """Devices store chunks of earlier versions: a change that renames chunks must raise _FORMAT_VERSION."""
     directory = write_model(tmp_path)
     ours = {
         name: np.arange(array.size, dtype=np.float32).reshape(array.shape) + index
@@ -94,7 +94,7 @@ def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
-def test_a_mix_of_dtypes_is_named(family: str, tmp_path: Path) -> None:
+def test_mixed_dtypes_are_named(family: str, tmp_path: Path) -> None:
     tensors = tensors_of(family, dtype=np.float16)
     name = next(name for name in tensors if "norm" in name.lower())
     save_file({**tensors, name: tensors[name].astype(np.float32)}, write_model(tmp_path, family) / "model.safetensors")
@@ -105,7 +105,7 @@ def test_a_mix_of_dtypes_is_named(family: str, tmp_path: Path) -> None:
         manifest(checkpoint, read_spec(tmp_path))
 
 
-def test_the_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
+def test_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
     directory, cache = write_model(tmp_path / "model", "llama"), tmp_path / "cache"
     with Checkpoint(directory) as checkpoint:
         spec = read_spec(directory)
@@ -128,7 +128,7 @@ def owner(shares: Sequence[int], item: int) -> int:
 
 
 def needed_by(plan: TransformerPlan, ref: ChunkRef) -> set[int]:
-    """The ranks that need a chunk, said once more in other words."""
+    """The ranks that need a chunk: an independent formulation."""
     spec, body, mode = plan.model, plan.body, plan.body.mode(ref.layer)
     ranks = range(plan.num_ranks)
     with_rows = {rank for rank in ranks if body.strategy == "megatron-tp" or body.row_weights[rank] > 0}
@@ -157,13 +157,13 @@ modes = st.sampled_from([SHARDED, SEQUENCE]) | st.builds(LayerMode, qkv=placemen
     st.sampled_from([strategy for strategy in STRATEGIES if strategy not in ("local", "pipeline")]),
     st.none() | st.tuples(modes, modes, modes),
 )
-def test_the_ranks_of_any_plan_hold_what_they_need_and_nothing_else(
+def test_ranks_hold_exactly_the_chunks_they_need(
     spec: ModelSpec, ranks: list[tuple[int, int]], strategy: str, some: tuple[LayerMode, ...] | None
 ) -> None:
     weights, row_weights = zip(*ranks, strict=True)
     by_layer = [some[layer % 3] for layer in range(spec.num_layers)] if some and strategy == "hmp" else []
     if spec.causal and (by_layer or strategy == "sp"):
-        row_weights = tuple(max(pair) for pair in ranks)  # who decodes with a replicated part must hold it
+        row_weights = tuple(max(pair) for pair in ranks)  # ranks that decode with a replicated part must hold it
     plan = make_plan(spec, strategy, weights, row_weights, modes=by_layer)  # type: ignore[arg-type]
     refs = refs_of(spec)
     held = [set(chunks_for_rank(refs, plan, rank)) for rank in range(len(ranks))]
@@ -171,14 +171,14 @@ def test_the_ranks_of_any_plan_hold_what_they_need_and_nothing_else(
         assert {rank for rank, chunks in enumerate(held) if ref in chunks} == needed_by(plan, ref), ref
 
 
-def test_a_decoder_has_a_head_of_its_own_or_none() -> None:
+def test_decoder_head_is_separate_or_tied() -> None:
     kinds = Counter(kind for kind, _, _ in all_chunks(DECODER))
     assert kinds["head"] == kinds["vocabulary"] == 5
     tied = DECODER.model_copy(update={"tied_head": True})
     assert "head" not in {kind for kind, _, _ in all_chunks(tied)}
 
 
-def test_under_sp_every_rank_holds_all_layers_and_its_own_vocabulary() -> None:
+def test_sp_ranks_hold_all_layers_and_a_share_of_the_vocabulary() -> None:
     refs = refs_of(BERT_LARGE)
     plan = make_plan(BERT_LARGE, "sp", (1, 1))
     first, second = (chunks_for_rank(refs, plan, rank) for rank in range(2))
@@ -189,7 +189,7 @@ def test_under_sp_every_rank_holds_all_layers_and_its_own_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_weights_counted_from_the_spec_are_those_in_the_chunks(family: str, tmp_path: Path) -> None:
+def test_weight_count_of_spec_equals_the_chunks(family: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family))
     with Checkpoint(tmp_path) as checkpoint:
         for kind, layer, grain in all_chunks(spec):

@@ -1,4 +1,4 @@
-"""Segments of any assignment can run one after another, are few, and with `eager` delay nobody."""
+"""Cutting a graph into segments: they run in order, are few, and with `eager` delay no transfer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chain(*ranks: int) -> tuple[GraphSpec, list[int]]:
 
 
 def plan_of(spec: GraphSpec, segments: tuple[Segment, ...], num_ranks: int) -> GraphPlan:
-    """The plan's own validator checks that the segments can run in their order."""
+    """A plan of these segments; its validator checks that they can run in their order."""
     memory = MemoryUse(weights=0, embeddings=0, activations=0, workspace=0)
     return GraphPlan(
         model=GraphModel(
@@ -54,7 +54,7 @@ def plan_of(spec: GraphSpec, segments: tuple[Segment, ...], num_ranks: int) -> G
 
 
 def fewest(spec: GraphSpec, assignment: list[int]) -> int:
-    """Exactly, over all orders: a set of operators done and the device of the last one."""
+    """The minimum number of segments over all orders. States: operators done, and the device of the last one."""
     everything = (1 << spec.num_operators) - 1
     before = [sum(1 << source for source in sources) for sources in spec.predecessors]
 
@@ -72,9 +72,7 @@ def fewest(spec: GraphSpec, assignment: list[int]) -> int:
 
 
 @given(graphs(), st.booleans())
-def test_any_assignment_becomes_segments_that_run_in_their_order(
-    case: tuple[GraphSpec, list[int]], eager: bool
-) -> None:
+def test_random_assignments_give_segments_in_runnable_order(case: tuple[GraphSpec, list[int]], eager: bool) -> None:
     spec, assignment = case
     segments = cut(spec, assignment, eager=eager)
     plan_of(spec, segments, 4)
@@ -93,24 +91,24 @@ def test_one_device_needs_one_segment(case: tuple[GraphSpec, list[int]], eager: 
 
 
 @given(graphs(most=9, ranks=2))
-def test_two_devices_alternate_as_seldom_as_possible(case: tuple[GraphSpec, list[int]]) -> None:
+def test_two_devices_get_the_fewest_segments(case: tuple[GraphSpec, list[int]]) -> None:
     spec, assignment = case
     assert len(cut(spec, assignment)) == fewest(spec, assignment)
 
 
 @given(graphs(most=9, ranks=4))
-def test_more_devices_come_close_to_the_fewest_segments(case: tuple[GraphSpec, list[int]]) -> None:
+def test_more_devices_get_close_to_the_fewest_segments(case: tuple[GraphSpec, list[int]]) -> None:
     spec, assignment = case
     assert len(cut(spec, assignment)) <= fewest(spec, assignment) + 1
 
 
 @given(graphs())
 def test_eager_segments_delay_no_transfer(case: tuple[GraphSpec, list[int]]) -> None:
-    """Run segments as soon as they can, a step for each: no operator ends later than if each were its own segment."""
+    """Each segment runs as soon as possible, one step per operator: none ends later than if each were a segment."""
     spec, assignment = case
 
     def ends(segments: tuple[Segment, ...]) -> dict[int, int]:
-        """When each operator's results are there for others, where only transfers take time."""
+        """The time at which each operator's results are available elsewhere; only transfers take time."""
         when: dict[int, int] = {}
         for segment in segments:
             starts = [
@@ -126,8 +124,8 @@ def test_eager_segments_delay_no_transfer(case: tuple[GraphSpec, list[int]]) -> 
     assert ends(cut(spec, assignment, eager=True)) == ends(single)
 
 
-def test_a_branch_on_another_device_starts_before_the_own_branch_is_done() -> None:
-    """0 is the stem, 1-2 the branch beside it on the same device, 3-4 the other branch, 5 joins them."""
+def test_branch_on_another_device_starts_before_the_local_branch_ends() -> None:
+    """0 is the stem, 1-2 the branch on the same device, 3-4 the other branch, 5 joins them."""
     spec = from_edges(
         "branches",
         [Operator(name, "Op", 1.0) for name in ("stem", "a1", "a2", "b1", "b2", "join")],
@@ -139,7 +137,7 @@ def test_a_branch_on_another_device_starts_before_the_own_branch_is_done() -> No
     assert [segment.operators for segment in cut(spec, assignment, eager=True)] == [(0,), (1, 2), (3, 4), (5,)]
 
 
-def test_a_tensor_is_named_once_however_many_operators_take_it() -> None:
+def test_tensor_with_several_consumers_is_listed_once() -> None:
     operators = [Operator(f"op{i}", "Op", 1.0) for i in range(3)]
     tensors = (
         Tensor("x", 4, None, (0, 1)),
@@ -163,7 +161,7 @@ def test_a_tensor_is_named_once_however_many_operators_take_it() -> None:
         ([[0, 1], [2, 3]], "operator 3 does not exist"),
     ],
 )  # fmt: skip
-def test_a_grouping_that_cannot_run_is_refused(groups: list[list[int]], reason: str) -> None:
+def test_invalid_grouping_is_rejected(groups: list[list[int]], reason: str) -> None:
     spec, _ = chain(0, 1, 0)
     with pytest.raises(BadPlan, match=reason):
         group(spec, groups, [0, 1])
@@ -186,7 +184,7 @@ def test_every_operator_needs_a_device(assignment: list[int]) -> None:
         ({"inputs": ("op0", "elsewhere")}, "segment 1 takes elsewhere"),
     ],
 )
-def test_a_plan_for_another_graph_is_refused(change: dict[str, Any], reason: str) -> None:
+def test_plan_for_another_graph_is_rejected(change: dict[str, Any], reason: str) -> None:
     spec, assignment = chain(0, 1, 0)
     segments = list(cut(spec, assignment))
     segments[1] = segments[1].model_copy(update=change)

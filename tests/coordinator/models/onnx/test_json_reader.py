@@ -1,4 +1,4 @@
-"""Graphs described in JSON: read as they stand, and refused with the place of the fault."""
+"""Graphs described in JSON: valid ones, and error messages with the place of the fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(tmp_path: Path, graph: Any) -> Path:
     return path
 
 
-def test_a_graph_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_graph_fields_are_read(tmp_path: Path) -> None:
     spec = read_json(saved(tmp_path, diamond()))
     assert spec.name == "diamond"
     assert [(each.name, each.kind, each.flops) for each in spec.operators] == [
@@ -57,14 +57,14 @@ def test_a_graph_is_read_as_it_stands(tmp_path: Path) -> None:
         (lambda graph: graph.update(nodes=[]), "nodes"),
     ],
 )
-def test_what_is_wrong_with_a_graph_is_named(tmp_path: Path, damage: Callable[[Any], Any], reason: str) -> None:
+def test_graph_errors_name_their_place(tmp_path: Path, damage: Callable[[Any], Any], reason: str) -> None:
     graph = diamond()
     damage(graph)
     with pytest.raises(BadModelFile, match=reason):
         read_json(saved(tmp_path, graph))
 
 
-def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
+def test_other_json_is_rejected(tmp_path: Path) -> None:
     for text in ("", "[1, 2]", '{"name": '):
         with pytest.raises(BadModelFile):
             read_json(saved(tmp_path, text))

@@ -1,4 +1,4 @@
-"""ONNX files as graphs: what they cost, what travels, and every way in which a file can be wrong."""
+"""ONNX files as graphs: operators, costs, tensors, and errors of malformed files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Y = [value("y", None)]
 
 
 def small(path: Path) -> Path:
-    """A convolution, a view, a product with a weight that is transposed first, and a node that nobody needs."""
+    """A convolution, a view, a product with a transposed weight, and a node without consumers."""
     nodes = [
         node("Conv", "x k bias", "a", pads=[1, 1, 1, 1], strides=[2, 2]),
         node("Relu", "a", "b"),
@@ -39,7 +39,7 @@ def small(path: Path) -> Path:
     return saved(path, graph(nodes, [value("x", [1, 3, 8, 8])], [value("y", [1, 100])], weights))
 
 
-def test_a_graph_says_what_it_costs_and_what_travels(tmp_path: Path) -> None:
+def test_graph_has_costs_and_tensor_sizes(tmp_path: Path) -> None:
     model = read_onnx(small(tmp_path / "small.onnx"))
     spec = model.spec
     assert spec.name == "small"
@@ -66,7 +66,7 @@ def test_weights_stay_in_the_file(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.frombuffer(model.file.read(model.graph.constants[name]), np.float32), expected)
 
 
-def test_the_fingerprint_is_of_all_weights_and_dimensions(tmp_path: Path) -> None:
+def test_fingerprint_covers_all_weights_and_dimensions(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     inside = onnx_models.shared_weights(tmp_path / "inside.onnx")
     path = tmp_path / "outside.onnx"
@@ -115,7 +115,7 @@ def test_floating_point_operations(
     assert flops_of(node(kind, *names, **attributes), inputs, outputs) == flops
 
 
-def test_control_flow_costs_what_its_body_does(tmp_path: Path) -> None:
+def test_control_flow_costs_as_much_as_its_body(tmp_path: Path) -> None:
     spec = read_onnx(onnx_models.loop(tmp_path / "loop.onnx")).spec
     (loop,) = (each for each in spec.operators if each.kind == "Loop")
     # A product, a sum, a tanh and a mean of 2 x 80, five times.
@@ -124,8 +124,8 @@ def test_control_flow_costs_what_its_body_does(tmp_path: Path) -> None:
     assert {tensor.name for tensor in spec.consumed[taken]} == {"start", "u"}
 
 
-def test_random_numbers_are_drawn_once(tmp_path: Path) -> None:
-    """A node without inputs that is no constant is an operator like others: two devices would draw differently."""
+def test_random_node_without_inputs_is_an_operator(tmp_path: Path) -> None:
+    """A random node without inputs is placed like other operators: two devices would draw different numbers."""
     nodes = [
         helper.make_node("RandomNormal", [], ["r"], shape=[2, 64]), node("Add", "x r", "a"), node("Sub", "a r", "y")
     ]  # fmt: skip
@@ -142,13 +142,13 @@ def open_model(tmp_path: Path) -> Path:
     return saved(tmp_path / "open.onnx", graph(nodes, inputs, Y, [weight("w", 64, 128)]))
 
 
-def test_dimensions_are_given_by_name_or_by_place(tmp_path: Path) -> None:
+def test_dimensions_are_set_by_name_or_position(tmp_path: Path) -> None:
     path = open_model(tmp_path)
     assert read_onnx(path, {"batch": 2, "x.1": 5}).spec.outputs[0].shape == (2, 5, 128)
     assert read_onnx(path, {"x.0": 3, "x.1": 5, "z.0": 1}).spec.outputs[0].shape == (3, 5, 128)
 
 
-def test_an_open_dimension_without_a_value_is_named(tmp_path: Path) -> None:
+def test_open_dimension_without_a_value_is_named(tmp_path: Path) -> None:
     path = open_model(tmp_path)
     with pytest.raises(DynamicShape) as error:
         read_onnx(path)
@@ -166,17 +166,17 @@ def test_an_open_dimension_without_a_value_is_named(tmp_path: Path) -> None:
         ({"x.2": 64}, "--dim x.2=64"),
     ],
 )
-def test_a_dimension_that_is_not_open_is_refused(tmp_path: Path, dims: dict[str, int], reason: str) -> None:
+def test_fixed_dimension_cannot_be_set(tmp_path: Path, dims: dict[str, int], reason: str) -> None:
     with pytest.raises(BadSetting, match=reason):
         read_onnx(open_model(tmp_path), dims)
 
 
-def test_dimensions_that_do_not_go_together_are_told_at_their_operator(tmp_path: Path) -> None:
+def test_inconsistent_dimensions_are_reported_at_their_operator(tmp_path: Path) -> None:
     with pytest.raises(BadModelFile, match="the Add node 'y' does not fit its inputs"):
         read_onnx(open_model(tmp_path), {"x.0": 2, "z.0": 3, "x.1": 1})
 
 
-# ---- operators that cannot be used --------------------------------------------------------------------------------
+# ---- unsupported operators ----------------------------------------------------------------------------------------
 
 
 def dynamic_loop() -> list[onnx.NodeProto]:
@@ -207,7 +207,7 @@ def unlike_branches() -> list[onnx.NodeProto]:
         (unlike_branches(), "If", "y", "branches give different shapes"),
     ],
 )  # fmt: skip
-def test_an_operator_that_cannot_be_used_is_named(
+def test_unsupported_operator_is_named(
     tmp_path: Path, nodes: list[onnx.NodeProto], operator: str, name: str, reason: str
 ) -> None:
     with pytest.raises(UnsupportedOperator, match=reason) as error:
@@ -215,12 +215,12 @@ def test_an_operator_that_cannot_be_used_is_named(
     assert (error.value.operator, error.value.node) == (operator, name)
 
 
-def test_an_unknown_shape_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_output_shape_of_an_unknown_operator_is_read_from_the_file(tmp_path: Path) -> None:
     of = graph([node("Fancy", "x", "y", domain="com.microsoft")], X, [value("y", [2, 3])])
     assert read_onnx(saved(tmp_path / "model.onnx", of)).spec.outputs[0].shape == (2, 3)
 
 
-# ---- files that cannot be read ------------------------------------------------------------------------------------
+# ---- unreadable files ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,12 +241,12 @@ def test_an_unknown_shape_may_stand_in_the_file(tmp_path: Path) -> None:
         (graph([node("If", "x", "y")], X, Y), "the If node 'y' is not complete"),
     ],
 )
-def test_a_graph_that_makes_no_sense_is_refused(tmp_path: Path, of: onnx.GraphProto, reason: str) -> None:
+def test_invalid_graphs_are_rejected(tmp_path: Path, of: onnx.GraphProto, reason: str) -> None:
     with pytest.raises(BadModelFile, match=reason):
         read_onnx(saved(tmp_path / "model.onnx", of))
 
 
-def test_what_is_no_onnx_file_is_refused(tmp_path: Path) -> None:
+def test_non_onnx_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     with pytest.raises(BadModelFile, match="no such file"):
         read_onnx(path)
@@ -294,9 +294,7 @@ def point_at(location: str, length: int = 32768) -> Callable[[Path], None]:
         (point_at("weights.bin", 1000), "the weight w has 1000 bytes, its type and shape need 32768"),
     ],
 )
-def test_weights_beside_the_model_that_are_not_right(
-    tmp_path: Path, damage: Callable[[Path], None], reason: str
-) -> None:
+def test_invalid_external_weights_are_reported(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     path = outside(tmp_path)
     read_onnx(path)
     damage(path)
@@ -310,7 +308,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.data())
-def test_whatever_a_damaged_file_says_ends_in_an_error_of_ours_or_a_graph(intact: Path, data: st.DataObject) -> None:
+def test_damaged_files_give_a_graph_or_a_typed_error(intact: Path, data: st.DataObject) -> None:
     content = bytearray(intact.read_bytes())
     heads = [index for index in range(len(content)) if index < 200 or content[index : index + 3] != b"\x00" * 3]
     for _ in range(data.draw(st.integers(1, 4))):

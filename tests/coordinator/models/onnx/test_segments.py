@@ -1,4 +1,4 @@
-"""Segments of any cut, each its own onnxruntime session, give what one session of the whole file gives."""
+"""Segments of any cut, each in its own onnxruntime session, compute the same as one session of the whole file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 def cuts(count: int, seeds: int) -> list[tuple[list[int], bool]]:
-    """Assignments of operators to up to four devices: all on one, runs of neighbours, and at random."""
+    """Assignments of operators to up to four devices: all on one, runs of neighbours, and random ones."""
     found = [([0] * count, False)]
     for seed in range(seeds):
         choose = random.Random(seed)
@@ -45,14 +45,14 @@ def compare(path: Path, model: OnnxModel, seeds: int, tolerance: float = TOLERAN
 
 
 @pytest.mark.parametrize("make", BY_HAND, ids=lambda make: make.__name__)
-def test_any_cut_of_a_small_graph_gives_what_the_whole_gives(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_cuts_of_small_graphs_equal_one_session(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = make(tmp_path / "model.onnx")
     model = read_onnx(path, {"n": 3} if make is onnx_models.shapes_from_shapes else None)
     compare(path, model, seeds=4)
 
 
 @pytest.mark.parametrize("threshold", [0, 1024])
-def test_weights_in_a_file_beside_the_model(tmp_path: Path, threshold: int) -> None:
+def test_external_weights_file(tmp_path: Path, threshold: int) -> None:
     inside = onnx_models.branches(tmp_path / "inside.onnx")
     path = tmp_path / "outside.onnx"
     onnx.save(
@@ -73,16 +73,14 @@ def exported(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "efficientnet_b0", "bert", "vit", "two_branch"])
-def test_any_cut_of_an_exported_network_gives_what_the_whole_gives(
-    name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_cuts_of_exported_networks_equal_one_session(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.importorskip("transformers")
     path = exported(name, tmp_path_factory.getbasetemp())
     compare(path, read_onnx(path), seeds=1)
 
 
-def test_a_batch_of_an_open_size(tmp_path: Path) -> None:
-    """With every dimension fixed at load, no operator that computes shapes is left to place."""
+def test_batch_dimension_can_be_set_at_load(tmp_path: Path) -> None:
+    """With every dimension fixed at load, no operators that compute shapes remain."""
     pytest.importorskip("transformers")
     from tools.graph_models import Size, build, export
 
@@ -95,12 +93,12 @@ def test_a_batch_of_an_open_size(tmp_path: Path) -> None:
     compare(path, model, seeds=1)
 
 
-def test_a_segment_is_small_and_lists_its_weights(tmp_path: Path) -> None:
+def test_segment_lists_large_weights_and_embeds_small_ones(tmp_path: Path) -> None:
     model = read_onnx(onnx_models.shared_weights(tmp_path / "model.onnx"))
     first, second = cut(model.spec, [0, 0, 1, 1, 1, 1, 1, 1])
     segments = [segment_model(model, segment) for segment in (first, second)]
     assert [len(each.proto) < 32768 for each in segments] == [True, True]
-    # `w` is in both, the same bytes; `v` and `u` are below the limit, and so inside.
+    # `w` is in both segments with the same bytes; `v` and `u` are below the size limit and therefore embedded.
     assert [[weight.name for weight in each.weights] for each in segments] == [["w"], ["w"]]
     (one,), (other,) = (each.weights for each in segments)
     assert (one.data_type, tuple(one.dims)) == (onnx.TensorProto.FLOAT, (64, 128))
