@@ -12,10 +12,10 @@ MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 MODEL := .models/minilm
 
 # Three groups: tests that start no processes; homes of real processes and emulated networks, one file on each core (the
-# longest file first); and alone what measures this machine.
-PURE := "not processes and not namespaces"
+# longest file first); and alone what measures this machine. Slow tests run only with `make test-slow`.
+PURE := "not processes and not namespaces and not slow"
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL)
@@ -27,6 +27,9 @@ test: .venv/installed $(MODEL)/config.json
 	@.venv/bin/python -m pytest -m alone
 	@if [ -n "$(PYTHON310)" ]; then $(MAKE) --no-print-directory test-3.10; \
 	else echo "python3.10 is not installed here: the tests ran on one Python only"; fi
+
+test-slow: .venv/installed
+	@.venv/bin/python -m pytest -m slow
 
 # The torch-free parts on the oldest Python that we support (JetPack 6 ships it); torch has no wheel for it here. The plans
 # of the corpus are compared on the first Python only; the tests of their planners run here, too.

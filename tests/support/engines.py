@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,11 @@ def _store() -> tuple[ShardStore, tempfile.TemporaryDirectory[str]]:
 def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
     """Every chunk of a model, cut once: clusters differ in who gets which."""
     store, _ = _store()
+    return store_chunks(model_dir, spec, store)
+
+
+def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[ChunkRef, Path]:
+    """Cut a checkpoint into chunks; return the file of each in `store`."""
     with Checkpoint(model_dir) as checkpoint:
         refs = manifest(checkpoint, spec)
         for ref in refs:
@@ -64,7 +69,10 @@ def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
 
 
 class EngineCluster:
-    """Context manager: all ranks of `plan`, each with only the chunks that its rank needs."""
+    """Context manager: all ranks of `plan`, each with only the chunks that its rank needs.
+
+    `chunks`: those of `store_chunks`. Without them, the model is cut once and its chunks stay until this process ends.
+    """
 
     def __init__(
         self,
@@ -73,6 +81,7 @@ class EngineCluster:
         *,
         bytes_per_second: float | None = None,
         compute_device: str = "cpu",
+        chunks: Mapping[ChunkRef, Path] | None = None,
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks, bytes_per_second)
@@ -81,12 +90,12 @@ class EngineCluster:
         self.engines: list[Engine] = []
         self.generations: list[Generation] = []
         self._step = 0
-        stored = _stored_chunks(model_dir, plan.model)
+        stored = _stored_chunks(model_dir, plan.model) if chunks is None else chunks
         for rank in range(plan.num_ranks):
-            chunks = chunks_for_rank(tuple(stored), plan, rank)
-            own = {ref.hash: stored[ref] for ref in chunks}  # any other is a KeyError
+            needed = chunks_for_rank(tuple(stored), plan, rank)
+            own = {ref.hash: stored[ref] for ref in needed}  # any other is a KeyError
             staging = make_staging(compute_device)
-            shard = load_shard(plan, rank, chunks, own.__getitem__, staging.device)
+            shard = load_shard(plan, rank, needed, own.__getitem__, staging.device)
             rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
             codecs = link_codecs(plan, rank, rates)
             communicator = Communicator(self.hub.transport(rank), plan.epoch, TOKEN, codecs)
@@ -138,6 +147,7 @@ class Home:
         self.leader = Leader(cluster.plan, cluster.generations[0])
         self.answers: dict[bytes, list[int]] = {}
         self.ended: dict[bytes, GenerationEnded] = {}
+        self.chosen: list[bytes] = []  # the request of every token, in the order in which tokens were chosen
         self._followers = [
             threading.Thread(target=self._follow, args=(generation,), daemon=True)
             for generation in cluster.generations[1:]
@@ -159,6 +169,7 @@ class Home:
         for request_id, message in self.leader.step():
             if isinstance(message, TokensGenerated):
                 self.answers[request_id] += message.token_ids
+                self.chosen += [request_id] * len(message.token_ids)
             elif isinstance(message, GenerationEnded):
                 self.ended[request_id] = message
             elif isinstance(message, Failed):

@@ -130,7 +130,7 @@ app.command()(handles_errors(moirai_command.moirai))
 app.command()(handles_errors(moirai_coarsening.coarsening))
 app.command()(handles_errors(graphs_command.graphs))
 app.command()(handles_errors(versions.versions))
-for proof in (proofs.push, proofs.capacity, proofs.soak, proofs.exactness):
+for proof in (proofs.push, proofs.capacity, proofs.soak):
     app.command()(proof)
 
 

@@ -15,19 +15,9 @@ from coordinator.cli.output import err, handles_errors, out
 from coordinator.models.checkpoint.families import read_json
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.transformer import STRATEGIES
 from hearth.platform.units import parse_bytes
 from tools.bench import interrupts
 from tools.bench.capacity import CapacityBench
-from tools.bench.cases import (
-    FAMILIES,
-    NEW_TOKENS,
-    ExactnessRow,
-    chosen_cases,
-    chosen_families,
-    details,
-    summary,
-)
 from tools.bench.findings import Finding, all_hold, as_json, findings_table
 from tools.bench.interrupts import shielded
 from tools.bench.measure import temporary_folder
@@ -142,41 +132,6 @@ def soak(
             with SoakBench(testbed, model_dir, clients, seconds, reporter(status)) as bench:
                 findings, memory = bench.run()
     conclude(f"{clients} clients, {devices} devices, {mbit:g} Mbit/s", findings, json, markdown, memory)
-
-
-@handles_errors
-def exactness(
-    families: Annotated[str, typer.Option(help=f"Families, from {', '.join(FAMILIES)}.", metavar="LIST")] = ",".join(
-        FAMILIES
-    ),
-    strategies: Annotated[str, typer.Option(help="Strategies, from the default list.", metavar="LIST")] = ",".join(
-        STRATEGIES
-    ),
-    tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=400)] = NEW_TOKENS,
-    json: Json = None,
-    markdown: Markdown = None,
-) -> None:
-    """Compare tokens and logits of generation with transformers, at each family's real widths. Needs no root."""
-    check_files(json, markdown)
-    chosen, cases = chosen_families(families), chosen_cases(strategies)
-    from tools.bench.exactness import ExactnessBench  # loads torch
-
-    rows: list[ExactnessRow] = []
-    for name, family in chosen.items():
-        with working() as (folder, status):
-            for row in ExactnessBench(folder, reporter(status), tokens).measure(name, family, cases):
-                rows.append(row)
-                out.print(f"{name}: {row.case}: {row.equal_tokens} of {row.tokens} tokens equal, logits within "
-                          f"{row.largest_difference:.1e} ({row.seconds:.0f} s) {row.different_at}", soft_wrap=True,
-                          markup=False)  # fmt: skip
-                if json is not None:
-                    json.write_text(as_json(rows))
-                if markdown is not None:
-                    markdown.write_text(f"{summary(rows)}\n\n{details(rows)}\n")
-    out.print(f"\n{summary(rows)}\n\n{details(rows)}", soft_wrap=True, markup=False)
-    if not all(row.holds for row in rows):
-        err.print("[red]error:[/] an answer differs from the reference; see the table", soft_wrap=True)
-        raise typer.Exit(1)
 
 
 # ---- the same for all -----------------------------------------------------------------------------------------------
