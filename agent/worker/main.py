@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from agent.worker.runtime import Runtime, runtime_of
-from agent.worker.server import WorkerServer, failure_of
+from agent.worker.runtime import Runtime, create_runtime
+from agent.worker.server import WorkerServer, failed_message
 from hearth.errors import StepFailed
 from hearth.wire.messages import Abort, ConnectPeers, Done, Message, Start
 
@@ -36,16 +36,16 @@ class Worker:
     def __init__(self, endpoint: str) -> None:
         self._server = WorkerServer(endpoint, self._receive)
         self._runtime: Runtime | None = None
-        self._steps: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
         self._ready = False
-        self._switching = threading.Lock()
+        self._ready_lock = threading.Lock()
 
     def run(self) -> None:
         """Handle the daemon's requests until the process ends."""
         self._server.start()
-        self._step(Start, self._load)
+        self._serve_until(Start, self._load)
         assert self._runtime is not None
-        self._step(ConnectPeers, self._connect)
+        self._serve_until(ConnectPeers, self._connect)
         try:
             self._runtime.run()
         finally:
@@ -58,37 +58,37 @@ class Worker:
                 self._runtime.abort(message.step, message.reason)
             self._server.answer(request, Done())
             return
-        with self._switching:
+        with self._ready_lock:
             if not self._ready:
-                self._steps.put((request, message))
+                self._requests.put((request, message))
                 return
         assert self._runtime is not None
         self._runtime.handle(request, message, payload)
 
-    def _step(self, expected: type[_M], do: Callable[[_M], Message]) -> None:
+    def _serve_until(self, expected: type[_M], action: Callable[[_M], Message]) -> None:
         """Answer requests until one of the expected type has succeeded."""
         while True:
-            request, message = self._steps.get()
+            request, message = self._requests.get()
             try:
-                answer = do(_checked(message, expected))
+                answer = action(_checked(message, expected))
             except Exception as error:
-                self._server.answer(request, failure_of(type(message).__name__, error))
+                self._server.answer(request, failed_message(type(message).__name__, error))
             else:
                 self._server.answer(request, answer)
                 return
 
     def _load(self, start: Start) -> Message:
-        self._runtime = runtime_of(start, self._server.answer)
+        self._runtime = create_runtime(start, self._server.answer)
         return self._runtime.load()
 
     def _connect(self, request: ConnectPeers) -> Message:
         assert self._runtime is not None
         self._runtime.connect(request)
-        with self._switching:  # from here on, requests go to the runtime
+        with self._ready_lock:  # from here on, requests go to the runtime
             self._ready = True
-            while not self._steps.empty():
-                early, message = self._steps.get()
-                self._server.answer(early, failure_of(type(message).__name__, _not_ready(message)))
+            while not self._requests.empty():
+                early, message = self._requests.get()
+                self._server.answer(early, failed_message(type(message).__name__, _not_ready(message)))
         return Done()
 
 
@@ -102,9 +102,9 @@ def _not_ready(message: Message) -> StepFailed:
     return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
 
 
-def _become_a_worker(log_level: str) -> None:
+def _set_up_process(log_level: str) -> None:
     """Set up the process: end with the daemon, ignore Ctrl-C, raise the OOM score, configure logging."""
-    _die_with_the_daemon()
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
     logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
     try:
@@ -113,7 +113,7 @@ def _become_a_worker(log_level: str) -> None:
         log.info("oom_score_adj was not raised: %s", error)
 
 
-def _die_with_the_daemon() -> None:
+def _die_with_parent() -> None:
     """Have Linux send SIGKILL when the parent dies. If it has died already, exit at once."""
     parent = os.getppid()
     if sys.platform == "linux":
@@ -123,5 +123,5 @@ def _die_with_the_daemon() -> None:
 
 
 if __name__ == "__main__":
-    _become_a_worker(sys.argv[2])
+    _set_up_process(sys.argv[2])
     Worker(sys.argv[1]).run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from agent.worker.server import Answer
+from agent.worker.server import SendAnswer
 from hearth.wire.messages import ConnectPeers, Message, SegmentParts, Start, WorkerBound
 
 
@@ -32,7 +32,7 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
-def runtime_of(start: Start, answer: Answer) -> Runtime:
+def create_runtime(start: Start, answer: SendAnswer) -> Runtime:
     """The runtime for the plan's kind of model. Imports only that kind's libraries."""
     if isinstance(start.load.parts, SegmentParts):
         from agent.worker.graph.runtime import GraphRuntime

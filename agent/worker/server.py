@@ -15,7 +15,7 @@ from hearth.wire.messages import Cancel, Failed, Message, decode, encode
 log = logging.getLogger("hearth.worker")
 
 Handler = Callable[[bytes, Message, list[bytes]], None]
-Answer = Callable[[bytes, Message, Sequence[Any]], None]
+SendAnswer = Callable[[bytes, Message, Sequence[Any]], None]
 
 
 class WorkerServer:
@@ -33,14 +33,14 @@ class WorkerServer:
         self._answers = self._context.socket(zmq.PAIR)
         self._answers.sndhwm = 0  # unlimited: the control thread also answers, and must not wait for itself
         self._answers.bind("inproc://answers")
-        self._answering = threading.Lock()
+        self._answer_lock = threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._loop, name="control", daemon=True).start()
 
     def answer(self, request: bytes, message: Message, payload: Sequence[Any] = ()) -> None:
         """Send an answer. Thread-safe. A stream is several answers to one request."""
-        with self._answering:
+        with self._answer_lock:
             self._answers.send_multipart([request, encode(message), *payload])
 
     def _loop(self) -> None:
@@ -59,19 +59,19 @@ class WorkerServer:
                 daemon.send_multipart(answers.recv_multipart())
             if daemon in ready:
                 request, body, *payload = daemon.recv_multipart()
-                self._take(request, body, payload)
+                self._dispatch(request, body, payload)
 
-    def _take(self, request: bytes, body: bytes, payload: list[bytes]) -> None:
+    def _dispatch(self, request: bytes, body: bytes, payload: list[bytes]) -> None:
         name = "a message"
         try:
             message = decode(body)
             name = type(message).__name__
             self._handler(message.request if isinstance(message, Cancel) else request, message, payload)
         except Exception as error:
-            self.answer(request, failure_of(name, error))
+            self.answer(request, failed_message(name, error))
 
 
-def failure_of(name: str, error: Exception) -> Failed:
+def failed_message(name: str, error: Exception) -> Failed:
     """The answer to a request that raised `error`. `name` is the request's type, for the log."""
     if isinstance(error, HearthError):
         return Failed.of(error)

@@ -20,7 +20,7 @@ _SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
 _MESSAGES = 24  # per measurement
 
 
-def wire_cost(per_second: float, casts: Casts) -> WireCost:
+def measure_wire_cost(per_second: float, casts: Casts) -> WireCost:
     """Measure the CPU cost of communication. `per_second` is the CPU time that the device provides per second."""
     encrypted, per_message = _socket_cost(encrypt=True)
     plain, _ = _socket_cost(encrypt=False)

@@ -18,7 +18,7 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
-from agent.worker.transformer.generation.steps import Generation
+from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
@@ -88,7 +88,7 @@ class EngineCluster:
         self.shards: list[Shard] = []
         self.communicators: list[Communicator] = []
         self.engines: list[Engine] = []
-        self.generations: list[Generation] = []
+        self.executors: list[StepExecutor] = []
         self._step = 0
         stored = _stored_chunks(model_dir, plan.model) if chunks is None else chunks
         for rank in range(plan.num_ranks):
@@ -104,7 +104,7 @@ class EngineCluster:
             self.communicators.append(communicator)
             self.engines.append(Engine(plan, rank, shard, communicator, staging))
             if plan.body.generation is not None:
-                self.generations.append(Generation(plan, rank, shard, communicator, staging))
+                self.executors.append(StepExecutor(plan, rank, shard, communicator, staging))
 
     def __enter__(self) -> EngineCluster:
         return self
@@ -144,13 +144,12 @@ class Home:
     """Generation on all ranks of a cluster: rank 0 leads in the caller's thread, each other rank follows in its own."""
 
     def __init__(self, cluster: EngineCluster) -> None:
-        self.leader = Leader(cluster.plan, cluster.generations[0])
+        self.leader = Leader(cluster.plan, cluster.executors[0])
         self.answers: dict[bytes, list[int]] = {}
         self.ended: dict[bytes, GenerationEnded] = {}
         self.chosen: list[bytes] = []  # the request of every token, in the order in which tokens were chosen
         self._followers = [
-            threading.Thread(target=self._follow, args=(generation,), daemon=True)
-            for generation in cluster.generations[1:]
+            threading.Thread(target=self._follow, args=(executor,), daemon=True) for executor in cluster.executors[1:]
         ]
         for thread in self._followers:
             thread.start()
@@ -180,9 +179,9 @@ class Home:
             self.step()
 
     @staticmethod
-    def _follow(generation: Generation) -> None:
+    def _follow(executor: StepExecutor) -> None:
         try:
             while True:
-                generation.follow()
+                executor.execute_next()
         except HearthError:
             return

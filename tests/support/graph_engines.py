@@ -18,7 +18,7 @@ from support.graph_plans import make_graph_plan
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import GraphEngine
-from agent.worker.graph.schedule import routes_of
+from agent.worker.graph.schedule import routes_for
 from agent.worker.graph.sessions import SegmentSession, load_segment
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
@@ -245,7 +245,7 @@ class GraphCluster:
     ) -> None:
         self.plan = plan
         self.hub = MemoryHub(plan.num_ranks)
-        self.routes = [routes_of(plan, rank) for rank in range(plan.num_ranks)]
+        self.routes = [routes_for(plan, rank) for rank in range(plan.num_ranks)]
         self.answers: dict[bytes, tuple[Message, list[bytes]]] = {}
         self._answered = threading.Condition()
         if sessions is None:
@@ -286,7 +286,7 @@ class GraphCluster:
     ) -> None:
         """Send a request to all ranks, or to some."""
         for rank in range(self.plan.num_ranks) if ranks is None else ranks:
-            names = sorted(self.routes[rank].fed & feeds.keys())
+            names = sorted(self.routes[rank].graph_inputs & feeds.keys())
             request = Run(
                 holder="test", epoch=self.plan.epoch, step=step, timeout_seconds=timeout, names=tuple(names), **fields
             )  # fmt: skip

@@ -23,7 +23,7 @@ pytest.importorskip("onnx")
 
 from support.graph_engines import random_array, random_cut, random_model, reference, segment_files
 
-from agent.worker.graph.schedule import routes_of
+from agent.worker.graph.schedule import routes_for
 from hearth.errors import BadPlan, BadRequest, HearthError, LeaseLost, QueueFull, StepFailed, WorkerDied
 from hearth.plan.plan import GraphPlan
 from hearth.platform.security import agent_access, load_credential
@@ -134,7 +134,7 @@ class Agents:
         found: dict[str, Any] = {}
 
         async def one(rank: int) -> None:
-            names = tuple(sorted(routes_of(plan, rank).fed))
+            names = tuple(sorted(routes_for(plan, rank).graph_inputs))
             request = Run(
                 **self.command, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
             )  # fmt: skip
@@ -189,13 +189,13 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
         # Bad requests are answered, and nothing of them stays.
         step = Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
-            await agents.ask(next(rank for rank in range(2) if routes_of(plan, rank).fed), step)
+            await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
         with pytest.raises(BadRequest, match="does not take GenerateTokens"):
             await agents.ask(0, GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
         # Only one rank is asked: the others send it nothing, and it says what it waits for.
-        waiting = next(rank for rank in range(2) if routes_of(plan, rank).awaited)
-        names = tuple(sorted(routes_of(plan, waiting).fed))
+        waiting = next(rank for rank in range(2) if routes_for(plan, rank).sources)
+        names = tuple(sorted(routes_for(plan, waiting).graph_inputs))
         payload = [frame for name in names for frame in pack_array(feeds[0][name])]
         late = step.model_copy(update={"step": 21, "names": names, "timeout_seconds": 0.5})
         with pytest.raises(StepFailed, match=f"had not come from rank {1 - waiting}"):

@@ -29,7 +29,7 @@ from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
-from agent.worker.transformer.generation.steps import LEADER, Generation
+from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.profiler import profile
 from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import StepFailed
@@ -86,7 +86,7 @@ class _Loaded:
     transport: _CountingTransport
     communicator: Communicator | None = None
     engine: Engine | None = None
-    generation: Generation | None = None
+    generation: StepExecutor | None = None
     leader: Leader | None = None
     step: int = 0
 
@@ -130,8 +130,8 @@ class Runner:
         parts = (loaded.plan, loaded.rank, loaded.shard, loaded.communicator, CpuStaging())
         loaded.engine = Engine(*parts)
         if loaded.plan.body.generation is not None:
-            loaded.generation = Generation(*parts)
-            if loaded.rank == LEADER:
+            loaded.generation = StepExecutor(*parts)
+            if loaded.rank == LEADER_RANK:
                 loaded.leader = Leader(loaded.plan, loaded.generation)
         return {}
 
@@ -190,7 +190,7 @@ class Runner:
         found: dict[str, Any] = {"tokens": []}
         if loaded.leader is None:
             assert loaded.generation is not None
-            while loaded.generation.follow().rows:
+            while loaded.generation.execute_next().rows:
                 pass
         else:
             request = GenerateTokens(holder="bench", epoch=loaded.plan.epoch, max_tokens=num_tokens)

@@ -19,7 +19,7 @@ from typing import Annotated
 import psutil
 from pydantic import Field, TypeAdapter
 
-from agent.worker.transformer.generation.facts import MARK, SequenceCancelled, StepBegun
+from agent.worker.transformer.generation.facts import FACT_PREFIX, SequenceCancelled, StepBegun
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.client_runner import ClientRunner
@@ -77,7 +77,7 @@ def read_ledger(lines: Sequence[str]) -> Ledger:
 def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
     """The facts in a process's log. Raises pydantic's ValidationError for facts of another version."""
     for line in lines:
-        _, mark, text = line.partition(MARK)
+        _, mark, text = line.partition(FACT_PREFIX)
         if mark:
             yield _FACT.validate_json(text)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agent.worker.data_plane import DataPlane
-from agent.worker.graph.schedule import GraphSchedule, Late, Routes, Task
+from agent.worker.graph.schedule import GraphSchedule, OverdueStep, ReadySegment, Routes
 from agent.worker.graph.sessions import RunControl, SegmentSession, check_input
-from agent.worker.server import Answer
+from agent.worker.server import SendAnswer
 from agent.worker.tracing import Recorder, TransferEvent
 from hearth.errors import BadRequest, FrameTooLarge, HearthError, StepFailed
 from hearth.plan.phases import Phase, Work
@@ -74,14 +74,14 @@ class GraphEngine(DataPlane[Outgoing]):
         transport: Transport,
         codecs: Mapping[int, Codec],
         max_in_flight: int,
-        answer: Answer,
+        answer: SendAnswer,
     ) -> None:
         super().__init__(transport, routes.plan.epoch, token, codecs)
         self._routes = routes
         self._sessions = sessions
         self._early_seconds = routes.plan.wait_seconds()  # for how long tensors of an unknown request are kept
         self._answer = answer
-        self._numbers = {name: number for number, name in enumerate(routes.travelling)}
+        self._tensor_numbers = {name: number for number, name in enumerate(routes.sent_tensors)}
         self._schedule = GraphSchedule(routes, max_in_flight)
         self._requests: dict[int, _Request] = {}
         self._changed = threading.Condition()
@@ -98,18 +98,18 @@ class GraphEngine(DataPlane[Outgoing]):
 
     def run(self, request_id: bytes, request: Run, payload: Sequence[Any]) -> None:
         """Accept a request. Raises BadRequest for missing, unknown or wrong inputs, QueueFull; it is then not answered."""
-        fed = self._read(request, payload)
+        inputs = self._read(request, payload)
         now = time.monotonic()
         with self._changed:
             self._schedule.open(request.step, now + request.timeout_seconds)
-            held = self._requests.setdefault(request.step, _Request(Recorder(request.trace)))
-            held.request_id, held.request = request_id, request
-            held.compute_seconds = [0.0] * len(self._sessions)
+            state = self._requests.setdefault(request.step, _Request(Recorder(request.trace)))
+            state.request_id, state.request = request_id, request
+            state.compute_seconds = [0.0] * len(self._sessions)
             if not request.trace:
-                held.recorder = Recorder(enabled=False)
-            for name, array in fed.items():
-                if self._schedule.arrive(request.step, name, now):
-                    held.values[name] = array
+                state.recorder = Recorder(enabled=False)
+            for name, array in inputs.items():
+                if self._schedule.add_tensor(request.step, name, now):
+                    state.values[name] = array
             self._changed.notify_all()
 
     def abort(self, step: int | None, reason: str) -> None:
@@ -117,11 +117,11 @@ class GraphEngine(DataPlane[Outgoing]):
         with self._changed:
             steps = [step] if step is not None else list(self._requests)
         for each in steps:
-            self._fail(each, self._failed(reason))
+            self._fail(each, self._step_failed(reason))
 
     def _read(self, request: Run, payload: Sequence[Any]) -> dict[str, Array]:
         arrays = unpack_arrays(request.names, payload)
-        if wrong := arrays.keys() ^ self._routes.fed:
+        if wrong := arrays.keys() ^ self._routes.graph_inputs:
             name = min(wrong)
             raise BadRequest(reason=f"the input {name} is {'not one' if name in arrays else 'missing'} of this rank's")
         for segment, session in zip(self._routes.segments, self._sessions, strict=True):
@@ -138,60 +138,62 @@ class GraphEngine(DataPlane[Outgoing]):
 
     def _run_next(self) -> bool:
         """Run one segment. In its own function, so that its tensors are freed before the wait for the next one."""
-        started = self._await_task()
+        started = self._wait_for_segment()
         if started is None:
             return False
-        task, request, feeds = started
-        segment = self._routes.segments[task.segment]
+        ready, request, feeds = started
+        segment = self._routes.segments[ready.segment]
         began = time.monotonic()
         try:
             with request.recorder.timed(Work.SEGMENT, segment.number):
-                arrays = self._sessions[task.segment].run(feeds, request.running)
+                arrays = self._sessions[ready.segment].run(feeds, request.running)
             outputs = dict(zip(segment.outputs, arrays, strict=True))
             _check_sizes(self._routes, outputs)
         except HearthError as error:
-            self._fail(task.step, error)
+            self._fail(ready.step, error)
         except MemoryError as error:
-            self._fail(task.step, self._failed(f"out of memory: {error}"))
+            self._fail(ready.step, self._step_failed(f"out of memory: {error}"))
         else:
-            self._has_run(task, request, outputs, began, time.monotonic())
+            self._segment_done(ready, request, outputs, began, time.monotonic())
         return True
 
-    def _await_task(self) -> tuple[Task, _Request, dict[str, Array]] | None:
+    def _wait_for_segment(self) -> tuple[ReadySegment, _Request, dict[str, Array]] | None:
         with self._changed:
             while not self._closing:
-                task = self._schedule.start()
-                if task is not None:
-                    request = self._requests[task.step]
+                ready = self._schedule.start_next()
+                if ready is not None:
+                    request = self._requests[ready.step]
                     request.running = RunControl()
-                    inputs = self._routes.segments[task.segment].inputs
-                    return task, request, {name: request.values[name] for name in inputs}
+                    inputs = self._routes.segments[ready.segment].inputs
+                    return ready, request, {name: request.values[name] for name in inputs}
                 self._changed.wait(_RECEIVE_SLICE_SECONDS)
         return None
 
-    def _has_run(self, task: Task, request: _Request, outputs: dict[str, Array], began: float, ended: float) -> None:
-        leaving = [
-            Outgoing(task.step, target, name, array)
+    def _segment_done(
+        self, ready: ReadySegment, request: _Request, outputs: dict[str, Array], began: float, ended: float
+    ) -> None:
+        outgoing = [
+            Outgoing(ready.step, target, name, array)
             for name, array in outputs.items()
             for target in self._routes.targets.get(name, ())
         ]
         with self._changed:
-            if self._requests.get(task.step) is not request:
+            if self._requests.get(ready.step) is not request:
                 return  # the request was aborted meanwhile
             request.running = None
             request.began = request.began or began
             request.ended = ended
-            request.compute_seconds[task.segment] = ended - began
-            request.sending += len(leaving)
+            request.compute_seconds[ready.segment] = ended - began
+            request.sending += len(outgoing)
             request.values.update(outputs)
             request.results.update((name, outputs[name]) for name in self._routes.results if name in outputs)
-            released, request.has_run = self._schedule.finish(task)
+            released, request.has_run = self._schedule.finish(ready)
             for name in released:
                 del request.values[name]
-        for each in leaving:
+        for each in outgoing:
             self._outgoing.put(each)
-        if not leaving:
-            self._complete(task.step, request)
+        if not outgoing:
+            self._complete(ready.step, request)
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
@@ -223,25 +225,25 @@ class GraphEngine(DataPlane[Outgoing]):
         if request.request is not None:
             self._answer(request.request_id, Failed.of(error), ())
 
-    def _failed(self, reason: str) -> StepFailed:
+    def _step_failed(self, reason: str) -> StepFailed:
         return StepFailed(device=f"rank {self._routes.rank}", reason=reason)
 
     def _forget(self, step: int) -> None:
         self._schedule.end(step)
         self._requests.pop(step, None)
 
-    def _fail_late(self) -> None:
+    def _fail_overdue(self) -> None:
         with self._changed:
-            late = self._schedule.late(time.monotonic())
-        for each in late:
-            self._fail(each.step, self._failed(self._why(each)))
+            overdue = self._schedule.overdue(time.monotonic())
+        for each in overdue:
+            self._fail(each.step, self._step_failed(self._overdue_reason(each)))
 
-    def _why(self, late: Late) -> str:
-        request = self._requests.get(late.step)
+    def _overdue_reason(self, overdue: OverdueStep) -> str:
+        request = self._requests.get(overdue.step)
         seconds = request.request.timeout_seconds if request is not None and request.request is not None else 0.0
-        if late.awaited is None:
+        if overdue.tensor is None:
             return f"its segments had not all run after {seconds:.1f} s, though everything for them was there"
-        return f"the tensor {late.awaited} had not come from rank {late.source} after {seconds:.1f} s"
+        return f"the tensor {overdue.tensor} had not come from rank {overdue.source} after {seconds:.1f} s"
 
     # ---- the wire ---------------------------------------------------------------------------------------------------
 
@@ -252,20 +254,20 @@ class GraphEngine(DataPlane[Outgoing]):
             left = _RECEIVE_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
             received = self._transport.receive(min(max(left, 0.0), _RECEIVE_SLICE_SECONDS))
             self._accept_or_drop(received)
-            self._fail_late()
+            self._fail_overdue()
 
     def _accept(self, received: Received) -> None:
         header = read_header(self._token, received.frames)
         key = header.key
-        name = self._routes.travelling[key.layer] if key.layer < len(self._routes.travelling) else ""
+        name = self._routes.sent_tensors[key.layer] if key.layer < len(self._routes.sent_tensors) else ""
         if key.epoch != self._epoch or key.phase is not Phase.TENSOR:
             self._drop(f"a {key.phase.name} tile of epoch {key.epoch}")
             return
-        if not received.source == key.source == self._routes.awaited.get(name):
+        if not received.source == key.source == self._routes.sources.get(name):
             self._drop(f"tensor {name!r} from rank {received.source}")
             return
         with self._changed:
-            if not self._schedule.wants(key.step, name):
+            if not self._schedule.accepts(key.step, name):
                 self._drop(f"tensor {name} of step {key.step}")
                 return
         array = decode_body(header, received.frames)
@@ -273,32 +275,34 @@ class GraphEngine(DataPlane[Outgoing]):
             array = array.copy()
         event = TransferEvent.now("receive", key, received.source, received.frames)
         with self._changed:
-            if not self._schedule.arrive(key.step, name, time.monotonic() + self._early_seconds):
+            if not self._schedule.add_tensor(key.step, name, time.monotonic() + self._early_seconds):
                 return
             request = self._requests.setdefault(key.step, _Request(Recorder(enabled=True)))
             request.values[name] = array
             request.recorder.transfer(event, name)
             self._changed.notify_all()
 
-    def _send_one(self, leaving: Outgoing) -> None:
-        request = self._requests.get(leaving.step)
+    def _send_one(self, outgoing: Outgoing) -> None:
+        request = self._requests.get(outgoing.step)
         if request is None:
             return  # the request was aborted
         try:
-            self._send(leaving, request.recorder)
+            self._send(outgoing, request.recorder)
         except Exception as error:
-            log.exception("sending %s failed", leaving.name)
-            self._fail(leaving.step, self._failed(f"sending {leaving.name} to rank {leaving.target}: {error}"))
+            log.exception("sending %s failed", outgoing.name)
+            self._fail(outgoing.step, self._step_failed(f"sending {outgoing.name} to rank {outgoing.target}: {error}"))
             return
         with self._changed:
             request.sending -= 1
-        self._complete(leaving.step, request)
+        self._complete(outgoing.step, request)
 
-    def _send(self, leaving: Outgoing, recorder: Recorder) -> None:
-        key = TileKey(self._epoch, leaving.step, self._numbers[leaving.name], Phase.TENSOR, 0, self._routes.rank)
-        frames = encode_tile(self._token, key, leaving.array, self._codecs[leaving.target])
-        recorder.transfer(TransferEvent.now("send", key, leaving.target, frames), leaving.name)
-        self._transport.send(leaving.target, frames)
+    def _send(self, outgoing: Outgoing, recorder: Recorder) -> None:
+        key = TileKey(
+            self._epoch, outgoing.step, self._tensor_numbers[outgoing.name], Phase.TENSOR, 0, self._routes.rank
+        )
+        frames = encode_tile(self._token, key, outgoing.array, self._codecs[outgoing.target])
+        recorder.transfer(TransferEvent.now("send", key, outgoing.target, frames), outgoing.name)
+        self._transport.send(outgoing.target, frames)
 
 
 def _check_sizes(routes: Routes, outputs: Mapping[str, Array]) -> None:

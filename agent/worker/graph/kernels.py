@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 _BLOCKED_SUFFIX = "_nchwc"
 # Never fused into a preceding operator: each of these has its own kernel, and Pad is fused into the following operator.
-_CORES = frozenset(
+_NEVER_FUSED = frozenset(
     {
         "Conv", "ConvTranspose", "MatMul", "Gemm", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "Softmax",
         "LayerNormalization", "Gather", "Transpose", "Resize", "LSTM", "GRU", "RNN", "Pad",
@@ -39,7 +39,7 @@ class Node(Protocol):
 
 class _Original(NamedTuple):
     nodes: Sequence[Node]
-    maker: Mapping[str, int]  # the node that produces a tensor
+    producer: Mapping[str, int]  # the node that produces a tensor
     by_name: Mapping[str, int]
     constant: frozenset[int]  # nodes that onnxruntime evaluates while loading
 
@@ -58,9 +58,9 @@ def operators_of(
     for place, found in enumerate(anchors):
         for index in found:
             owner.setdefault(index, place)
-    _follow_hidden(graph, {name for node in optimised for name in node.output}, owner)
+    _assign_hidden_consumers(graph, {name for node in optimised for name in node.output}, owner)
     for place, found in enumerate(anchors):
-        for index in _unowned_before(graph, found, owner):
+        for index in _unassigned_predecessors(graph, found, owner):
             owner[index] = place
     names: dict[str, list[str]] = {node.name: [] for node in optimised}
     for index in sorted(owner):
@@ -77,7 +77,7 @@ def _read(nodes: Sequence[Node], inputs: Iterable[str]) -> _Original:
             varying.update(node.output)
     return _Original(
         nodes=nodes,
-        maker={name: index for index, node in enumerate(nodes) for name in node.output if name},
+        producer={name: index for index, node in enumerate(nodes) for name in node.output if name},
         by_name={node.name: index for index, node in enumerate(nodes) if node.name},
         constant=frozenset(constant),
     )
@@ -86,7 +86,7 @@ def _read(nodes: Sequence[Node], inputs: Iterable[str]) -> _Original:
 def _anchors(graph: _Original, node: Node) -> list[int]:
     """The original nodes that an optimised node certainly computes, by the tensors that it produces and by its name."""
     tensors = [*node.output, node.name.removesuffix(_BLOCKED_SUFFIX)]
-    found = [graph.maker[name] for name in tensors if name in graph.maker]
+    found = [graph.producer[name] for name in tensors if name in graph.producer]
     if node.op_type in _LAYOUT:
         found = [index for index in found if graph.nodes[index].op_type == node.op_type]
     name = node.name
@@ -98,30 +98,30 @@ def _anchors(graph: _Original, node: Node) -> list[int]:
     return [index for index in dict.fromkeys(found) if index not in graph.constant]
 
 
-def _follow_hidden(graph: _Original, exposed: set[str], owner: dict[int, int]) -> None:
+def _assign_hidden_consumers(graph: _Original, exposed: set[str], owner: dict[int, int]) -> None:
     """Assign consumers of tensors that exist only inside a fusion to that fusion.
 
     For example, a residual addition is part of a convolution's fusion. If several fusions are possible, the last one to run
     is chosen.
     """
     for index, node in enumerate(graph.nodes):
-        if index in owner or index in graph.constant or node.op_type in _CORES:
+        if index in owner or index in graph.constant or node.op_type in _NEVER_FUSED:
             continue
-        makers = {name: graph.maker[name] for name in node.input if name in graph.maker}
-        owners = {name: owner[maker] for name, maker in makers.items() if maker in owner}
+        producers = {name: graph.producer[name] for name in node.input if name in graph.producer}
+        owners = {name: owner[producer] for name, producer in producers.items() if producer in owner}
         last = max(owners.values(), default=-1)
         if any(place == last and name not in exposed for name, place in owners.items()):
             owner[index] = last
 
 
-def _unowned_before(graph: _Original, anchors: Sequence[int], owner: Mapping[int, int]) -> list[int]:
+def _unassigned_predecessors(graph: _Original, anchors: Sequence[int], owner: Mapping[int, int]) -> list[int]:
     """The unassigned nodes between the anchors and the tensors that other optimised nodes produce."""
     found: list[int] = []
-    todo = list(anchors)
-    while todo:
-        for name in graph.nodes[todo.pop()].input:
-            index = graph.maker.get(name)
+    pending = list(anchors)
+    while pending:
+        for name in graph.nodes[pending.pop()].input:
+            index = graph.producer.get(name)
             if index is not None and index not in owner and index not in graph.constant and index not in found:
                 found.append(index)
-                todo.append(index)
+                pending.append(index)
     return found

@@ -26,10 +26,18 @@ from google.protobuf.message import DecodeError
 
 from agent.worker.allocator import give_back_freed_buffers, keep_freed_buffers
 from agent.worker.graph.kernels import operators_of
-from agent.worker.graph.sessions import DTYPES, brief, data_bytes, make_session, placeholders_of, providers_for, refer
+from agent.worker.graph.sessions import (
+    DTYPES,
+    brief_message,
+    data_bytes,
+    make_session,
+    placeholders_of,
+    providers_for,
+    set_external_data,
+)
 from agent.worker.meter import Meter
 from agent.worker.profiling import serve_one
-from agent.worker.wire_cost import wire_cost
+from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadPlan, StoreFull
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
@@ -59,7 +67,7 @@ class _Memory(NamedTuple):
         return cls(status["RssAnon"] + status["RssShmem"], status["RssFile"])
 
 
-def profile(folder: Path, device: str, num_threads: int, compute_device: ComputeDevice) -> GraphProfile:
+def profile_graph(folder: Path, device: str, num_threads: int, compute_device: ComputeDevice) -> GraphProfile:
     """Profile the graph in `folder / GRAPH_FILE`. Temporary files go into `folder`, which the caller removes.
 
     Raises BadPlan if onnxruntime cannot load or run the graph; StoreFull, naming `device`.
@@ -97,7 +105,7 @@ def profile(folder: Path, device: str, num_threads: int, compute_device: Compute
         load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(ran.mapped - before.mapped, 0),
         peak_bytes=peak_bytes,
         run_bytes=max(ran.anonymous - loaded.anonymous, 0),
-        wire=wire_cost(meter.cpu_per_second, NUMPY_CASTS),
+        wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS),
     )
 
 
@@ -199,7 +207,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
             num_bytes = 0
             for block in _random_blocks(tuple(tensor.dims), dtype, pattern):
                 num_bytes += file.write(block.tobytes())
-            refer(tensor, "weights", offset, num_bytes)
+            set_external_data(tensor, "weights", offset, num_bytes)
             offset += num_bytes
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
@@ -246,7 +254,7 @@ def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
     try:
         session.run(None, feeds)
     except Exception as error:  # onnxruntime's errors have no common base class
-        raise BadPlan(reason=f"onnxruntime cannot run the graph: {brief(error)}") from None
+        raise BadPlan(reason=f"onnxruntime cannot run the graph: {brief_message(error)}") from None
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------------
@@ -274,9 +282,9 @@ def _status() -> dict[str, int]:
     return {name: found.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
 
 
-def _measure(start: StartProfile) -> GraphProfile:
-    return profile(Path(start.folder), start.device, start.num_threads, start.compute_device)
+def _profile_graph(start: StartProfile) -> GraphProfile:
+    return profile_graph(Path(start.folder), start.device, start.num_threads, start.compute_device)
 
 
 if __name__ == "__main__":
-    serve_one(_measure)
+    serve_one(_profile_graph)

@@ -9,9 +9,9 @@ from pathlib import Path
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
-from agent.worker.graph.schedule import routes_of
+from agent.worker.graph.schedule import routes_for
 from agent.worker.graph.sessions import SegmentSession, load_segment
-from agent.worker.server import Answer
+from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest
 from hearth.plan.plan import is_graph_plan
 from hearth.transport.sockets import SocketTransport
@@ -30,13 +30,13 @@ class GraphRuntime:
     _transport: SocketTransport
     _engine: GraphEngine  # from `connect` on
 
-    def __init__(self, start: Start, answer: Answer) -> None:
+    def __init__(self, start: Start, answer: SendAnswer) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_graph_plan(plan)
         assert isinstance(parts, SegmentParts)
         self._start, self._plan, self._parts = start, plan, parts
         self._answer = answer
-        self._routes = routes_of(plan, start.load.rank)
+        self._routes = routes_for(plan, start.load.rank)
 
     def load(self) -> WorkerBound:
         start, load, segments = self._start, self._start.load, self._routes.segments

@@ -17,9 +17,9 @@ from hearth.errors import BadPlan, BadRequest, QueueFull
 from hearth.plan.graph import Segment
 from hearth.plan.plan import GraphPlan
 
-MAX_TRAVELLING = 1 << 16  # tensors sent between ranks, which have 16-bit numbers on the wire
+MAX_SENT_TENSORS = 1 << 16  # tensors sent between ranks, which have 16-bit numbers on the wire
 # Number of ended steps that are remembered, so that their late tensors are not mistaken for those of a new step.
-_REMEMBERED = 1024
+_MAX_ENDED_STEPS = 1024
 
 
 class OwnSegment(NamedTuple):
@@ -37,96 +37,96 @@ class Routes:
     plan: GraphPlan
     rank: int
     segments: tuple[OwnSegment, ...]
-    fed: frozenset[str]  # inputs of the graph that come from the coordinator
-    awaited: Mapping[str, int]  # the source rank of each tensor that comes from another rank
+    graph_inputs: frozenset[str]  # inputs of the graph that come from the coordinator
+    sources: Mapping[str, int]  # the source rank of each tensor that comes from another rank
     targets: Mapping[str, tuple[int, ...]]  # the other ranks that consume a tensor of this rank
     results: tuple[str, ...]  # outputs of the graph that this rank produces
-    travelling: tuple[str, ...]  # all tensors sent between ranks; the index is the number on the wire
-    uses: Mapping[str, int]  # number of segments of this rank that consume a tensor
+    sent_tensors: tuple[str, ...]  # all tensors sent between ranks; the index is the number on the wire
+    num_consumers: Mapping[str, int]  # number of segments of this rank that consume a tensor
 
 
-def routes_of(plan: GraphPlan, rank: int) -> Routes:
+def routes_for(plan: GraphPlan, rank: int) -> Routes:
     """Build the routes of a rank.
 
     Raises BadPlan if two segments produce the same tensor, or too many tensors are sent between ranks.
     """
     source: dict[str, int] = {}
-    takers: dict[str, set[int]] = {}
+    consumers: dict[str, set[int]] = {}
     for segment in plan.body.segments:
         for name in segment.outputs:
             if name in source or name in plan.model.inputs:
                 raise BadPlan(reason=f"two segments produce the tensor {name}")
             source[name] = segment.rank
         for name in segment.inputs:
-            takers.setdefault(name, set()).add(segment.rank)
-    others = {name: tuple(sorted(takers.get(name, set()) - {made_by})) for name, made_by in source.items()}
-    travelling = tuple(name for name, ranks in others.items() if ranks)
-    if len(travelling) > MAX_TRAVELLING:
+            consumers.setdefault(name, set()).add(segment.rank)
+    others = {name: tuple(sorted(consumers.get(name, set()) - {producer})) for name, producer in source.items()}
+    sent_tensors = tuple(name for name, ranks in others.items() if ranks)
+    if len(sent_tensors) > MAX_SENT_TENSORS:
         raise BadPlan(
-            reason=f"{len(travelling)} tensors are sent between devices; at most {MAX_TRAVELLING} are supported"
+            reason=f"{len(sent_tensors)} tensors are sent between devices; at most {MAX_SENT_TENSORS} are supported"
         )
     own = tuple(
         OwnSegment(index, _unique(segment), segment.outputs)
         for index, segment in enumerate(plan.body.segments)
         if segment.rank == rank
     )
-    taken = [name for segment in own for name in segment.inputs]
+    consumed = [name for segment in own for name in segment.inputs]
     return Routes(
         plan=plan,
         rank=rank,
         segments=own,
-        fed=frozenset(name for name in taken if name in plan.model.inputs),
-        awaited={name: source[name] for name in taken if name not in plan.model.inputs and source[name] != rank},
+        graph_inputs=frozenset(name for name in consumed if name in plan.model.inputs),
+        sources={name: source[name] for name in consumed if name not in plan.model.inputs and source[name] != rank},
         targets={name: ranks for name, ranks in others.items() if ranks and source[name] == rank},
         results=tuple(name for name in plan.model.outputs if source.get(name) == rank),
-        travelling=travelling,
-        uses={name: taken.count(name) for name in taken},
+        sent_tensors=sent_tensors,
+        num_consumers={name: consumed.count(name) for name in consumed},
     )
 
 
-class Task(NamedTuple):
+class ReadySegment(NamedTuple):
     """One segment of one step."""
 
     step: int
     segment: int  # index into `Routes.segments`
 
 
-class Late(NamedTuple):
-    """A step past its deadline. `awaited` is a tensor that has not arrived (None: all have), `source` its rank."""
+class OverdueStep(NamedTuple):
+    """A step past its deadline. `tensor` is one that has not arrived (None: all have), `source` its rank."""
 
     step: int
-    awaited: str | None
+    tensor: str | None
     source: int | None
 
 
 @dataclass
 class _Step:
     deadline: float
-    missing: list[int]  # by segment of this rank: number of inputs that have not arrived
-    uses: dict[str, int]  # by arrived tensor: number of segments of this rank that will still consume it
+    num_missing: list[int]  # by segment of this rank: number of inputs that have not arrived
+    num_consumers: dict[str, int]  # by arrived tensor: number of segments of this rank that will still consume it
     is_open: bool = False
-    seen: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)
     ready: list[int] = field(default_factory=list)  # a heap
-    left: int = 0  # segments of this rank that have not finished
+    num_remaining: int = 0  # segments of this rank that have not finished
 
 
 class GraphSchedule:
     """Holds at most `max_in_flight` open steps, and the same number of steps whose tensors arrived before `open`.
 
-    The calls for a step are: `open`; `arrive` for each tensor from outside (possibly before `open`); `start` and `finish`
-    for each segment of this rank; `end`. All times are of one clock.
+    The calls for a step are: `open`; `add_tensor` for each tensor from outside (possibly before `open`); `start_next` and
+    `finish` for each segment of this rank; `end`. All times are of one clock.
     """
 
     def __init__(self, routes: Routes, max_in_flight: int) -> None:
         self._routes = routes
         self._max_in_flight = max_in_flight
         self._steps: dict[int, _Step] = {}
-        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
+        self._ended: deque[int] = deque(maxlen=_MAX_ENDED_STEPS)
         self._oldest_known = 0  # steps below this number have ended, and are no longer remembered
-        self._takers: dict[str, list[int]] = {}
+        self._consumers: dict[str, list[int]] = {}
         for index, segment in enumerate(routes.segments):
             for name in segment.inputs:
-                self._takers.setdefault(name, []).append(index)
+                self._consumers.setdefault(name, []).append(index)
 
     @property
     def num_open(self) -> int:
@@ -139,93 +139,93 @@ class GraphSchedule:
     def open(self, number: int, deadline: float) -> None:
         """Open a step. Raises QueueFull if too many are open, BadRequest for a step that was opened before."""
         step = self._steps.get(number)
-        if self._is_over(number) or (step is not None and step.is_open):
+        if self._has_ended(number) or (step is not None and step.is_open):
             raise BadRequest(reason=f"step {number} was already started, or has ended")
         if self.num_open >= self._max_in_flight:
             raise QueueFull(limit=self._max_in_flight)
-        step = step or self._new(number, deadline)
+        step = step or self._new_step(number, deadline)
         step.is_open = True
         step.deadline = deadline
 
-    def wants(self, number: int, name: str) -> bool:
+    def accepts(self, number: int, name: str) -> bool:
         """Whether to accept a tensor: this rank must consume it, for the first time, in a step that has not ended."""
         step = self._steps.get(number)
-        if name not in self._takers or self._is_over(number):
+        if name not in self._consumers or self._has_ended(number):
             return False
         if step is None:
             return len(self._steps) - self.num_open < self._max_in_flight
-        return name not in step.seen
+        return name not in step.arrived
 
-    def arrive(self, number: int, name: str, deadline: float) -> bool:
-        """Register an arrived tensor; False if not wanted. A step that is not open yet must be opened by `deadline`."""
-        if not self.wants(number, name):
+    def add_tensor(self, number: int, name: str, deadline: float) -> bool:
+        """Register an arrived tensor; False if not accepted. A step that is not open yet must be opened by `deadline`."""
+        if not self.accepts(number, name):
             return False
-        step = self._steps.get(number) or self._new(number, deadline)
-        self._add(step, name)
+        step = self._steps.get(number) or self._new_step(number, deadline)
+        self._add_tensor(step, name)
         return True
 
-    def start(self) -> Task | None:
+    def start_next(self) -> ReadySegment | None:
         """Return the next segment to run, and mark it as running; None if none is ready."""
         for number in sorted(self._steps):
             step = self._steps[number]
             if step.is_open and step.ready:
-                return Task(number, heapq.heappop(step.ready))
+                return ReadySegment(number, heapq.heappop(step.ready))
         return None
 
-    def finish(self, task: Task) -> tuple[tuple[str, ...], bool]:
+    def finish(self, ready: ReadySegment) -> tuple[tuple[str, ...], bool]:
         """Register that a segment has run: its inputs are used, its outputs have arrived.
 
         Returns the step's tensors that no segment of this rank needs any more, and whether all its segments have run.
         """
-        step, segment = self._steps[task.step], self._routes.segments[task.segment]
+        step, segment = self._steps[ready.step], self._routes.segments[ready.segment]
         for name in segment.inputs:
-            step.uses[name] -= 1
+            step.num_consumers[name] -= 1
         for name in segment.outputs:
-            self._add(step, name)
-        done_with = [name for name in (*segment.inputs, *segment.outputs) if not step.uses[name]]
-        for name in done_with:
-            del step.uses[name]
-        step.left -= 1
-        return tuple(done_with), step.left == 0
+            self._add_tensor(step, name)
+        released = [name for name in (*segment.inputs, *segment.outputs) if not step.num_consumers[name]]
+        for name in released:
+            del step.num_consumers[name]
+        step.num_remaining -= 1
+        return tuple(released), step.num_remaining == 0
 
     def end(self, number: int) -> None:
         """Forget a step, whatever its state, because it was answered or aborted."""
-        if self._is_over(number):
+        if self._has_ended(number):
             return
         self._steps.pop(number, None)
-        if len(self._ended) == _REMEMBERED:
+        if len(self._ended) == _MAX_ENDED_STEPS:
             self._oldest_known = max(self._oldest_known, self._ended[0] + 1)
         self._ended.append(number)
 
-    def late(self, now: float) -> list[Late]:
+    def overdue(self, now: float) -> list[OverdueStep]:
         """The steps past their deadlines. They are kept until `end`."""
-        return [self._late(number, step) for number, step in self._steps.items() if step.deadline <= now]
+        return [self._overdue_step(number, step) for number, step in self._steps.items() if step.deadline <= now]
 
-    def _late(self, number: int, step: _Step) -> Late:
-        for name, source in self._routes.awaited.items():
-            if name not in step.seen:
-                return Late(number, name, source)
-        return Late(number, None, None)
+    def _overdue_step(self, number: int, step: _Step) -> OverdueStep:
+        for name, source in self._routes.sources.items():
+            if name not in step.arrived:
+                return OverdueStep(number, name, source)
+        return OverdueStep(number, None, None)
 
-    def _new(self, number: int, deadline: float) -> _Step:
+    def _new_step(self, number: int, deadline: float) -> _Step:
         step = _Step(
-            deadline=deadline, missing=[len(each.inputs) for each in self._routes.segments], uses={},
-            left=len(self._routes.segments),
+            deadline=deadline, num_missing=[len(each.inputs) for each in self._routes.segments], num_consumers={},
+            num_remaining=len(self._routes.segments),
         )  # fmt: skip
-        step.ready = [index for index, missing in enumerate(step.missing) if not missing]
+        step.ready = [index for index, num_missing in enumerate(step.num_missing) if not num_missing]
         self._steps[number] = step
         return step
 
-    def _add(self, step: _Step, name: str) -> None:
-        takers = self._takers.get(name, [])
-        step.seen.add(name)
-        step.uses[name] = len(takers)
-        for index in takers:
-            step.missing[index] -= 1
-            if not step.missing[index]:
+    def _add_tensor(self, step: _Step, name: str) -> None:
+        consumers = self._consumers.get(name, [])
+        step.arrived.add(name)
+        step.num_consumers[name] = len(consumers)
+        for index in consumers:
+            step.num_missing[index] -= 1
+            if not step.num_missing[index]:
                 heapq.heappush(step.ready, index)
 
-    def _is_over(self, number: int) -> bool:
+    def _has_ended(self, number: int) -> bool:
         """Whether a step has ended. Numbers increase, so a step older than all remembered ones has ended unless it is held."""
         return number not in self._steps and (number < self._oldest_known or number in self._ended)
 

@@ -97,7 +97,7 @@ class SegmentSession:
         try:
             outputs: list[Array] = self._session.run(self._outputs, feeds, control.options if control else None)
         except Exception as error:  # onnxruntime's errors have no common base class
-            raise StepFailed(device=self.name, reason=brief(error)) from None
+            raise StepFailed(device=self.name, reason=brief_message(error)) from None
         return outputs
 
 
@@ -127,7 +127,7 @@ def load_segment(
         for weight in files.initializers:
             if weight.name not in placeholders:
                 raise BadPlan(reason=f"{name} does not use the weight {weight.name}")
-            num_bytes += _place(placeholders[weight.name], weight, store, scratch)
+            num_bytes += _attach_weight(placeholders[weight.name], weight, store, scratch)
         path = scratch(f"segment{_PART_SUFFIX}", store)
         path.write_bytes(model.SerializeToString())
         del data, model, placeholders
@@ -154,7 +154,7 @@ def make_session(
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
-        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not take {name}: {brief(error)}") from None
+        raise BadPlan(reason=f"onnxruntime {ort.__version__} does not take {name}: {brief_message(error)}") from None
 
 
 def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
@@ -184,7 +184,7 @@ def check_input(session: SegmentSession, name: str, array: Array) -> None:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: Scratch) -> int:
+def _attach_weight(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: Scratch) -> int:
     """Point a placeholder to its weight's file, after joining several chunks on the disk. Returns the weight's bytes."""
     paths = [_chunk_path(store, chunk) for chunk in weight.chunks]
     num_bytes = sum(path.stat().st_size for path in paths)
@@ -195,7 +195,7 @@ def _place(tensor: onnx.TensorProto, weight: ArrayChunks, store: Path, scratch: 
     else:
         path = scratch(f"weight{_PART_SUFFIX}", paths[0].parent)
         _join(paths, path, store, num_bytes)
-    refer(tensor, str(path.relative_to(store)), 0, num_bytes)
+    set_external_data(tensor, str(path.relative_to(store)), 0, num_bytes)
     return num_bytes
 
 
@@ -204,7 +204,7 @@ def placeholders_of(model: onnx.ModelProto) -> list[onnx.TensorProto]:
     return [tensor for tensor in model.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
 
 
-def refer(tensor: onnx.TensorProto, location: str, offset: int, num_bytes: int) -> None:
+def set_external_data(tensor: onnx.TensorProto, location: str, offset: int, num_bytes: int) -> None:
     """Point a placeholder to its data in a file; `location` is relative to the model file."""
     del tensor.external_data[:]
     for key, value in (("location", location), ("offset", str(offset)), ("length", str(num_bytes))):
@@ -270,6 +270,6 @@ def _array_type(value: Any, where: str) -> ArrayType:
     return ArrayType(dtype, tuple(size if isinstance(size, int) else None for size in shape))
 
 
-def brief(error: Exception) -> str:
+def brief_message(error: Exception) -> str:
     """onnxruntime's error message on one line, at most 500 characters."""
     return " ".join(str(error).split())[:500]

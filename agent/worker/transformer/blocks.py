@@ -134,7 +134,7 @@ def project_qkv(
     heads = layer.qkv_blocks[block].size
     part = layer.qkv_rows(spec, block)
     bias = None if layer.qkv_bias is None else layer.qkv_bias[part]
-    layer.qkv_weight.rows(part).times(x_sH, bias, out)
+    layer.qkv_weight.rows(part).matmul(x_sH, bias, out)
     q_width, kv_width = spec.q_width(heads), spec.kv_width(heads)
     if layer.q_norm is not None and layer.k_norm is not None:
         for norm, part in ((layer.q_norm, out[:, :q_width]), (layer.k_norm, out[:, q_width : q_width + kv_width])):
@@ -213,7 +213,7 @@ def attention_block(
     q_Tw, k_Tk, v_Tk = split_qkv(spec, heads, qkv)
     store_kv(spec, rows, index, k_Tk, v_Tk)
     on_kv_stored(index)
-    return layer.out_weight.times(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, all_rows))
+    return layer.out_weight.matmul(attention(spec, index, q_Tw, k_Tk, v_Tk, rows, all_rows))
 
 
 def _keys_and_values(
@@ -270,15 +270,15 @@ def _grouped_query_attention(
 def mlp_up(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The first half of the MLP, up to the activation: [s,c]."""
     act = ACTIVATIONS[spec.activation]
-    up_sc = layer.up_weight.times(x_sH, layer.up_bias)
+    up_sc = layer.up_weight.matmul(x_sH, layer.up_bias)
     if layer.gate_weight is None:
         return up_sc.copy_(act(up_sc))
-    return act(layer.gate_weight.times(x_sH, layer.gate_bias)).mul_(up_sc)
+    return act(layer.gate_weight.matmul(x_sH, layer.gate_bias)).mul_(up_sc)
 
 
 def mlp_block(spec: ModelSpec, layer: LayerShard, x_sH: Tensor) -> Tensor:
     """The MLP for the layer's columns: a partial sum [s,H]."""
-    return layer.down_weight.times(mlp_up(spec, layer, x_sH))
+    return layer.down_weight.matmul(mlp_up(spec, layer, x_sH))
 
 
 def finish_embedding(spec: ModelSpec, embedding: EmbeddingShard, word_sH: Tensor, positions_s: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from agent.worker.transformer.comm.staging import make_staging
 from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.matrices import Matrix, empty_matrix
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm, empty_embedding, empty_layer
-from agent.worker.wire_cost import wire_cost
+from agent.worker.wire_cost import measure_wire_cost
 from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -64,7 +64,7 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
 
     def gemm(x_sk: Tensor) -> Callable[[], object]:
         turn = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
-        return lambda: next(turn).times(x_sk)
+        return lambda: next(turn).matmul(x_sk)
 
     def qkv(heads: int) -> Callable[[], object]:
         out = x_TH.new_empty(S, spec.qkv_width(heads))
@@ -119,7 +119,7 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
             "embedding": measure.curve(some_rows, embed),
             "mlp_rows": measure.curve(some_rows, mlp_rows),
         }
-    wire = wire_cost(measure.cpu_per_second, TorchCasts())
+    wire = measure_wire_cost(measure.cpu_per_second, TorchCasts())
     return BlockProfile(
         seq_len=S, wire=wire, decode_seconds_per_byte=per_byte, decode_layer_seconds=per_layer, **curves
     )
@@ -169,7 +169,7 @@ def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[]
 
     def run() -> None:
         for matrix in next(turn):
-            matrix.times(row[matrix.shape[1]])
+            matrix.matmul(row[matrix.shape[1]])
 
     return run
 
@@ -235,7 +235,7 @@ def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weig
 def _randomise(matrix: Matrix, device: torch.device) -> None:
     """Fill a matrix with identical rows, which is fast; the values do not affect the time of a product."""
     everything = slice(None)
-    matrix.fill(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
+    matrix.load(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
 
 
 def _plain_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
@@ -281,7 +281,7 @@ def _sizes(total: int, grain: int) -> list[int]:
     return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _PARTS})
 
 
-def _measure(start: StartProfile) -> BlockProfile:
+def _profile_blocks(start: StartProfile) -> BlockProfile:
     subject = start.profile.subject
     if not isinstance(subject, BlocksOf):
         raise BadRequest(reason="this profiler measures blocks of transformers")
@@ -290,4 +290,4 @@ def _measure(start: StartProfile) -> BlockProfile:
 
 if __name__ == "__main__":
     keep_freed_buffers()
-    serve_one(_measure)
+    serve_one(_profile_blocks)

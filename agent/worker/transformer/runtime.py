@@ -13,12 +13,12 @@ import torch
 
 from agent.worker.allocator import keep_freed_buffers
 from agent.worker.data_plane import bind_transport
-from agent.worker.server import Answer, failure_of
+from agent.worker.server import SendAnswer, failed_message
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import Staging, make_staging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
-from agent.worker.transformer.generation.steps import LEADER, Generation
+from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import is_transformer_plan
@@ -41,7 +41,7 @@ class TransformerRuntime:
     _communicator: Communicator  # from `connect` on
     _compute: Callable[[], None]
 
-    def __init__(self, start: wire.Start, answer: Answer) -> None:
+    def __init__(self, start: wire.Start, answer: SendAnswer) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_transformer_plan(plan)
         assert isinstance(parts, wire.ShardParts)
@@ -76,10 +76,10 @@ class TransformerRuntime:
         parts = (self._plan, self._rank, self._shard, self._communicator, self._staging)
         if self._plan.body.generation is None:
             self._compute = partial(self._run_steps, Engine(*parts))
-        elif self._rank == LEADER:
-            self._compute = partial(self._lead, Leader(self._plan, Generation(*parts)))
+        elif self._rank == LEADER_RANK:
+            self._compute = partial(self._lead, Leader(self._plan, StepExecutor(*parts)))
         else:
-            self._compute = partial(self._follow, Generation(*parts))
+            self._compute = partial(self._follow, StepExecutor(*parts))
 
     def run(self) -> None:
         self._compute()
@@ -107,7 +107,7 @@ class TransformerRuntime:
                     raise BadRequest(reason=f"a step takes token_ids and cumulative_lengths, not {list(arrays)}")
                 done, rows = engine.run(message, arrays["token_ids"], arrays["cumulative_lengths"])
             except Exception as error:
-                self._answer(request, failure_of(type(message).__name__, error), ())
+                self._answer(request, failed_message(type(message).__name__, error), ())
             else:
                 self._answer(request, done, pack_array(np.ascontiguousarray(rows)))
 
@@ -127,18 +127,18 @@ class TransformerRuntime:
                 else:
                     raise BadRequest(reason=f"a decoder does not take {type(message).__name__}")
             except Exception as error:
-                self._answer(request, failure_of(type(message).__name__, error), ())
+                self._answer(request, failed_message(type(message).__name__, error), ())
 
-    def _follow(self, generation: Generation) -> None:
+    def _follow(self, executor: StepExecutor) -> None:
         """Execute orders until one fails, then refuse all requests. Rank 0 notices by a timeout, or was aborted as well."""
         try:
             while True:
-                generation.follow()
+                executor.execute_next()
         except HearthError as error:
-            log.warning("following rank %d has ended: %s", LEADER, error)
+            log.warning("following rank %d has ended: %s", LEADER_RANK, error)
         while True:
             request, message, _ = self._requests.get()
             refusal = BadRequest(
-                reason=f"rank {LEADER} accepts requests; this rank does not take {type(message).__name__}"
+                reason=f"rank {LEADER_RANK} accepts requests; this rank does not take {type(message).__name__}"
             )
-            self._answer(request, failure_of(type(message).__name__, refusal), ())
+            self._answer(request, failed_message(type(message).__name__, refusal), ())

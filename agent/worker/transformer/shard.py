@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from agent.worker.transformer.matrices import Floats, Matrix, Pieces, empty_matrix, memory_of
+from agent.worker.transformer.matrices import FloatMatrix, Matrix, Partition, empty_matrix, memory_range
 from hearth.errors import ChunkCorrupt
 from hearth.plan.chunks import OF_LAYER, slices
 from hearth.plan.geometry import Span, spans
@@ -25,9 +25,9 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Holding
 from hearth.wire.messages import ChunkRef
 
-_Stored = Callable[[str], Tensor]
+_GetTensor = Callable[[str], Tensor]
 # For each tensor of a chunk: the destination, and the index of its first row (of row-parallel weights: column) on this rank.
-_Places = dict[str, tuple[Matrix | Tensor | None, int]]
+_Destinations = dict[str, tuple[Matrix | Tensor | None, int]]
 
 
 @dataclass
@@ -93,34 +93,36 @@ class Shard:
 
     def num_bytes(self) -> int:
         """Memory of all weights in bytes; tied weights count once."""
-        tensors = (tensor for part in _parts(self) for tensor in (part if isinstance(part, tuple) else part.tensors))
-        return sum(dict(map(memory_of, tensors)).values())
+        tensors = (
+            tensor for part in _weights_in(self) for tensor in (part if isinstance(part, tuple) else part.tensors)
+        )
+        return sum(dict(map(memory_range, tensors)).values())
 
     def weight_error(self) -> float:
         """Relative RMS error of the matrices against the checkpoint, due to their weight format."""
-        losses = [part.loss for part in _parts(self) if isinstance(part, Matrix)]
-        norm = sum(loss.squared_norm for loss in losses)
-        return math.sqrt(sum(loss.squared_error for loss in losses) / norm) if norm else 0.0
+        errors = [part.quantisation_error for part in _weights_in(self) if isinstance(part, Matrix)]
+        norm = sum(error.squared_norm for error in errors)
+        return math.sqrt(sum(error.squared_error for error in errors) / norm) if norm else 0.0
 
 
-class _Empty:
+class _Allocator:
     """Allocates uninitialised weights; weights that are not in the rank's chunks are never read."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._spec = spec
         self._device = device
 
-    def matrix(self, num_outputs: int, num_inputs: int, used: Pieces | None = None) -> Matrix:
-        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device, used)
+    def matrix(self, num_outputs: int, num_inputs: int, partition: Partition | None = None) -> Matrix:
+        return empty_matrix(num_outputs, num_inputs, self._spec.weights, self._device, partition)
 
     def tensor(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
-    def where(self, there: bool, *shape: int) -> Tensor | None:
-        return self.tensor(*shape) if there else None
+    def tensor_if(self, condition: bool, *shape: int) -> Tensor | None:
+        return self.tensor(*shape) if condition else None
 
     def norm(self, size: int) -> Norm:
-        return Norm(self.tensor(size), self.where(self._spec.norm == "layer", size))
+        return Norm(self.tensor(size), self.tensor_if(self._spec.norm == "layer", size))
 
 
 def empty_layer(
@@ -134,57 +136,57 @@ def empty_layer(
     """Allocate a layer. `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of
     columns that are used separately; if empty, the matrices are used as a whole.
     """
-    new = _Empty(spec, device)
+    new = _Allocator(spec, device)
     H, d, c = spec.hidden_size, spec.head_dim, held.columns.size
-    qkv = _pieces(0, qkv_blocks, spec.qkv_width)
-    out = _pieces(1, out_parts or (held.out,), lambda heads: heads * d)
+    qkv = _partition(0, qkv_blocks, spec.qkv_width)
+    out = _partition(1, out_parts or (held.out,), lambda heads: heads * d)
     columns = mlp_parts or (held.columns,)
-    up, down = _pieces(0, columns), _pieces(1, columns)
+    up, down = _partition(0, columns), _partition(1, columns)
     width = qkv.borders[-1]
     return LayerShard(
         held=held,
         qkv_blocks=qkv_blocks,
         qkv_weight=new.matrix(width, H, qkv),
-        qkv_bias=new.where(spec.qkv_bias, width),
+        qkv_bias=new.tensor_if(spec.qkv_bias, width),
         q_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
         k_norm=Norm(new.tensor(d), None) if spec.qk_norm else None,
         out_weight=new.matrix(H, held.out.size * d, out),
-        out_bias=new.where(spec.out_bias, H),
+        out_bias=new.tensor_if(spec.out_bias, H),
         norm1=new.norm(H),
         gate_weight=new.matrix(c, H, up) if spec.gated else None,
-        gate_bias=new.where(spec.gated and spec.mlp_bias, c),
+        gate_bias=new.tensor_if(spec.gated and spec.mlp_bias, c),
         up_weight=new.matrix(c, H, up),
-        up_bias=new.where(spec.mlp_bias, c),
+        up_bias=new.tensor_if(spec.mlp_bias, c),
         down_weight=new.matrix(H, c, down),
-        down_bias=new.where(spec.mlp_bias, H),
+        down_bias=new.tensor_if(spec.mlp_bias, H),
         norm2=new.norm(H),
     )
 
 
-def _pieces(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] = int) -> Pieces:
+def _partition(axis: int, parts: tuple[Span, ...], width: Callable[[int], int] = int) -> Partition:
     """The pieces of a matrix that consists of these parts, concatenated; `width` converts a part's size to elements."""
-    return Pieces(axis, tuple(accumulate((width(part.size) for part in parts if part.size), initial=0)))
+    return Partition(axis, tuple(accumulate((width(part.size) for part in parts if part.size), initial=0)))
 
 
 def empty_embedding(
-    spec: ModelSpec, vocabulary: Span, device: torch.device, beside_words: bool = True
+    spec: ModelSpec, vocabulary: Span, device: torch.device, with_norm_and_positions: bool = True
 ) -> EmbeddingShard:
-    """Allocate the word embedding and the head; positions, types and norm only with `beside_words`."""
-    new = _Empty(spec, device)
+    """Allocate the word embedding and the head; positions, types and norm only with `with_norm_and_positions`."""
+    new = _Allocator(spec, device)
     H = spec.hidden_size
-    num_positions = spec.max_positions + spec.position_offset if beside_words else 0
+    num_positions = spec.max_positions + spec.position_offset if with_norm_and_positions else 0
     word_type = getattr(torch, spec.weights) if spec.weights in ("float32", "float16") else torch.bfloat16
     word = torch.empty(vocabulary.size, H, dtype=word_type, device=device)
     head: Matrix | None = None
     if spec.causal:
-        head = new.matrix(vocabulary.size, H) if spec.has_separate_head else Floats(word)
+        head = new.matrix(vocabulary.size, H) if spec.has_separate_head else FloatMatrix(word)
     return EmbeddingShard(
         vocabulary=vocabulary,
         word=word,
         head=head,
-        position=new.where(spec.rotary is None, num_positions, H),
-        token_type=new.where(spec.type_vocab_size > 0, spec.type_vocab_size if beside_words else 0, H),
-        norm=new.norm(H if beside_words else 0),
+        position=new.tensor_if(spec.rotary is None, num_positions, H),
+        token_type=new.tensor_if(spec.type_vocab_size > 0, spec.type_vocab_size if with_norm_and_positions else 0, H),
+        norm=new.norm(H if with_norm_and_positions else 0),
     )
 
 
@@ -224,22 +226,22 @@ def load_shard(
     return shard
 
 
-def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _Stored) -> None:
-    places = _qkv_places(shard, chunk) if chunk.kind == "qkv" else _places(shard, chunk)
+def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _GetTensor) -> None:
+    destinations = _qkv_destinations(shard, chunk) if chunk.kind == "qkv" else _destinations(shard, chunk)
     for part in slices(shard.spec, chunk.kind, chunk.grain):
-        into, first = places[part.tensor]
-        values, rows, columns = stored(part.tensor), _here(part.rows, first), _here(part.columns, first)
+        into, first = destinations[part.tensor]
+        values, rows, columns = stored(part.tensor), _local_slice(part.rows, first), _local_slice(part.columns, first)
         if isinstance(into, Tensor):
             into[rows].copy_(values)
         elif into is not None:
-            into.fill(rows, columns, values)
+            into.load(rows, columns, values)
 
 
-def _here(part: Span | None, first: int) -> slice:
+def _local_slice(part: Span | None, first: int) -> slice:
     return slice(None) if part is None else slice(part.start - first, part.stop - first)
 
 
-def _places(shard: Shard, chunk: ChunkRef) -> _Places:
+def _destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
     embedding, vocabulary = shard.embedding, shard.embedding.vocabulary.start
     if chunk.kind not in OF_LAYER:
         return {
@@ -247,7 +249,7 @@ def _places(shard: Shard, chunk: ChunkRef) -> _Places:
             "head.weight": (embedding.head, vocabulary),
             "position.weight": (embedding.position, 0),
             "type.weight": (embedding.token_type, 0),
-            **_norm_places("final" if shard.spec.causal else "norm", embedding.norm),
+            **_norm_destinations("final" if shard.spec.causal else "norm", embedding.norm),
         }
     layer = shard.layers[chunk.layer - shard.first_layer]
     columns = layer.held.columns.start
@@ -260,32 +262,34 @@ def _places(shard: Shard, chunk: ChunkRef) -> _Places:
         "up.bias": (layer.up_bias, columns),
         "down.weight": (layer.down_weight, columns),
         "down.bias": (layer.down_bias, 0),
-        **_norm_places("norm1", layer.norm1),
-        **_norm_places("norm2", layer.norm2),
-        **_norm_places("q_norm", layer.q_norm),
-        **_norm_places("k_norm", layer.k_norm),
+        **_norm_destinations("norm1", layer.norm1),
+        **_norm_destinations("norm2", layer.norm2),
+        **_norm_destinations("q_norm", layer.q_norm),
+        **_norm_destinations("k_norm", layer.k_norm),
     }
 
 
-def _norm_places(name: str, norm: Norm | None) -> _Places:
+def _norm_destinations(name: str, norm: Norm | None) -> _Destinations:
     return {} if norm is None else {f"{name}.weight": (norm.weight, 0), f"{name}.bias": (norm.bias, 0)}
 
 
-def _qkv_places(shard: Shard, chunk: ChunkRef) -> _Places:
+def _qkv_destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
     """Destinations of a `qkv` chunk, in the block that contains its KV group."""
     spec, layer = shard.spec, shard.layers[chunk.layer - shard.first_layer]
     for index, block in enumerate(layer.qkv_blocks):
         if block.start <= chunk.grain * spec.group_size < block.stop:
-            start, places = layer.qkv_rows(spec, index).start, _Places()
+            start, destinations = layer.qkv_rows(spec, index).start, _Destinations()
             for name, width in (("q", spec.q_width), ("k", spec.kv_width), ("v", spec.kv_width)):
                 first = width(block.start) - start
-                places.update({f"{name}.weight": (layer.qkv_weight, first), f"{name}.bias": (layer.qkv_bias, first)})
+                destinations.update(
+                    {f"{name}.weight": (layer.qkv_weight, first), f"{name}.bias": (layer.qkv_bias, first)}
+                )
                 start += width(block.size)
-            return places
+            return destinations
     raise RuntimeError(f"the KV group {chunk.grain} is not of this rank")
 
 
-def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
+def _weights_in(part: object) -> Iterator[Matrix | tuple[Tensor]]:
     """All matrices of a part, and all tensors that are not matrices."""
     if isinstance(part, Tensor):
         yield (part,)
@@ -293,7 +297,7 @@ def _parts(part: object) -> Iterator[Matrix | tuple[Tensor]]:
         yield part
     elif isinstance(part, list):
         for item in part:
-            yield from _parts(item)
+            yield from _weights_in(item)
     elif isinstance(part, LayerShard | EmbeddingShard | Shard | Norm):
         for name in part.__dataclass_fields__:
-            yield from _parts(getattr(part, name))
+            yield from _weights_in(getattr(part, name))

@@ -22,19 +22,19 @@ from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import TransformerPlan
 
 
-def own_layers(plan: TransformerPlan, rank: int, shard: Shard) -> list[LayerShard]:
+def decode_layers(plan: TransformerPlan, rank: int, shard: Shard) -> list[LayerShard]:
     """Views of the weights that this rank uses for decoding: its own heads and columns in each of its layers."""
     heads, columns = plan.body.own_share(rank)
-    return [_own_part(plan.model, layer, heads, columns) for layer in shard.layers]
+    return [_decode_part(plan.model, layer, heads, columns) for layer in shard.layers]
 
 
-def _own_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span) -> LayerShard:
+def _decode_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span) -> LayerShard:
     held = layer.held
     if heads == held.qkv and heads == held.out and columns == held.columns and len(layer.qkv_blocks) == 1:
         return layer
     qkv = layer.qkv_rows(spec, layer.qkv_blocks.index(heads)) if heads.size else slice(0, 0)
-    out = _within(heads, held.out, spec.head_dim)
-    mlp = _within(columns, held.columns, 1)
+    out = _local_slice(heads, held.out, spec.head_dim)
+    mlp = _local_slice(columns, held.columns, 1)
 
     def rows(tensor: Tensor | None, part: slice) -> Tensor | None:
         return None if tensor is None else tensor[part]
@@ -53,12 +53,12 @@ def _own_part(spec: ModelSpec, layer: LayerShard, heads: Span, columns: Span) ->
     )
 
 
-def _within(part: Span, held: Span, width: int) -> slice:
+def _local_slice(part: Span, held: Span, width: int) -> slice:
     start = (part.start - held.start) * width if part.size else 0
     return slice(start, start + part.size * width)
 
 
-def decode(step: Step, layers: list[LayerShard]) -> Tensor:
+def run_decode_step(step: Step, layers: list[LayerShard]) -> Tensor:
     """Run one decoding step. Returns the hidden states after the final norm [B,H], on every rank.
 
     Call it in torch's inference mode.

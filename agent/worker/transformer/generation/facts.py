@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-MARK = "generation fact: "  # prefix of such a line
+FACT_PREFIX = "generation fact: "  # prefix of such a line
 
 
 class StepBegun(BaseModel):
@@ -29,4 +29,4 @@ class SequenceCancelled(BaseModel):
 
 def log_fact(log: logging.Logger, fact: StepBegun | SequenceCancelled) -> None:
     """Log an event at debug level."""
-    log.debug("%s%s", MARK, fact.model_dump_json())
+    log.debug("%s%s", FACT_PREFIX, fact.model_dump_json())

@@ -10,7 +10,7 @@ import numpy as np
 
 from agent.worker.transformer.generation.facts import SequenceCancelled, log_fact
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
-from agent.worker.transformer.generation.steps import Generation
+from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadRequest, HearthError, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.wire.framing import unpack_array
@@ -18,11 +18,11 @@ from hearth.wire.messages import Failed, GenerateTokens, GenerationEnded, Messag
 
 log = logging.getLogger("hearth.worker")
 
-Answers = list[tuple[bytes, Message]]  # request id and answer
+Replies = list[tuple[bytes, Message]]  # request id and answer
 
 
 @dataclass
-class _Asked:
+class _PendingRequest:
     """A request and the times of its progress, in seconds of the monotonic clock."""
 
     request_id: bytes
@@ -34,21 +34,21 @@ class _Asked:
 class Leader:
     """Drives the generation: schedules requests and runs steps. `step` returns the answers that one step produced."""
 
-    def __init__(self, plan: TransformerPlan, generation: Generation) -> None:
+    def __init__(self, plan: TransformerPlan, executor: StepExecutor) -> None:
         assert plan.body.generation is not None
         self._spec = plan.model
-        self._promise = plan.body.generation
-        self._generation = generation
+        self._limits = plan.body.generation
+        self._executor = executor
         self._whole_prompts = any(plan.body.mode(layer).attention == "rows" for layer in range(plan.model.num_layers))
         self._num_groups = _num_groups(plan)
         self._scheduler = self._new_scheduler()
-        self._asked: dict[int, _Asked] = {}  # keyed by sequence number
+        self._requests: dict[int, _PendingRequest] = {}  # keyed by sequence number
         self._last_number = 0
         self._failure: HearthError | None = None
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle and (self._failure is not None or not self._generation.num_in_flight)
+        return self._scheduler.idle and (self._failure is not None or not self._executor.num_in_flight)
 
     def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> None:
         """Queue a request. Raises BadRequest, or the error that ended this plan."""
@@ -63,35 +63,35 @@ class Leader:
         prompt = token_ids.tolist()
         sequence = Sequence(self._last_number, request, prompt, len(prompt))
         if sequence.capacity > self._spec.max_positions or not self._scheduler.fits(sequence):
-            room = min(self._spec.max_positions, self._scheduler.room)
+            room = min(self._spec.max_positions, self._scheduler.max_sequence_tokens)
             raise BadRequest(reason=f"{sequence.capacity} tokens of context; the plan has room for {room}")
-        self._asked[sequence.number] = _Asked(request_id, time.monotonic())
+        self._requests[sequence.number] = _PendingRequest(request_id, time.monotonic())
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: bytes) -> None:
         """Cancel a request. Does nothing if it has ended."""
-        for number in [number for number, asked in self._asked.items() if asked.request_id == request_id]:
+        for number in [number for number, request in self._requests.items() if request.request_id == request_id]:
             running = self._scheduler.running.get(number)
             log_fact(log, SequenceCancelled(sequence=number, num_tokens=len(running.generated) if running else 0))
             self._forget(number)
 
-    def step(self) -> Answers:
+    def step(self) -> Replies:
         """Begin a step on all ranks, or finish the oldest step in flight.
 
         A step is finished if it has ended, if there is nothing to begin, or if the plan's maximum is in flight. If a step
         fails, all current and future requests fail.
         """
         try:
-            if not self._generation.has_ended() and self._begin() and self._generation.may_begin:
+            if not self._executor.oldest_has_ended() and self._begin() and self._executor.can_begin:
                 return []
-            chosen = self._generation.finish()
+            chosen = self._executor.finish()
         except HearthError as error:
             return self._fail(error)
-        answers: Answers = []
+        replies: Replies = []
         for number, token in chosen.items():
-            if number in self._asked:  # it may have been cancelled meanwhile
-                answers += self._take(number, token)
-        return answers
+            if number in self._requests:  # it may have been cancelled meanwhile
+                replies += self._append_token(number, token)
+        return replies
 
     def _begin(self) -> bool:
         """Begin the next step, if there is one. Returns whether there was."""
@@ -101,48 +101,48 @@ class Leader:
         began = time.monotonic()
         for rows in order.rows:
             if rows.new is not None:
-                self._asked[rows.sequence].started = began
-        self._generation.begin(order)
+                self._requests[rows.sequence].started = began
+        self._executor.begin(order)
         return True
 
-    def _take(self, number: int, token: int) -> Answers:
-        sequence, asked = self._scheduler.running[number], self._asked[number]
-        self._scheduler.take(number, token)
-        if asked.first_token is None:
-            asked.first_token = time.monotonic()
-        answers: Answers = [(asked.request_id, TokensGenerated(token_ids=(token,)))]
+    def _append_token(self, number: int, token: int) -> Replies:
+        sequence, request = self._scheduler.running[number], self._requests[number]
+        self._scheduler.append_token(number, token)
+        if request.first_token is None:
+            request.first_token = time.monotonic()
+        replies: Replies = [(request.request_id, TokensGenerated(token_ids=(token,)))]
         if sequence.ended:
-            answers.append((asked.request_id, self._end(sequence, asked)))
+            replies.append((request.request_id, self._end(sequence, request)))
             self._forget(number)
-        return answers
+        return replies
 
-    def _end(self, sequence: Sequence, asked: _Asked) -> GenerationEnded:
+    def _end(self, sequence: Sequence, request: _PendingRequest) -> GenerationEnded:
         now = time.monotonic()
-        started, first = asked.started or now, asked.first_token or now
+        started, first = request.started or now, request.first_token or now
         return GenerationEnded(
             reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_tokens=len(sequence.generated),
-            queued_seconds=started - asked.submitted,
+            queued_seconds=started - request.submitted,
             prefill_seconds=first - started,
             decode_seconds=now - first,
         )
 
-    def _fail(self, error: HearthError) -> Answers:
+    def _fail(self, error: HearthError) -> Replies:
         """Fail all requests: a step belongs to all of them, so the error cannot be attributed to one."""
         if error.scope == "request":
             error = StepFailed(device="rank 0", reason=error.explanation())
         self._failure = error
-        failed, self._asked = list(self._asked.values()), {}
+        failed, self._requests = list(self._requests.values()), {}
         self._scheduler = self._new_scheduler()
-        return [(asked.request_id, Failed.of(error)) for asked in failed]
+        return [(request.request_id, Failed.of(error)) for request in failed]
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self._promise, self._whole_prompts, self._num_groups)
+        return Scheduler(self._limits, self._whole_prompts, self._num_groups)
 
     def _forget(self, number: int) -> None:
         self._scheduler.remove(number)
-        del self._asked[number]
+        del self._requests[number]
 
 
 def _num_groups(plan: TransformerPlan) -> int:

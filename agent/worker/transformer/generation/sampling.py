@@ -19,13 +19,13 @@ from hearth.wire.messages import Sampling
 Array = np.ndarray[Any, Any]
 
 
-def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], index: int) -> Array:
+def select_candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Sequence[int], index: int) -> Array:
     """Select the candidates of one rank's share of the vocabulary: token ids and logits [n,2], float32.
 
     `tokens` are the prompt and the answer so far; `index` is the number of tokens in the answer so far. Ids are exact in
     float32, since a vocabulary has at most 2^24 tokens.
     """
-    logits = penalised(logits_V, first_id, sampling.repetition_penalty, tokens)
+    logits = apply_repetition_penalty(logits_V, first_id, sampling.repetition_penalty, tokens)
     if not len(logits):
         return np.empty((0, 2), np.float32)
     ids = np.arange(first_id, first_id + len(logits))
@@ -37,12 +37,12 @@ def candidates(logits_V: Array, first_id: int, sampling: Sampling, tokens: Seque
     elif sampling.top_p < 1 or sampling.min_p > 0:
         chosen = np.arange(len(logits))
     else:
-        noisy = logits.astype(np.float64) / sampling.temperature + gumbel(sampling.seed, index, ids)
+        noisy = logits.astype(np.float64) / sampling.temperature + gumbel_noise(sampling.seed, index, ids)
         chosen = np.array([noisy.argmax()])
     return np.stack([ids[chosen], logits[chosen]], axis=1).astype(np.float32)
 
 
-def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[int]) -> Array:
+def apply_repetition_penalty(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[int]) -> Array:
     """Apply CTRL's repetition penalty (arXiv 1909.05858) to all tokens that are in the context."""
     if penalty == 1.0:
         return logits_V
@@ -53,37 +53,37 @@ def penalised(logits_V: Array, first_id: int, penalty: float, tokens: Sequence[i
     return logits
 
 
-def choose(found_n2: Array, sampling: Sampling, index: int) -> int:
+def sample_token(candidates_n2: Array, sampling: Sampling, index: int) -> int:
     """Choose the next token among all ranks' candidates; ties go to the lowest id."""
-    order = np.lexsort((found_n2[:, 0], -found_n2[:, 1]))
-    ids, logits = found_n2[order, 0].astype(np.int64), found_n2[order, 1].astype(np.float64)
+    order = np.lexsort((candidates_n2[:, 0], -candidates_n2[:, 1]))
+    ids, logits = candidates_n2[order, 0].astype(np.int64), candidates_n2[order, 1].astype(np.float64)
     if sampling.temperature == 0:
         return int(ids[0])
     logits = logits / sampling.temperature
     if sampling.top_k:
         ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
     if sampling.top_p < 1:
-        chances = _softmax(logits)
-        kept = max(int((chances.cumsum() - chances < sampling.top_p).sum()), 1)
+        probabilities = _softmax(logits)
+        kept = max(int((probabilities.cumsum() - probabilities < sampling.top_p).sum()), 1)
         ids, logits = ids[:kept], logits[:kept]
     if sampling.min_p > 0:
-        chances = _softmax(logits)
-        kept = max(int((chances >= sampling.min_p * chances[0]).sum()), 1)
+        probabilities = _softmax(logits)
+        kept = max(int((probabilities >= sampling.min_p * probabilities[0]).sum()), 1)
         ids, logits = ids[:kept], logits[:kept]
-    return int(ids[(logits + gumbel(sampling.seed, index, ids)).argmax()])
+    return int(ids[(logits + gumbel_noise(sampling.seed, index, ids)).argmax()])
 
 
-def gumbel(seed: int, index: int, ids: Array) -> Array:
+def gumbel_noise(seed: int, index: int, ids: Array) -> Array:
     """Standard Gumbel noise for each token id, in float64."""
     with np.errstate(over="ignore"):
-        state = _mix(_mix(np.uint64(seed)) ^ np.uint64(index)) ^ ids.astype(np.uint64)
-        bits = _mix(state) >> np.uint64(11)
+        state = _splitmix64(_splitmix64(np.uint64(seed)) ^ np.uint64(index)) ^ ids.astype(np.uint64)
+        bits = _splitmix64(state) >> np.uint64(11)
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
     noise: Array = -np.log(-np.log(uniform))
     return noise
 
 
-def _mix(x: Any) -> Any:
+def _splitmix64(x: Any) -> Any:
     """SplitMix64's output function (Steele, Lea, Flood 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -92,6 +92,6 @@ def _mix(x: Any) -> Any:
 
 
 def _softmax(logits: Array) -> Array:
-    chances: Array = np.exp(logits - logits.max())
-    chances /= chances.sum()
-    return chances
+    probabilities: Array = np.exp(logits - logits.max())
+    probabilities /= probabilities.sum()
+    return probabilities

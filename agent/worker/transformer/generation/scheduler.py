@@ -26,7 +26,7 @@ class Sequence:
     num_prompt_tokens: int
     generated: list[int] = field(default_factory=list)
     started: bool = False
-    last_turn: int = 0  # number of the last order that contained it
+    last_order: int = 0  # number of the last order that contained it
 
     @property
     def capacity(self) -> int:
@@ -45,14 +45,14 @@ class Sequence:
 
 
 class Scheduler:
-    """Decides the steps of a generation. `promise` is the capacity that the plan reserves.
+    """Decides the steps of a generation. `limits` is the capacity that the plan reserves.
 
     The caller assigns unique numbers to sequences. `whole_prompts`: prompts are not split into chunks, which attention by
     rows does not support. `num_groups`: number of groups of decoding sequences.
     """
 
-    def __init__(self, promise: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
-        self._promise = promise
+    def __init__(self, limits: GenerationLimits, whole_prompts: bool = False, num_groups: int = 1) -> None:
+        self._limits = limits
         self._whole_prompts = whole_prompts
         self._num_groups = num_groups
         self._num_orders = 0
@@ -72,14 +72,14 @@ class Scheduler:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the sequence can ever be admitted."""
-        return sequence.capacity <= self.room
+        return sequence.capacity <= self.max_sequence_tokens
 
     @property
-    def room(self) -> int:
+    def max_sequence_tokens(self) -> int:
         """Maximum tokens of one sequence."""
-        promise = self._promise
-        room = min(promise.kv_tokens, promise.context or promise.kv_tokens)
-        return min(room, promise.prefill_rows) if self._whole_prompts else room
+        limits = self._limits
+        room = min(limits.kv_tokens, limits.context or limits.kv_tokens)
+        return min(room, limits.prefill_rows) if self._whole_prompts else room
 
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -103,12 +103,12 @@ class Scheduler:
         self._num_orders += 1
         if new and not (old and self._prefilled_last):
             self._prefilled_last = True
-            return StepOrder(kind="prefill", rows=self._chunks(new), freed=freed)
+            return StepOrder(kind="prefill", rows=self._prefill_rows(new), freed=freed)
         self._prefilled_last = False
-        rows = tuple(self._rows(sequence, 1) for sequence in self._group(old))
+        rows = tuple(self._rows(sequence, 1) for sequence in self._next_group(old))
         return StepOrder(kind="decode", rows=rows, freed=freed)
 
-    def take(self, number: int, token: int) -> None:
+    def append_token(self, number: int, token: int) -> None:
         """Append the token that a step has sampled."""
         sequence = self._running[number]
         sequence.generated.append(token)
@@ -116,20 +116,20 @@ class Scheduler:
 
     def _admit(self) -> None:
         used = sum(sequence.capacity for sequence in self._running.values())
-        while self._waiting and len(self._running) < self._promise.max_sequences:
+        while self._waiting and len(self._running) < self._limits.max_sequences:
             first = self._waiting[0]
-            if used + first.capacity > self._promise.kv_tokens:
+            if used + first.capacity > self._limits.kv_tokens:
                 return  # strictly first come, first served; otherwise a long context could wait for ever
             used += first.capacity
             self._running[first.number] = self._waiting.popleft()
 
-    def _group(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _next_group(self, sequences: list[Sequence]) -> list[Sequence]:
         """The group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
-        return sorted(sequences, key=lambda sequence: sequence.last_turn)[: -(-num_decoding // self._num_groups)]
+        return sorted(sequences, key=lambda sequence: sequence.last_order)[: -(-num_decoding // self._num_groups)]
 
-    def _chunks(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
-        room = self._promise.prefill_rows
+    def _prefill_rows(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
+        room = self._limits.prefill_rows
         found = []
         for sequence in sequences:
             if room == 0 or (self._whole_prompts and len(sequence.pending) > room):
@@ -141,7 +141,7 @@ class Scheduler:
 
     def _rows(self, sequence: Sequence, count: int) -> SequenceRows:
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
-        sequence.last_turn = self._num_orders
+        sequence.last_order = self._num_orders
         new = None
         if not sequence.started:
             sequence.started = True

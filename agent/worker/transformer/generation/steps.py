@@ -38,11 +38,11 @@ from hearth.wire.messages import SequenceRows, StepOrder, decode, encode
 
 log = logging.getLogger("hearth.worker")
 
-LEADER = 0  # the rank that schedules the steps
+LEADER_RANK = 0  # the rank that schedules the steps
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _InFlightStep:
     """A step of a pipeline in flight, as seen by rank 0, which waits for its rows from the last stage."""
 
     collectives: Collectives
@@ -51,7 +51,7 @@ class _Flight:
     sampled: tuple[int, ...]  # the sequence of each row
 
 
-class Generation:
+class StepExecutor:
     """The state of all running sequences on one rank. The caller owns `communicator` and has started it."""
 
     def __init__(
@@ -60,11 +60,11 @@ class Generation:
         self._plan = plan
         self._rank = rank
         self._shard = shard
-        self._layers = decoding.own_layers(plan, rank, shard)
+        self._layers = decoding.decode_layers(plan, rank, shard)
         self._communicator = communicator
         self._staging = staging
         self._caches: dict[int, SequenceCache] = {}
-        self._flights: deque[_Flight | dict[int, int]] = deque()  # steps begun and not finished, oldest first
+        self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first
         self._step = 0
         self.wait_seconds = plan.wait_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
@@ -78,48 +78,48 @@ class Generation:
     @property
     def num_in_flight(self) -> int:
         """Number of steps that rank 0 has begun and not finished."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
-    def may_begin(self) -> bool:
+    def can_begin(self) -> bool:
         """Whether another step may be begun."""
-        return len(self._flights) < self._plan.body.max_steps_in_flight
+        return len(self._in_flight) < self._plan.body.max_steps_in_flight
 
     def begin(self, order: StepOrder) -> None:
         """Begin a step on all ranks. Raises StepFailed."""
-        self._begin(self._step + 1 - len(self._flights))
+        self._begin(self._step + 1 - len(self._in_flight))
         message_1n = np.frombuffer(encode(order), np.uint8)[None]
         for rank in range(self._plan.num_ranks):
             if rank != self._rank:  # a message, which is never on a GPU, and so needs no staging
                 self._communicator.send(rank, self._communicator.key(0, Phase.ORDER, rank, self._rank), message_1n)
         chosen = self._execute(order)
-        self._flights.append(self._flight(order) if self._in_stages else chosen)
+        self._in_flight.append(self._in_flight_step(order) if self._in_stages else chosen)
 
-    def has_ended(self) -> bool:
+    def oldest_has_ended(self) -> bool:
         """Whether `finish` would return without waiting."""
-        if not self._flights:
+        if not self._in_flight:
             return False
-        oldest = self._flights[0]
+        oldest = self._in_flight[0]
         return isinstance(oldest, dict) or oldest.collectives.has_arrived(0, oldest.phase, self._last_rank, oldest.into)
 
     def finish(self) -> dict[int, int]:
         """Wait for the oldest step in flight; return the sampled token of each sequence. Raises StepFailed."""
-        oldest = self._flights[0]
+        oldest = self._in_flight[0]
         if not isinstance(oldest, dict):
             with torch.inference_mode():
                 oldest.collectives.receive_rows(0, oldest.phase, self._last_rank, oldest.into)
-                self._flights[0] = self._sampled(oldest)
-        chosen = self._flights.popleft()
+                self._in_flight[0] = self._sample_rows(oldest)
+        chosen = self._in_flight.popleft()
         assert isinstance(chosen, dict)
         return chosen
 
-    def follow(self) -> StepOrder:
+    def execute_next(self) -> StepOrder:
         """Wait for the next order, without a timeout, and execute it. Raises StepFailed, BadMessage."""
         self._begin()
-        tile = self._communicator.receive_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER))
+        tile = self._communicator.receive_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER_RANK))
         order = decode(tile.tobytes())
         if not isinstance(order, StepOrder):
-            raise BadMessage(reason=f"rank {LEADER} sent {type(order).__name__} instead of an order")
+            raise BadMessage(reason=f"rank {LEADER_RANK} sent {type(order).__name__} instead of an order")
         self._execute(order)
         return order
 
@@ -141,17 +141,17 @@ class Generation:
             if not self._caches:
                 give_back_freed_buffers()  # idle: leave the memory to other programs
             if self._in_stages:
-                self._hand_back(self._collectives(1), None)
+                self._return_rows(self._collectives(1), None)
             return {}
         for rows in order.rows:
-            self._announce(rows)
+            self._add_rows(rows)
         with torch.inference_mode():
             chosen = self._run(order)
         for rows in order.rows:
             self._caches[rows.sequence].advance()
         return chosen
 
-    def _announce(self, rows: SequenceRows) -> None:
+    def _add_rows(self, rows: SequenceRows) -> None:
         if rows.new is not None:
             heads = self._plan.body.heads[self._rank]
             layers = self._plan.body.layers_of(self._rank, self._plan.model.num_layers)
@@ -172,15 +172,15 @@ class Generation:
         wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
         if self._in_stages:
             rows_TH = run_stage(step)
-            self._hand_back(collectives, rows_TH[wanted] if wanted else None)
+            self._return_rows(collectives, rows_TH[wanted] if wanted else None)
             return {}
         if order.kind == "decode":
-            last_NH = decoding.decode(step, self._layers)
+            last_NH = decoding.run_decode_step(step, self._layers)
         elif len(parts := self._micro_batches(packed)) > 1:
-            last_NH = self._run_at_once(parts, wanted)
+            last_NH = self._run_micro_batches(parts, wanted)
         else:
             last_NH = self._last_rows(collectives, strategies.run(step), wanted)
-        return self._next_tokens(last_NH, _sampled(order))
+        return self._next_tokens(last_NH, _sampled_sequences(order))
 
     # ---- prefill in micro-batches -------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Generation:
         parts = [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
         return [(span, packed.slice_rows(span)) for span in parts]
 
-    def _run_at_once(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
+    def _run_micro_batches(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
         """Run the micro-batches concurrently. Returns the hidden states of the `wanted` rows [N,H], on every rank."""
         first_step, spec = self._step, self._plan.model
         self._step += len(parts) - 1  # each has its own step number, the same on all ranks
@@ -221,33 +221,33 @@ class Generation:
 
     # ---- a pipeline's last stage, which returns rows to the first -----------------------------------------------------
 
-    def _hand_back(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
+    def _return_rows(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
         """On the last stage, answer every step, with rows or without, so that rank 0 can limit the steps in flight."""
         if self._rank == self._last_rank:
             if wanted_NH is None:
-                collectives.send_rows(LEADER, 0, Phase.STEP_DONE, self._done())
+                collectives.send_rows(LEADER_RANK, 0, Phase.STEP_DONE, self._done_marker())
             else:
-                collectives.send_rows(LEADER, 0, Phase.HEAD_ROWS, wanted_NH)
+                collectives.send_rows(LEADER_RANK, 0, Phase.HEAD_ROWS, wanted_NH)
 
-    def _done(self) -> Tensor:
+    def _done_marker(self) -> Tensor:
         return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
 
-    def _flight(self, order: StepOrder) -> _Flight:
-        sampled = _sampled(order)
+    def _in_flight_step(self, order: StepOrder) -> _InFlightStep:
+        sampled = _sampled_sequences(order)
         collectives = Collectives(self._communicator, self._staging, (), False, self._step)
         if not sampled:
-            return _Flight(collectives, Phase.STEP_DONE, self._done(), sampled)
+            return _InFlightStep(collectives, Phase.STEP_DONE, self._done_marker(), sampled)
         into_NH = torch.empty(len(sampled), self._plan.model.hidden_size, device=self._staging.device)
-        return _Flight(collectives, Phase.HEAD_ROWS, into_NH, sampled)
+        return _InFlightStep(collectives, Phase.HEAD_ROWS, into_NH, sampled)
 
-    def _sampled(self, flight: _Flight) -> dict[int, int]:
+    def _sample_rows(self, step: _InFlightStep) -> dict[int, int]:
         """Sample the next tokens of the sequences that were not freed meanwhile."""
-        running = [row for row, sequence in enumerate(flight.sampled) if sequence in self._caches]
+        running = [row for row, sequence in enumerate(step.sampled) if sequence in self._caches]
         if not running:
             return {}
         spec, norm = self._plan.model, self._shard.embedding.norm
-        last_NH = blocks.normalise(flight.into[running], norm, spec.norm_eps)
-        return self._next_tokens(last_NH, [flight.sampled[row] for row in running])
+        last_NH = blocks.normalise(step.into[running], norm, spec.norm_eps)
+        return self._next_tokens(last_NH, [step.sampled[row] for row in running])
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
@@ -279,42 +279,42 @@ class Generation:
         if not sampled:
             return {}
         if owners[self._rank].size:
-            logits_NV = embedding.head.times(last_NH).cpu().numpy()
+            logits_NV = embedding.head.matmul(last_NH).cpu().numpy()
             for tile, (sequence, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
                 own = self._candidates(sequence, logits_V)
-                if self._rank == LEADER:
+                if self._rank == LEADER_RANK:
                     found[sequence].append(own)
                 else:
-                    key = self._communicator.key(tile, Phase.CANDIDATES, LEADER, self._rank)
-                    self._communicator.send(LEADER, key, own)
-        if self._rank != LEADER:
+                    key = self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, self._rank)
+                    self._communicator.send(LEADER_RANK, key, own)
+        if self._rank != LEADER_RANK:
             return {}
-        others = [rank for rank, owned in enumerate(owners) if owned.size and rank != LEADER]
+        others = [rank for rank, owned in enumerate(owners) if owned.size and rank != LEADER_RANK]
         keys = [
-            self._communicator.key(tile, Phase.CANDIDATES, LEADER, rank) for tile in range(len(sampled)) for rank in others
+            self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, rank) for tile in range(len(sampled)) for rank in others
         ]  # fmt: skip
         arrived = iter(self._communicator.receive(keys))
         for sequence in sampled:
             found[sequence] += [next(arrived) for _ in others]
-        return {sequence: self._choose(sequence, np.concatenate(parts)) for sequence, parts in found.items()}
+        return {sequence: self._sample_token(sequence, np.concatenate(parts)) for sequence, parts in found.items()}
 
     def _candidates(self, sequence: int, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         cache = self._caches[sequence]
         first_id = self._shard.embedding.vocabulary.start
-        return sampling.candidates(logits_V, first_id, cache.sampling, cache.tokens, self._index(cache))
+        return sampling.select_candidates(logits_V, first_id, cache.sampling, cache.tokens, self._answer_index(cache))
 
-    def _choose(self, sequence: int, found_n2: np.ndarray[Any, Any]) -> int:
-        if found_n2.ndim != 2 or found_n2.shape[1] != 2 or not len(found_n2):
-            raise BadMessage(reason=f"candidates have the shape {found_n2.shape}")
+    def _sample_token(self, sequence: int, candidates_n2: np.ndarray[Any, Any]) -> int:
+        if candidates_n2.ndim != 2 or candidates_n2.shape[1] != 2 or not len(candidates_n2):
+            raise BadMessage(reason=f"candidates have the shape {candidates_n2.shape}")
         cache = self._caches[sequence]
-        return sampling.choose(found_n2, cache.sampling, self._index(cache))
+        return sampling.sample_token(candidates_n2, cache.sampling, self._answer_index(cache))
 
     @staticmethod
-    def _index(cache: SequenceCache) -> int:
+    def _answer_index(cache: SequenceCache) -> int:
         """Number of tokens of the answer that were generated before."""
         return cache.first_index + len(cache.tokens) - cache.num_prompt_tokens
 
 
-def _sampled(order: StepOrder) -> tuple[int, ...]:
+def _sampled_sequences(order: StepOrder) -> tuple[int, ...]:
     """The sequences for which the step samples a token."""
     return tuple(rows.sequence for rows in order.rows if rows.sample)

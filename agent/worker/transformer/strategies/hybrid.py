@@ -103,7 +103,7 @@ def _replicated_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> T
     def add(rank: int, context_sw: Tensor) -> None:
         columns = slice(heads[rank].start * spec.head_dim, heads[rank].stop * spec.head_dim)
         with step.recorder.timed(Work.OUT, index, step.rank, rank):
-            y_sH.add_(layer.out_weight.columns(columns).times(context_sw))
+            y_sH.add_(layer.out_weight.columns(columns).matmul(context_sw))
 
     if own.size:
         context = attend(step.rank)
@@ -140,7 +140,7 @@ def _sequence_parallel_attention(step: Step, index: int, layer: LayerShard, x_sH
     with step.recorder.timed(Work.ATTENTION, index):
         context_sw = blocks.attention(spec, index, q_sw, k_Tk, v_Tk, rows, step.own_rows)
     with step.recorder.timed(Work.OUT, index):
-        return layer.out_weight.times(context_sw)
+        return layer.out_weight.matmul(context_sw)
 
 
 def _store_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None:

@@ -154,6 +154,6 @@ def matmul_reduce_scatter(
         input_kx = input_of(tile)
         with step.recorder.timed(work, index, tile):
             # Without heads or columns, the product has no terms: zeros.
-            return weight_Hx.times(input_kx)
+            return weight_Hx.matmul(input_kx)
 
     return step.collectives.reduce_scatter(index, phase, partial)

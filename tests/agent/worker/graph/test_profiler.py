@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from support.graph_engines import finished, random_array
 
 from agent.worker.graph import profiler as graph_profiler
-from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile
+from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile_graph
 from hearth.errors import BadPlan, StoreFull
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled, StartProfile, decode, encode
 
@@ -86,7 +86,7 @@ def residual_block() -> bytes:
 
 def profiled(folder: Path, data: bytes) -> GraphProfile:
     (folder / GRAPH_FILE).write_bytes(data)
-    return profile(folder, "here", 1, "cpu")
+    return profile_graph(folder, "here", 1, "cpu")
 
 
 def test_graph_without_weights_is_profiled_by_kernel(tmp_path: Path) -> None:

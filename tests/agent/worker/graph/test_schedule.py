@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.graph_plans import make_graph_plan
 
-from agent.worker.graph.schedule import GraphSchedule, Late, Task, routes_of
+from agent.worker.graph.schedule import GraphSchedule, OverdueStep, ReadySegment, routes_for
 from hearth.errors import BadPlan, BadRequest, QueueFull
 from hearth.plan.plan import GraphPlan
 
@@ -29,17 +29,22 @@ FAR = 1e9
 
 
 def schedule(rank: int, plan: GraphPlan = DIAMOND, max_in_flight: int = 4) -> GraphSchedule:
-    return GraphSchedule(routes_of(plan, rank), max_in_flight)
+    return GraphSchedule(routes_for(plan, rank), max_in_flight)
 
 
 def test_routes_list_sources_targets_and_results() -> None:
-    first, second = routes_of(DIAMOND, 0), routes_of(DIAMOND, 1)
+    first, second = routes_for(DIAMOND, 0), routes_for(DIAMOND, 1)
     assert [segment.number for segment in first.segments] == [0, 2]
-    assert (first.fed, first.awaited) == ({"x"}, {})
+    assert (first.graph_inputs, first.sources) == ({"x"}, {})
     assert first.targets == {"a": (1,), "d": (1,)}
     assert first.results == ("d",)
-    assert (second.fed, second.awaited, second.targets, second.results) == ({"x"}, {"a": 0, "d": 0}, {}, ("y",))
-    assert first.travelling == second.travelling == ("a", "d")
+    assert (second.graph_inputs, second.sources, second.targets, second.results) == (
+        {"x"},
+        {"a": 0, "d": 0},
+        {},
+        ("y",),
+    )
+    assert first.sent_tensors == second.sent_tensors == ("a", "d")
 
 
 def test_tensor_with_two_producers_is_rejected() -> None:
@@ -47,22 +52,22 @@ def test_tensor_with_two_producers_is_rejected() -> None:
     body = DIAMOND.body.model_copy(update={"segments": (*segments, segments[1])})
     plan = DIAMOND.model_copy(update={"body": body})
     with pytest.raises(BadPlan, match="two segments produce the tensor c"):
-        routes_of(plan, 0)
+        routes_for(plan, 0)
 
 
 def test_segment_starts_when_all_inputs_have_arrived() -> None:
     second = schedule(1)
     second.open(1, FAR)
-    assert second.start() is None
-    assert second.arrive(1, "x", FAR)
-    assert second.start() is None
-    assert second.arrive(1, "a", FAR)
-    assert second.start() == Task(1, 0)
-    assert second.start() is None
-    assert second.finish(Task(1, 0)) == (("a",), False)  # the other segment needs c
-    assert second.arrive(1, "d", FAR)
-    assert second.start() == Task(1, 1)
-    released, last = second.finish(Task(1, 1))
+    assert second.start_next() is None
+    assert second.add_tensor(1, "x", FAR)
+    assert second.start_next() is None
+    assert second.add_tensor(1, "a", FAR)
+    assert second.start_next() == ReadySegment(1, 0)
+    assert second.start_next() is None
+    assert second.finish(ReadySegment(1, 0)) == (("a",), False)  # the other segment needs c
+    assert second.add_tensor(1, "d", FAR)
+    assert second.start_next() == ReadySegment(1, 1)
+    released, last = second.finish(ReadySegment(1, 1))
     assert last
     assert set(released) == {"c", "d", "x", "y"}
 
@@ -71,32 +76,36 @@ def test_oldest_runnable_request_goes_first_then_plan_order() -> None:
     first = schedule(0)
     for step in (7, 8):
         first.open(step, FAR)
-        first.arrive(step, "x", FAR)
-    assert first.start() == Task(7, 0)
-    assert first.start() == Task(8, 0)  # no segment of step 7 is runnable, and the device must not idle
-    first.finish(Task(8, 0))
-    first.finish(Task(7, 0))
-    assert [first.start(), first.start(), first.start()] == [Task(7, 1), Task(8, 1), None]
+        first.add_tensor(step, "x", FAR)
+    assert first.start_next() == ReadySegment(7, 0)
+    assert first.start_next() == ReadySegment(8, 0)  # no segment of step 7 is runnable, and the device must not idle
+    first.finish(ReadySegment(8, 0))
+    first.finish(ReadySegment(7, 0))
+    assert [first.start_next(), first.start_next(), first.start_next()] == [
+        ReadySegment(7, 1),
+        ReadySegment(8, 1),
+        None,
+    ]
 
 
 def test_early_tensors_wait_for_their_request() -> None:
     second = schedule(1)
-    assert second.arrive(3, "a", 10.0)
-    assert second.start() is None
+    assert second.add_tensor(3, "a", 10.0)
+    assert second.start_next() is None
     second.open(3, FAR)
-    assert second.start() == Task(3, 0)
+    assert second.start_next() == ReadySegment(3, 0)
 
 
 def test_duplicate_late_and_unexpected_tensors_are_rejected() -> None:
     second = schedule(1)
     second.open(1, FAR)
-    assert second.arrive(1, "a", FAR)
-    assert not second.arrive(1, "a", FAR)
-    assert not second.wants(1, "y")
+    assert second.add_tensor(1, "a", FAR)
+    assert not second.add_tensor(1, "a", FAR)
+    assert not second.accepts(1, "y")
     second.end(1)
-    assert not second.arrive(1, "d", FAR)
+    assert not second.add_tensor(1, "d", FAR)
     second.end(5)  # aborted before it arrived
-    assert not second.arrive(5, "a", FAR)
+    assert not second.add_tensor(5, "a", FAR)
     with pytest.raises(BadRequest, match="already started, or has ended"):
         second.open(5, FAR)
 
@@ -106,8 +115,8 @@ def test_old_steps_count_as_ended() -> None:
     for step in range(5000):
         second.open(step, FAR)
         second.end(step)
-    assert not second.wants(0, "a")
-    assert second.wants(5000, "a")
+    assert not second.accepts(0, "a")
+    assert second.accepts(5000, "a")
     with pytest.raises(BadRequest):
         second.open(3, FAR)
 
@@ -119,9 +128,9 @@ def test_held_steps_are_bounded() -> None:
     with pytest.raises(QueueFull) as full:
         second.open(3, FAR)
     assert full.value.limit == 2
-    assert second.arrive(3, "a", FAR)
-    assert second.arrive(4, "a", FAR)
-    assert not second.arrive(5, "a", FAR)  # two early steps are held, besides two open ones
+    assert second.add_tensor(3, "a", FAR)
+    assert second.add_tensor(4, "a", FAR)
+    assert not second.add_tensor(5, "a", FAR)  # two early steps are held, besides two open ones
     second.end(1)
     second.open(3, FAR)
 
@@ -129,15 +138,15 @@ def test_held_steps_are_bounded() -> None:
 def test_late_step_names_its_missing_tensor() -> None:
     second = schedule(1)
     second.open(1, 5.0)
-    second.arrive(1, "x", 5.0)
-    second.arrive(1, "a", 5.0)
+    second.add_tensor(1, "x", 5.0)
+    second.add_tensor(1, "a", 5.0)
     assert second.next_deadline == 5.0
-    assert second.late(4.9) == []
-    assert second.late(5.0) == [Late(1, "d", 0)]
-    second.arrive(1, "d", 5.0)
-    assert second.late(5.0) == [Late(1, None, None)]
+    assert second.overdue(4.9) == []
+    assert second.overdue(5.0) == [OverdueStep(1, "d", 0)]
+    second.add_tensor(1, "d", 5.0)
+    assert second.overdue(5.0) == [OverdueStep(1, None, None)]
     second.end(1)
-    assert second.late(9.0) == []
+    assert second.overdue(9.0) == []
     assert second.next_deadline is None
 
 
@@ -148,7 +157,7 @@ def test_late_step_names_its_missing_tensor() -> None:
 class Rank:
     schedule: GraphSchedule
     held: set[tuple[int, str]] = field(default_factory=set)
-    ran: list[Task] = field(default_factory=list)
+    ran: list[ReadySegment] = field(default_factory=list)
 
 
 @st.composite
@@ -171,7 +180,7 @@ def test_random_plans_run_every_segment_once_in_any_arrival_order(
     plan: GraphPlan, num_steps: int, rng: random.Random
 ) -> None:
     """Requests, tensors and segments arrive or run in random order, as network and devices may choose."""
-    routes = [routes_of(plan, rank) for rank in range(plan.num_ranks)]
+    routes = [routes_for(plan, rank) for rank in range(plan.num_ranks)]
     ranks = [Rank(GraphSchedule(each, 4)) for each in routes]
     events = [("open", rank, step, "") for rank in range(plan.num_ranks) for step in range(num_steps)]
     ended: set[tuple[int, int]] = set()
@@ -182,15 +191,15 @@ def test_random_plans_run_every_segment_once_in_any_arrival_order(
         if kind == "open":
             events.remove((kind, rank, step, name))
             here.schedule.open(step, FAR)
-            for fed in route.fed:
-                assert here.schedule.arrive(step, fed, FAR)
+            for fed in route.graph_inputs:
+                assert here.schedule.add_tensor(step, fed, FAR)
                 here.held.add((step, fed))
         elif kind == "arrive":
             events.remove((kind, rank, step, name))
-            assert here.schedule.arrive(step, name, FAR)
+            assert here.schedule.add_tensor(step, name, FAR)
             here.held.add((step, name))
         else:
-            task = here.schedule.start()
+            task = here.schedule.start_next()
             if task is None:
                 continue
             segment = route.segments[task.segment]
@@ -207,6 +216,6 @@ def test_random_plans_run_every_segment_once_in_any_arrival_order(
                 ended.add((rank, task.step))
     assert not events
     for here, route in zip(ranks, routes, strict=True):
-        assert sorted(here.ran) == [Task(s, i) for s in range(num_steps) for i in range(len(route.segments))]
+        assert sorted(here.ran) == [ReadySegment(s, i) for s in range(num_steps) for i in range(len(route.segments))]
         assert not here.held
         assert here.schedule.num_open == 0

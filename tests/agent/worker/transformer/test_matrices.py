@@ -10,14 +10,14 @@ torch = pytest.importorskip("torch", reason="torch has no wheel for this Python 
 
 from agent.worker.transformer import matrices  # noqa: E402 (needs torch)
 from agent.worker.transformer.matrices import (  # noqa: E402 (needs torch)
-    Floats,
-    Int4,
-    Int8,
+    FloatMatrix,
+    Int4Matrix,
+    Int8Matrix,
     Matrix,
-    Packed,
-    Pieces,
+    PackedMatrix,
+    Partition,
     empty_matrix,
-    memory_of,
+    memory_range,
 )
 from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
@@ -33,7 +33,7 @@ def filled(weight: torch.Tensor, weights: WeightFormat) -> Matrix:
     matrix = empty_matrix(*weight.shape, weights, CPU)
     for rows in (slice(0, 40), slice(40, None)):
         for columns in (slice(0, 64), slice(64, None)):
-            matrix.fill(rows, columns, weight[rows, columns])
+            matrix.load(rows, columns, weight[rows, columns])
     return matrix
 
 
@@ -45,10 +45,10 @@ def test_product_error_is_within_the_format_tolerance(weights: WeightFormat, num
     expected = x @ weight.t() + bias
     matrix = filled(weight, weights)
     out = torch.empty(num_rows, 96)
-    y = matrix.times(x, bias, out)
+    y = matrix.matmul(x, bias, out)
     assert y.data_ptr() == out.data_ptr()
     assert y.dtype == torch.float32
-    assert torch.equal(matrix.times(x, bias), y)
+    assert torch.equal(matrix.matmul(x, bias), y)
     assert (y - expected).norm() <= ERRORS[weights] * expected.norm() + 1e-9
 
 
@@ -57,13 +57,13 @@ def test_views_multiply_as_submatrices(weights: WeightFormat) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(96, 160) * 0.1, torch.randn(5, 160)
     matrix = filled(weight, weights)
-    whole = matrix.times(x)
-    assert torch.allclose(matrix.rows(slice(10, 50)).times(x), whole[:, 10:50], atol=0.02)
+    whole = matrix.matmul(x)
+    assert torch.allclose(matrix.rows(slice(10, 50)).matmul(x), whole[:, 10:50], atol=0.02)
     left, right = slice(0, 96), slice(96, 160)
-    parts = matrix.columns(left).times(x[:, left]) + matrix.columns(right).times(x[:, right])
+    parts = matrix.columns(left).matmul(x[:, left]) + matrix.columns(right).matmul(x[:, right])
     assert (parts - whole).norm() < max(2 * ERRORS[weights], 1e-6) * whole.norm()
-    assert matrix.rows(slice(0, 0)).times(x).shape == (5, 0)
-    assert not matrix.columns(slice(0, 0)).times(x[:, :0]).any()
+    assert matrix.rows(slice(0, 0)).matmul(x).shape == (5, 0)
+    assert not matrix.columns(slice(0, 0)).matmul(x[:, :0]).any()
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 8])
@@ -74,8 +74,8 @@ def test_int8_supports_any_number_of_inputs(num_inputs: int, num_rows: int) -> N
     weight, x = torch.randn(96, num_inputs) * 0.1, torch.randn(num_rows, num_inputs)
     expected = x @ weight.t()
     matrix = empty_matrix(*weight.shape, "int8", CPU)
-    matrix.fill(ALL, ALL, weight)
-    assert (matrix.times(x) - expected).norm() <= ERRORS["int8"] * expected.norm()
+    matrix.load(ALL, ALL, weight)
+    assert (matrix.matmul(x) - expected).norm() <= ERRORS["int8"] * expected.norm()
 
 
 def test_memory_per_weight_format() -> None:
@@ -86,9 +86,9 @@ def test_memory_per_weight_format() -> None:
 
 
 def test_shapes_unsuitable_for_int4_use_int8() -> None:
-    assert isinstance(empty_matrix(64, 1024, "int4", CPU), Int4)
+    assert isinstance(empty_matrix(64, 1024, "int4", CPU), Int4Matrix)
     for shape in ((63, 1024), (64, 1000), (0, 32), (16, 0)):
-        assert isinstance(empty_matrix(*shape, "int4", CPU), Int8)
+        assert isinstance(empty_matrix(*shape, "int4", CPU), Int8Matrix)
 
 
 def test_int4_without_a_kernel_is_rejected() -> None:
@@ -107,69 +107,74 @@ def test_int4_cannot_be_sliced() -> None:
 # ---- float32 in oneDNN's layout --------------------------------------------------------------------------------------
 
 
-def packed(weight: torch.Tensor, used: Pieces) -> Matrix:
-    if not Packed.takes(*weight.shape, CPU):
+def packed(weight: torch.Tensor, partition: Partition) -> Matrix:
+    if not PackedMatrix.supports(*weight.shape, CPU):
         pytest.skip("torch packs float32 for x86 processors only")
-    matrix = empty_matrix(*weight.shape, "float32", CPU, used)
-    assert isinstance(matrix, Packed)
+    matrix = empty_matrix(*weight.shape, "float32", CPU, partition)
+    assert isinstance(matrix, PackedMatrix)
     for rows in (slice(0, 40), slice(40, None)):
         for columns in (slice(0, 64), slice(64, None)):
-            matrix.fill(rows, columns, weight[rows, columns])
+            matrix.load(rows, columns, weight[rows, columns])
     return matrix
 
 
-PIECES = [Pieces(0, (0, 96)), Pieces(0, (0, 30, 31, 96)), Pieces(1, (0, 200)), Pieces(1, (0, 7, 150, 200))]
+PARTITIONS = [
+    Partition(0, (0, 96)),
+    Partition(0, (0, 30, 31, 96)),
+    Partition(1, (0, 200)),
+    Partition(1, (0, 7, 150, 200)),
+]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 71, 96, 97, 284])
-@pytest.mark.parametrize("used", PIECES)
-def test_packed_matrix_and_its_pieces_multiply_as_float32(used: Pieces, num_rows: int) -> None:
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_packed_matrix_and_its_blocks_multiply_as_float32(partition: Partition, num_rows: int) -> None:
     torch.manual_seed(num_rows)
     weight, x, bias = torch.randn(96, 200) * 0.1, torch.randn(num_rows, 200), torch.randn(96)
-    matrix = packed(weight, used)
+    matrix = packed(weight, partition)
     expected = x @ weight.t() + bias
     out = torch.full((num_rows, 96), torch.nan)
-    assert matrix.times(x, bias, out).data_ptr() == out.data_ptr()
+    assert matrix.matmul(x, bias, out).data_ptr() == out.data_ptr()
     assert torch.allclose(out, expected, atol=1e-5)
-    assert torch.equal(matrix.times(x, bias), out)
-    assert torch.allclose(matrix.times(x), x @ weight.t(), atol=1e-5)
+    assert torch.equal(matrix.matmul(x, bias), out)
+    assert torch.allclose(matrix.matmul(x), x @ weight.t(), atol=1e-5)
     assert matrix.rows(slice(0, 96)) is matrix.columns(slice(0, 200)) is matrix
-    for first, start in enumerate(used.borders):
-        for stop in used.borders[first:]:
+    for first, start in enumerate(partition.borders):
+        for stop in partition.borders[first:]:
             part = slice(start, stop)
-            if used.axis == 0:
-                assert torch.allclose(matrix.rows(part).times(x), (x @ weight.t())[:, part], atol=1e-5)
+            if partition.axis == 0:
+                assert torch.allclose(matrix.rows(part).matmul(x), (x @ weight.t())[:, part], atol=1e-5)
             else:
-                y = matrix.columns(part).times(x[:, part], bias)
+                y = matrix.columns(part).matmul(x[:, part], bias)
                 assert torch.allclose(y, x[:, part] @ weight[:, part].t() + bias, atol=1e-5)
 
 
 def test_packed_matrix_can_only_be_sliced_at_its_borders() -> None:
-    matrix = packed(torch.randn(96, 200), Pieces(1, (0, 7, 200)))
-    with pytest.raises(StepFailed, match="other pieces"):
+    matrix = packed(torch.randn(96, 200), Partition(1, (0, 7, 200)))
+    with pytest.raises(StepFailed, match="only in the blocks"):
         matrix.columns(slice(0, 8))
-    with pytest.raises(StepFailed, match="other pieces"):
+    with pytest.raises(StepFailed, match="only in the blocks"):
         matrix.rows(slice(0, 7))
 
 
 def test_row_counts_are_rounded_to_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each compiled kernel is kept and takes up to 0.5 MiB."""
     heights: set[int] = set()
-    block = matrices._block_times_packed
+    block = matrices._matmul_packed_block
 
     def recording_block(x_sk: torch.Tensor, height: int, *rest: Any) -> torch.Tensor:
         heights.add(height)
         return block(x_sk, height, *rest)
 
-    monkeypatch.setattr(matrices, "_block_times_packed", recording_block)
-    matrix = packed(torch.randn(96, 200), Pieces(0, (0, 96)))
+    monkeypatch.setattr(matrices, "_matmul_packed_block", recording_block)
+    matrix = packed(torch.randn(96, 200), Partition(0, (0, 96)))
     for num_rows in range(1, 600):
-        matrix.times(torch.empty(num_rows, 200))
+        matrix.matmul(torch.empty(num_rows, 200))
     assert heights == {1, 2, 4, *range(8, 97, 8), 144, 192, 256}
 
 
 def test_packing_overhead_is_small_and_small_matrices_are_not_packed() -> None:
-    matrix = packed(torch.randn(1000, 520), Pieces(0, (0, 1000)))
-    assert 4 * 1000 * 520 <= sum(memory_of(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
-    assert isinstance(empty_matrix(64, 64, "float32", CPU, Pieces(0, (0, 64))), Floats)
-    assert isinstance(empty_matrix(640, 640, "float32", CPU), Floats)
+    matrix = packed(torch.randn(1000, 520), Partition(0, (0, 1000)))
+    assert 4 * 1000 * 520 <= sum(memory_range(tensor)[1] for tensor in matrix.tensors) < 1.1 * 4 * 1000 * 520
+    assert isinstance(empty_matrix(64, 64, "float32", CPU, Partition(0, (0, 64))), FloatMatrix)
+    assert isinstance(empty_matrix(640, 640, "float32", CPU), FloatMatrix)

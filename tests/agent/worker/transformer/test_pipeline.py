@@ -80,8 +80,8 @@ def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], 
         prompts = prompts_of(spec, [1, 7, 61, 130])
         found = answers_of(home, [home.submit(prompt, 12) for prompt in prompts])
         assert found == [greedy(model_dir, prompt, 12) for prompt in prompts]
-        assert cluster.generations[0].num_sequences == 0
-        assert cluster.generations[0].num_in_flight == 0
+        assert cluster.executors[0].num_sequences == 0
+        assert cluster.executors[0].num_in_flight == 0
 
 
 def test_long_prompts_and_long_answers(models: Any) -> None:
@@ -168,7 +168,7 @@ def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(model
                 home.step()
             planned = [rank_memory(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
             for generation, shard, use, count in zip(
-                cluster.generations, cluster.shards, planned, plan.body.layers, strict=True
+                cluster.executors, cluster.shards, planned, plan.body.layers, strict=True
             ):
                 held = shard.num_bytes()  # packed matrices are padded to blocks of 64 outputs
                 assert use.weights + use.embeddings <= held < 1.4 * (use.weights + use.embeddings)
@@ -187,7 +187,7 @@ def test_prompt_chunks_and_decode_groups_are_in_flight_concurrently(models: Any)
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
-        home, generation = Home(cluster), cluster.generations[0]
+        home, generation = Home(cluster), cluster.executors[0]
         cluster.hub.latency_seconds = 0.03  # far longer than a chunk takes: none returns before the next starts
         (prompt,) = prompts_of(spec, [100])
         request = home.submit(prompt, 6)
@@ -226,7 +226,7 @@ def test_requests_may_come_and_be_cancelled_during_steps_in_flight(models: Any) 
         for request, prompt in zip([*first[1:], later[1]], [*prompts[1:3], prompts[4]], strict=True):
             assert home.answers[request] == greedy(model_dir, prompt, 20)
         assert home.leader.idle
-        assert [generation.num_sequences for generation in cluster.generations[:1]] == [0]
+        assert [generation.num_sequences for generation in cluster.executors[:1]] == [0]
 
 
 def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> None:
@@ -275,7 +275,7 @@ def test_silent_stage_times_out(models: Any) -> None:
     plan = staged(spec, (2, 2, 1))
     with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
-        for generation in cluster.generations:
+        for generation in cluster.executors:
             generation.wait_seconds = 0.3
         home.submit([5, 6, 7], 50)
         for _ in range(4):
@@ -324,7 +324,7 @@ def test_random_orders_in_flight_respect_token_dependencies(seed: int) -> None:
             for rows in flights.popleft().rows:
                 if rows.sample and rows.sequence in wanted:
                     waiting.pop(rows.sequence)
-                    scheduler.take(rows.sequence, 7)
+                    scheduler.append_token(rows.sequence, 7)
                     answered[rows.sequence] += 1
                     if scheduler.running[rows.sequence].ended:
                         assert answered.pop(rows.sequence) == wanted.pop(rows.sequence)
@@ -346,7 +346,7 @@ def test_decode_groups_alternate() -> None:
     assert first.kind == "prefill"
     assert scheduler.next_order() is None
     for rows in first.rows:
-        scheduler.take(rows.sequence, 9)
+        scheduler.append_token(rows.sequence, 9)
     groups = []
     for _ in range(2):
         order = scheduler.next_order()
@@ -355,7 +355,7 @@ def test_decode_groups_alternate() -> None:
     assert groups == [[1, 2, 3], [4, 5]]
     assert scheduler.next_order() is None
     for number in (1, 2, 3):
-        scheduler.take(number, 9)
+        scheduler.append_token(number, 9)
     again = scheduler.next_order()
     assert again is not None
     assert [rows.sequence for rows in again.rows] == [1, 2, 3]

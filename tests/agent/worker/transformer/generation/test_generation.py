@@ -52,8 +52,8 @@ def generating_plan(
     **more: Any,
 ) -> TransformerPlan:
     plan = make_plan(spec, strategy, split, **more)
-    promise = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
-    return with_generation(plan, promise)
+    limits = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
+    return with_generation(plan, limits)
 
 
 EVERYWHERE = [("local", (1,)), ("hmp", (2, 1, 3)), ("hmp", (1, 0, 2)), ("sp", (3, 1)), ("megatron-tp", (1, 2, 1, 1))]
@@ -75,7 +75,7 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
         home.run()
         for request, prompt in zip(requests, prompts, strict=True):
             assert home.answers[request] == greedy(model_dir, prompt, 24), len(prompt)
-        assert cluster.generations[0].num_sequences == 0
+        assert cluster.executors[0].num_sequences == 0
 
 
 MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=R), SEQUENCE]
@@ -221,7 +221,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(6):
             home.step()
-        assert {generation.num_sequences for generation in cluster.generations[:1]} == {2}  # the third does not fit
+        assert {generation.num_sequences for generation in cluster.executors[:1]} == {2}  # the third does not fit
         home.leader.cancel(first[0])
         later = [home.submit(prompt, 20) for prompt in prompts[3:]]
         home.run()
@@ -229,7 +229,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
         for request, prompt in zip([*first[1:], *later], prompts[1:], strict=True):
             assert home.answers[request] == greedy(model_dir, prompt, 20)
             assert home.ended[request].num_tokens == 20
-        assert cluster.generations[0].num_sequences == 0
+        assert cluster.executors[0].num_sequences == 0
 
 
 def test_stop_tokens_end_a_sequence(models: Any) -> None:

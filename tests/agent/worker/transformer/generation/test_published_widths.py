@@ -196,8 +196,8 @@ class RecordedHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def times(self, x_sk: Any, bias_n: Any = None, out: Any = None) -> Any:
-        y_sn = self._head.times(x_sk, bias_n, out)
+    def matmul(self, x_sk: Any, bias_n: Any = None, out: Any = None) -> Any:
+        y_sn = self._head.matmul(x_sk, bias_n, out)
         self.logits.extend(y_sn.clone())
         return y_sn
 

@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.worker.transformer.generation.sampling import candidates, choose, gumbel, penalised
+from agent.worker.transformer.generation.sampling import (
+    apply_repetition_penalty,
+    gumbel_noise,
+    sample_token,
+    select_candidates,
+)
 from hearth.wire.messages import Sampling
 
 V = 500
@@ -30,9 +35,9 @@ def logits_of(seed: int) -> np.ndarray[Any, Any]:
 def draw(logits: np.ndarray[Any, Any], sampling: Sampling, cuts: list[int], index: int, tokens: list[int]) -> int:
     borders = [0, *cuts, V]
     parts = [
-        candidates(logits[a:b], a, sampling, tokens, index) for a, b in zip(borders, borders[1:], strict=False)
+        select_candidates(logits[a:b], a, sampling, tokens, index) for a, b in zip(borders, borders[1:], strict=False)
     ]  # fmt: skip
-    return choose(np.concatenate(parts), sampling, index)
+    return sample_token(np.concatenate(parts), sampling, index)
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
@@ -85,14 +90,14 @@ def test_repetition_penalty_equals_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     logits, tokens = logits_of(3), [0, 5, 5, V - 1]
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), torch.tensor(logits)[None])[0]
-    assert np.allclose(penalised(logits, 0, 1.4, tokens), expected.numpy(), rtol=1e-6)
-    assert np.allclose(penalised(logits[100:], 100, 1.4, tokens), expected.numpy()[100:], rtol=1e-6)
+    assert np.allclose(apply_repetition_penalty(logits, 0, 1.4, tokens), expected.numpy(), rtol=1e-6)
+    assert np.allclose(apply_repetition_penalty(logits[100:], 100, 1.4, tokens), expected.numpy()[100:], rtol=1e-6)
 
 
 def test_noise_is_gumbel_and_depends_on_seed_position_and_token() -> None:
-    noise = gumbel(1, 2, np.arange(200_000))
+    noise = gumbel_noise(1, 2, np.arange(200_000))
     assert abs(noise.mean() - 0.5772) < 0.02
     assert abs(noise.std() - np.pi / np.sqrt(6)) < 0.02
-    assert not np.array_equal(noise[:100], gumbel(1, 3, np.arange(100)))
-    assert not np.array_equal(noise[:100], gumbel(2, 2, np.arange(100)))
-    assert np.array_equal(noise[50:100], gumbel(1, 2, np.arange(50, 100)))
+    assert not np.array_equal(noise[:100], gumbel_noise(1, 3, np.arange(100)))
+    assert not np.array_equal(noise[:100], gumbel_noise(2, 2, np.arange(100)))
+    assert np.array_equal(noise[50:100], gumbel_noise(1, 2, np.arange(50, 100)))

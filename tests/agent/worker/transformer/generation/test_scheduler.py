@@ -20,7 +20,7 @@ def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> Non
     """Give each sampled row a token, and remove sequences that have ended."""
     for rows in order.rows:
         if rows.sample:
-            scheduler.take(rows.sequence, token)
+            scheduler.append_token(rows.sequence, token)
             if scheduler.running[rows.sequence].ended:
                 scheduler.remove(rows.sequence)
 
@@ -43,7 +43,7 @@ def test_long_prompt_is_prefilled_in_chunks_and_samples_at_its_end() -> None:
 
 def test_whole_prompts_are_not_split() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=100, max_sequences=4, prefill_rows=8), whole_prompts=True)
-    assert scheduler.room == 8
+    assert scheduler.max_sequence_tokens == 8
     for number, prompt in ((1, 5), (2, 4), (3, 2)):
         scheduler.add(sequence(number, prompt, 3))
     order = scheduler.next_order()
