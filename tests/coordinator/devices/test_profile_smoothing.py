@@ -1,4 +1,4 @@
-"""Pooling of profiles: devices of one kind share the shape of their curves; others keep their own."""
+"""Smoothing of profiles: devices of one kind share the shape of their curves; others keep their own."""
 
 from __future__ import annotations
 

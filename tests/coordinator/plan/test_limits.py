@@ -1,4 +1,4 @@
-"""The user's limits on devices: what they say, and that no plan holds more."""
+"""Memory limits of the user: parsing, effect on budgets, and plans that respect them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
         ("a=b=12.5%", MemoryLimit(device="a=b", percent=12.5)),
     ],
 )
-def test_a_limit_is_a_size_or_a_share(text: str, expected: MemoryLimit) -> None:
+def test_limit_is_a_size_or_a_percentage(text: str, expected: MemoryLimit) -> None:
     assert parse_limit(text) == expected
 
 
@@ -45,12 +45,12 @@ def test_a_limit_is_a_size_or_a_share(text: str, expected: MemoryLimit) -> None:
     "text", ["kitchen", "=1GiB", "kitchen=", "kitchen=many", "kitchen=-1", "kitchen=0%", "kitchen=101%", "kitchen=nan%",
              "kitchen=1.5"],
 )  # fmt: skip
-def test_what_is_no_limit_is_told_with_the_option(text: str) -> None:
+def test_invalid_limit_error_names_the_option(text: str) -> None:
     with pytest.raises(BadSetting, match="--limit"):
         parse_limit(text)
 
 
-def test_limits_survive_a_power_cut() -> None:
+def test_limits_are_saved_with_the_goal() -> None:
     goal = TransformerGoal(model_dir="/m", limits=(parse_limit("a=1GiB"), parse_limit("b=50%")))
     assert SavedDeployment.model_validate_json(SavedDeployment(goal=goal).model_dump_json()).goal == goal
 
@@ -77,7 +77,7 @@ def test_budgets_are_lowered_to_every_limit_and_never_raised(budgets: list[int],
 
 @settings(max_examples=40)
 @given(st.floats(50, 3000), st.floats(5, 100), st.sampled_from(["auto", "hmp", "sp", "megatron-tp", "local"]))
-def test_no_plan_holds_more_than_a_limit(mebibytes: float, percent: float, strategy: str) -> None:
+def test_plans_respect_limits(mebibytes: float, percent: float, strategy: str) -> None:
     goal = TransformerGoal.model_validate(
         {
             "model_dir": "/m",
@@ -110,14 +110,14 @@ def deployed(held: int, planned: int) -> TransformerPlan:
 @pytest.mark.parametrize(
     ("text", "free", "held", "planned", "expected"),
     [
-        ("device0=50%", 2500, 1500, 2000, 2000),  # half of the 4000 that it offers when nothing runs
-        ("device0=50%", 500, 1500, 2000, 1000),  # other programs came
-        ("device0=50%", 2000, 900, 1000, 1000),  # its agent offers 2000 whatever is held
+        ("device0=50%", 2500, 1500, 2000, 2000),  # half of the 4000 that the device offers when nothing runs
+        ("device0=50%", 500, 1500, 2000, 1000),  # other programs started
+        ("device0=50%", 2000, 900, 1000, 1000),  # the agent offers 2000 regardless of what is held
         ("device0=3000M", 2500, 1500, 3000, 3000),
         ("device0=1000M", 2500, 1500, 3000, 1000),
     ],
 )
-def test_a_share_is_of_what_is_offered_once_the_deployed_plan_is_gone(
+def test_percentage_applies_to_memory_offered_without_the_deployed_plan(
     text: str, free: int, held: int, planned: int, expected: int
 ) -> None:
     mega = 1_000_000
@@ -127,9 +127,7 @@ def test_a_share_is_of_what_is_offered_once_the_deployed_plan_is_gone(
 
 
 @given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
-def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offered(
-    free: int, offered: int, held: int
-) -> None:
+def test_deployed_memory_counts_as_free_up_to_the_offer(free: int, offered: int, held: int) -> None:
     now = cluster([device_profile(index, 1.0, budget_bytes=free) for index in range(3)], 100)
     used, _, other = profile_with_limits(now, [], deployed(held, offered)).devices
     assert other.budget_bytes == free
@@ -138,7 +136,7 @@ def test_memory_held_by_the_deployed_plan_counts_but_never_beyond_what_was_offer
         assert used.budget_bytes == offered
 
 
-def test_a_plan_from_elsewhere_is_held_against_the_users_wishes() -> None:
+def test_given_plan_is_checked_against_limits_and_exclusions() -> None:
     plan = deployed(GIB, 4 * GIB)
     offered = {"id0": 4 * GIB}
     assert limit_violation(plan, [parse_limit("device0=1GiB")], ["attic"], offered) is None
@@ -149,7 +147,7 @@ def test_a_plan_from_elsewhere_is_held_against_the_users_wishes() -> None:
     assert limit_violation(plan, [], ["id1"], {}) == "device1 is excluded"
 
 
-def test_a_name_that_no_device_has_is_told_with_those_that_there_are() -> None:
+def test_unknown_device_name_error_lists_known_names() -> None:
     devices = [device_profile(index, 1.0) for index in range(2)]
     require_known("--limit", ["device0", "id1"], devices)
     assert unknown_names(["attic", "id0", "attic"], devices) == ["attic"]

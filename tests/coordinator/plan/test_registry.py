@@ -1,4 +1,4 @@
-"""Every planner and strategy of both kinds can be named, and does what its name says."""
+"""The registry of planning methods: every name of both kinds plans as its name says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LLAMA_SMALL = LLAMA_1B.model_copy(update={"num_layers": 2})
 HOME = cluster([device_profile(index, speed) for index, speed in enumerate((1.0, 2.0, 1.5))], 1000)
 
 
-def test_a_name_is_listed_once_for_an_objective_with_a_summary() -> None:
+def test_names_are_unique_per_objective_and_have_summaries() -> None:
     assert set(REGISTRY) == set(get_args(Kind))
     for methods in REGISTRY.values():
         keys = [(each.name, each.objective) for each in methods]
@@ -32,14 +32,14 @@ def test_a_name_is_listed_once_for_an_objective_with_a_summary() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY["transformer"].names())
-def test_every_name_plans_a_transformer(name: str) -> None:
+def test_every_transformer_method_gives_a_plan(name: str) -> None:
     planned = plan_transformer(PlanRequest(SMALL, HOME, 284, strategy=name))
     assert planned.chosen.strategy == name
     assert planned.plan.num_ranks == (1 if name == "local" else 2 if name == "pipeline" else 3)
     assert planned.others
 
 
-def test_galaxy_and_exact_are_hmp_with_their_own_shares() -> None:
+def test_galaxy_and_exact_are_hmp_with_different_shares() -> None:
     galaxy, exact, hmp = (
         plan_transformer(PlanRequest(SMALL, HOME, 284, strategy=name)).plan for name in ("galaxy", "exact", "hmp")
     )
@@ -50,7 +50,7 @@ def test_galaxy_and_exact_are_hmp_with_their_own_shares() -> None:
     assert hmp.body in (galaxy.body, exact.body)
 
 
-def test_a_wrong_name_or_objective_is_told_with_the_right_ones() -> None:
+def test_wrong_method_or_objective_error_lists_valid_ones() -> None:
     with pytest.raises(
         BadSetting, match="'magic' is none of auto, local, hmp, sp, megatron-tp, pipeline, galaxy, exact"
     ):
@@ -59,7 +59,7 @@ def test_a_wrong_name_or_objective_is_told_with_the_right_ones() -> None:
         REGISTRY["transformer"].check("auto", "throughput")
 
 
-def test_the_planners_process_gives_what_planning_here_gives() -> None:
+def test_planner_process_equals_in_process_planning() -> None:
     for wire, generation in ((WireFormat(), None), (WireFormat(values="int8"), GenerationRequest(512))):
         spec = LLAMA_SMALL if generation else SMALL
         home = cluster([device_profile(index, speed, spec) for index, speed in enumerate((1.0, 2.0))], 100)

@@ -1,4 +1,4 @@
-"""Plans for graphs: what they cost under the simulator, what they hold, which strategy is taken, and why none is."""
+"""Plans for graphs: price under the simulator, memory, choice of strategy, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hearth.wire.messages import GraphProfile, Kernel
 # ---- prices -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_over_two_devices_takes_compute_and_transfer() -> None:
+def test_chain_over_two_devices_costs_compute_and_transfer() -> None:
     spec = chain(1, [100, 100, 100, 100])
     cluster = cluster_of(spec, [1.0, 0.5], bytes_per_second=50.0, latency_seconds=0.25)
     segments = cut(spec, [0, 0, 1, 1])
@@ -45,7 +45,7 @@ def test_a_chain_over_two_devices_takes_compute_and_transfer() -> None:
     assert priced.busy_seconds == pytest.approx((2.0, 4.0))
 
 
-def test_a_link_that_is_busier_than_the_devices_is_the_bottleneck() -> None:
+def test_busiest_link_is_the_bottleneck() -> None:
     spec = chain(1, [100, 100])
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=10.0)
     for congestion in (True, False):
@@ -54,7 +54,7 @@ def test_a_link_that_is_busier_than_the_devices_is_the_bottleneck() -> None:
         assert priced.bottleneck == (send_resources(0) if congestion else transfer_resources(0, 1))
 
 
-def test_branches_overlap_and_a_tensor_goes_to_a_device_once() -> None:
+def test_branches_overlap_and_tensors_are_sent_once_per_device() -> None:
     spec = two_branches()
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=1000.0)
     segments = cut(spec, [0, 0, 0, 1, 1, 0], eager=True)
@@ -64,7 +64,7 @@ def test_branches_overlap_and_a_tensor_goes_to_a_device_once() -> None:
     assert price(spec, segments, cluster, [0, 1]).latency_seconds == pytest.approx(1 + 0.1 + 2 + 0.1 + 1)
 
 
-def test_what_encryption_takes_of_the_cores_is_part_of_a_device() -> None:
+def test_encryption_cost_counts_as_device_compute() -> None:
     spec = chain(1, [100, 100])
     plain = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
     wire = WireCost(encrypted_seconds_per_byte=0.01, seconds_per_message=0.5)
@@ -77,7 +77,7 @@ def test_what_encryption_takes_of_the_cores_is_part_of_a_device() -> None:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> GraphSpec:
-    """Up to ten operators; each but the first takes what one or two before it make."""
+    """Up to ten operators; each except the first reads the output of one or two earlier ones."""
     count = draw(st.integers(1, 10))
     edges = sorted(
         {
@@ -94,8 +94,8 @@ def graphs(draw: st.DrawFn) -> GraphSpec:
 
 
 @given(graphs(), st.data())
-def test_many_requests_at_once_end_as_often_as_the_bottleneck_says(spec: GraphSpec, data: st.DataObject) -> None:
-    """Never more often; and as often, give or take, once the pipeline is full."""
+def test_throughput_never_exceeds_the_bottleneck(spec: GraphSpec, data: st.DataObject) -> None:
+    """Never higher; and close to it once the pipeline is full."""
     cluster = cluster_of(spec, [1.0, 2.0, 1.5], bytes_per_second=40.0)
     assignment = data.draw(st.lists(st.integers(0, 2), min_size=spec.num_operators, max_size=spec.num_operators))
     used = list(dict.fromkeys(assignment))
@@ -108,7 +108,7 @@ def test_many_requests_at_once_end_as_often_as_the_bottleneck_says(spec: GraphSp
     assert timeline.makespan <= count * priced.latency_seconds + 1e-6
 
 
-def test_a_full_pipeline_ends_a_request_in_each_bottleneck() -> None:
+def test_full_pipeline_completes_one_request_per_bottleneck_time() -> None:
     spec = chain(1, [100] * 6)
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=100.0)
     segments = cut(spec, [0, 0, 1, 1, 2, 2])
@@ -121,27 +121,27 @@ def test_a_full_pipeline_ends_a_request_in_each_bottleneck() -> None:
 # ---- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_peak_bytes_follow_what_is_alive() -> None:
+def test_peak_bytes_count_live_tensors() -> None:
     spec = chain(1, [10, 20, 30, 40])
     assert peak_bytes(spec, range(4)) == 70  # 30 is read while 40 is written
-    assert peak_bytes(spec, [1]) == 30  # 10 comes from outside
+    assert peak_bytes(spec, [1]) == 30  # 10 is an input of the segment
     assert peak_bytes(two_branches(out_bytes=10), range(6)) == 30
 
 
-def test_on_real_devices_all_bytes_of_a_worker_count() -> None:
+def test_all_bytes_of_a_worker_count_on_profiled_devices() -> None:
     spec = chain(1, [10, 10], weights=[100, 300])
     cluster = cluster_of(
         spec, [1.0, 1.0], 1e9, process_bytes=1000, load_bytes=800, loading_bytes=40, run_bytes=50
     )  # fmt: skip
     segments = cut(spec, [0, 1])
     first, second = memory_use(spec, segments, cluster, [0, 1])
-    assert (first.weights, second.weights) == (200, 600)  # they took twice their bytes when the graph was profiled
+    assert (first.weights, second.weights) == (200, 600)  # profiling showed that weights take twice their bytes
     assert first.workspace == 1000 + 10 + (8 << 20)
-    assert first.activations == 50 // 2 + in_flight(segments) * 2 * 10  # what leaves, and its encrypted copy
-    assert memory_use(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100  # from a file
+    assert first.activations == 50 // 2 + in_flight(segments) * 2 * 10  # sent tensors and their encrypted copies
+    assert memory_use(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100  # cluster from a file
 
 
-def test_a_plan_that_finds_no_room_beside_the_weights_is_made_anew() -> None:
+def test_planning_is_repeated_if_activations_do_not_fit() -> None:
     spec = chain(1, [1000] * 8, weights=[1 << 20] * 8)
     budget = (8 << 20) + (5 << 20)
     cluster = cluster_of(spec, [10.0, 10.0], 1e9, budget, process_bytes=0, load_bytes=8 << 20, run_bytes=4000)
@@ -156,7 +156,7 @@ def test_a_plan_that_finds_no_room_beside_the_weights_is_made_anew() -> None:
 
 @settings(max_examples=12)
 @given(graphs(), st.sampled_from(["latency", "throughput"]), st.integers(60, 400))
-def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, objective: Any, budget: int) -> None:
+def test_every_strategy_respects_memory_and_dependencies(spec: GraphSpec, objective: Any, budget: int) -> None:
     cluster = cluster_of(spec, [1.0, 2.0, 1.5], 40.0, budget)
     try:
         planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=1.0), time.monotonic)
@@ -180,9 +180,7 @@ def test_every_strategy_keeps_to_memory_and_to_the_graph(spec: GraphSpec, object
     ("bytes_per_second", "num_devices"), [(1e9, 2), (1.0, 1)], ids=["fast links", "slow links"]
 )  # fmt: skip
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_auto_shares_the_work_where_that_pays_and_only_there(
-    objective: Any, bytes_per_second: float, num_devices: int
-) -> None:
+def test_auto_uses_two_devices_only_on_fast_links(objective: Any, bytes_per_second: float, num_devices: int) -> None:
     spec = two_branches()
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second)
     planned = plan_graph(GraphRequest(spec, cluster, objective, time_limit_seconds=60.0), time.monotonic)
@@ -190,7 +188,7 @@ def test_auto_shares_the_work_where_that_pays_and_only_there(
     assert plan is not None
     assert plan.num_ranks == num_devices
     assert plan.planner == "local" if num_devices == 1 else plan.planner != "local"
-    # A pipeline gives one device a branch and what is before, the other the other branch and what is after.
+    # The pipeline gives one device the stem and a branch, the other the other branch and the head.
     expected = {("latency", 2): 4.0, ("throughput", 2): 3.0}.get((objective, num_devices), 6.0)
     assert seconds_of(plan) == pytest.approx(expected, rel=1e-3)
     assert {"local on a", "local on b"} <= {each.label for each in planned.candidates}
@@ -198,7 +196,7 @@ def test_auto_shares_the_work_where_that_pays_and_only_there(
 
 
 @pytest.mark.parametrize("strategy", GRAPH_METHODS.names())
-def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
+def test_requested_strategy_is_used(strategy: str) -> None:
     spec = two_branches()
     objective: Any = "latency" if strategy in GRAPH_METHODS.names("latency") else "throughput"
     request = GraphRequest(spec, cluster_of(spec, [1.0, 3.0], 50.0), objective, strategy, time_limit_seconds=1.0)
@@ -209,7 +207,7 @@ def test_a_strategy_that_is_asked_for_is_taken(strategy: str) -> None:
     assert set(chosen.solution.assignment.devices) <= {0, 1}
 
 
-def test_a_model_larger_than_all_devices_says_by_how_many_bytes() -> None:
+def test_missing_bytes_are_reported_if_the_model_does_not_fit() -> None:
     spec = chain(1, [1, 1, 1], weights=[100, 100, 100])
     with pytest.raises(ModelDoesNotFit) as error:
         plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 120)), time.monotonic)
@@ -217,11 +215,11 @@ def test_a_model_larger_than_all_devices_says_by_how_many_bytes() -> None:
     with pytest.raises(ModelDoesNotFit) as error:
         plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, [200, 250]), strategy="local"), time.monotonic)
     assert error.value.missing_bytes == 50
-    with pytest.raises(NoPlacement):  # 300 bytes of room, but each device has it for one operator only
+    with pytest.raises(NoPlacement):  # 300 bytes in total, but each device fits only one operator
         plan_graph(GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 150), "throughput"), time.monotonic)
 
 
-def test_what_no_message_has_room_for_is_not_sent() -> None:
+def test_tensors_above_the_message_limit_are_not_sent() -> None:
     spec = chain(1, [100 << 20, 100 << 20])
     cluster = cluster_of(spec, [1.0, 1.0], 1e15, 1 << 40, process_bytes=1)
     planned = plan_graph(GraphRequest(spec, cluster, "throughput"), time.monotonic)
@@ -238,12 +236,12 @@ def test_what_no_message_has_room_for_is_not_sent() -> None:
         ("auto", "power", "'power' is none of latency, throughput"),
     ],
 )
-def test_a_wish_that_cannot_be_is_named(strategy: str, objective: str, reason: str) -> None:
+def test_unknown_strategy_or_objective_is_named(strategy: str, objective: str, reason: str) -> None:
     with pytest.raises(BadSetting, match=reason):
         GRAPH_METHODS.check(strategy, objective)
 
 
-def test_the_planners_process_gives_what_planning_here_gives() -> None:
+def test_planner_process_equals_in_process_planning() -> None:
     spec = two_branches()
     cluster = cluster_of(spec, [1.0, 3.0], 50.0, latency_seconds=0.125, run_bytes=3)
     request = GraphRequest(spec, cluster, "throughput", time_limit_seconds=1.0, model_hash="ab" * 32)
@@ -257,7 +255,7 @@ def test_the_planners_process_gives_what_planning_here_gives() -> None:
     assert seen == ["pipeline-exact", "pipeline", "joint"]
 
 
-def test_an_error_in_the_planners_process_is_the_same_error_here() -> None:
+def test_planner_process_errors_keep_their_type() -> None:
     spec = chain(1, [1, 1], weights=[100, 100])
     with pytest.raises(ModelDoesNotFit) as error:
         asyncio.run(solve(GraphRequest(spec, cluster_of(spec, [1.0], 1e9, 120))))
@@ -283,7 +281,7 @@ op1 = 8
 """
 
 
-def test_a_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
+def test_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
     spec = chain(3, [1, 1])
     toml = tmp_path / "home.toml"
     toml.write_text(CLUSTER)
@@ -325,7 +323,7 @@ def test_a_cluster_is_read_from_toml_or_json(tmp_path: Path) -> None:
         ({"devices": [{"name": "a", "memory": 1, "flops_per_second": 1}] * 2}, "names a device twice"),
     ],
 )
-def test_a_cluster_that_is_none_is_told_with_its_place(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_cluster_file_errors_name_their_place(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     devices = [{"name": name, "memory": 1, "flops_per_second": 1} for name in "ab"]
     path = tmp_path / "home.json"
     path.write_text(json.dumps({"mbit_per_second": 1, "devices": devices, **change}))
@@ -343,7 +341,7 @@ def test_limits_lower_budgets() -> None:
     assert [device.budget_bytes for device in limited.devices] == [2 << 20, 25 << 20]
 
 
-def test_operators_share_the_seconds_of_their_kernel_and_of_the_whole_run() -> None:
+def test_kernel_seconds_are_divided_among_operators_and_scaled_to_the_run() -> None:
     spec = chain(1, [1, 1, 1, 1])
     operators = tuple(
         operator._replace(flops=flops) for operator, flops in zip(spec.operators, (3.0, 1.0, 0.0, 0.0), strict=True)
@@ -364,8 +362,8 @@ def test_operators_share_the_seconds_of_their_kernel_and_of_the_whole_run() -> N
 
 
 @pytest.mark.parametrize("strategy", ["moirai", "heft"])
-def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
-    """Two branches of a convolution and its activation: a plan for latency never parts the two."""
+def test_fused_operators_are_placed_together(strategy: str) -> None:
+    """Two branches of a convolution and its activation: a plan for latency never separates the two."""
     kinds = ["Split", "Conv", "Relu", "Conv", "Relu", "Concat"]
     edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
     operators = [Operator(f"op{index}", kind, 1.0, (index,)) for index, kind in enumerate(kinds)]
@@ -383,8 +381,8 @@ def test_operators_that_run_as_one_are_placed_as_one(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("seconds_of_an_end", [0.5, 2.0, 3.0])
-def test_a_stage_that_receives_and_sends_gets_less_to_compute(seconds_of_an_end: float) -> None:
-    """What transfers take of the cores is shared out too: no other pair of cuts is better under the simulator."""
+def test_stage_with_more_transfers_gets_less_compute(seconds_of_an_end: float) -> None:
+    """The CPU cost of transfers is balanced too: no other pair of cuts is better under the simulator."""
     spec = chain(1, [100] * 14)
     wire = WireCost(encrypted_seconds_per_byte=seconds_of_an_end / 100 / 4)
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=1e6, wire=wire)

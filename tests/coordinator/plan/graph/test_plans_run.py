@@ -1,4 +1,4 @@
-"""Cuts of every planner, each segment a session of its own, give what one onnxruntime session of the whole file gives."""
+"""Plans of every planner, with one session per segment, compute the same as one session of the whole file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEEDS = (1e9, 0.6e9, 0.8e9, 0.5e9)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "efficientnet_b0", "bert", "vit", "two_branch"])
-def test_plans_of_every_planner_give_what_one_session_gives(name: str, tmp_path: Path) -> None:
+def test_plans_of_every_planner_equal_one_session(name: str, tmp_path: Path) -> None:
     from tools.graph_models import Size, build, export
 
     path = export(build(name, Size(tiny=True)), tmp_path / f"{name}.onnx")
@@ -36,7 +36,7 @@ def test_plans_of_every_planner_give_what_one_session_gives(name: str, tmp_path:
     weights = spec.parameter_bytes(range(spec.num_operators))
     most_devices = 0
     for num_devices in (2, 3, 4):
-        # No device holds the model alone, and links are quick: there is something to place.
+        # No device can hold the model alone, and links are fast, so that operators are distributed.
         budget = int(weights / num_devices * 1.8)
         cluster = cluster_of(spec, SPEEDS[:num_devices], bytes_per_second=1e9, budget_bytes=budget)
         for objective in get_args(Objective):

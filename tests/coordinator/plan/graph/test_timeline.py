@@ -1,4 +1,4 @@
-"""The predicted timeline of a graph's plan: as long as the prediction, with the parts that a measured one has."""
+"""The predicted timeline of a graph's plan: its length equals the prediction, its parts those of a measured one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hearth.plan.profile import WireCost
 from hearth.trace import chrome_trace, transfers
 from hearth.wire.messages import DeviceTrace, RunDone
 
-LIVE = {"wire": WireCost(seconds_per_message=1e-5), "process_bytes": 1}  # fields of measured devices
+LIVE = {"wire": WireCost(seconds_per_message=1e-5), "process_bytes": 1}  # fields of profiled devices
 
 
 def planned(spec: GraphSpec, cluster: GraphCluster, **asked: Any) -> GraphPlan:
@@ -39,7 +39,7 @@ def end_of(traces: Sequence[DeviceTrace]) -> float:
 
 @pytest.mark.parametrize("fields", [{}, LIVE], ids=["cluster-file", "measured"])
 @pytest.mark.parametrize("congestion", [True, False])
-def test_it_ends_when_the_prediction_says(fields: dict[str, Any], congestion: bool) -> None:
+def test_timeline_ends_at_the_predicted_time(fields: dict[str, Any], congestion: bool) -> None:
     spec = two_branches(flops=1e6, out_bytes=100_000)
     cluster = cluster_of(spec, (1e8, 0.7e8), 1e8, latency_seconds=1e-4, **fields)
     plan = planned(spec, cluster, strategy="heft", congestion=congestion)
@@ -50,10 +50,11 @@ def test_it_ends_when_the_prediction_says(fields: dict[str, Any], congestion: bo
     assert {bar["name"] for bar in bars if bar.get("tid") == "compute"} == {
         f"segment {index}" for index in range(len(plan.body.segments))
     }
-    assert ("coordinator" in [trace.device for trace in traces]) == bool(fields)  # its inputs and outputs are priced
+    # transfers of inputs and outputs have a price
+    assert ("coordinator" in [trace.device for trace in traces]) == bool(fields)
 
 
-def test_of_a_plan_for_throughput_it_shows_as_many_requests_as_fill_the_pipeline() -> None:
+def test_throughput_timeline_shows_a_full_pipeline() -> None:
     spec = two_branches(flops=1e6, out_bytes=1000)
     cluster = cluster_of(spec, (1e8, 0.7e8), 1e8)
     plan = planned(spec, cluster, objective="throughput", strategy="pipeline-exact")
@@ -70,7 +71,7 @@ def parts(traces: Sequence[DeviceTrace]) -> tuple[set[tuple[int, int | None]], l
     return segments, sorted((each.label, each.sender, each.receiver) for each in transfers(traces))
 
 
-def test_it_has_the_segments_and_transfers_of_a_measured_one(tmp_path: Path) -> None:
+def test_timeline_has_segments_and_transfers_of_a_measured_trace(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
     from support.graph_engines import GraphCluster as Engines

@@ -1,4 +1,4 @@
-"""Tensors in a plan are as large as they travel, and a graph's inputs and outputs come and go over the devices' links."""
+"""Wire size of tensors in a plan, and transfers of a graph's inputs and outputs over the devices' links."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hearth.wire.codec import Codec
     st.sampled_from(["float32", "float16", "int64"]),
     st.sampled_from(get_args(Values)),
 )
-def test_tensors_are_as_large_as_the_codec_makes_them(shape: list[int], dtype: str, values: Values) -> None:
+def test_tensor_sizes_follow_the_wire_format(shape: list[int], dtype: str, values: Values) -> None:
     array = np.ones(shape, dtype)
     encoded = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter).encode("", array)
     tensor = Tensor("t", array.nbytes, 0, (), dtype, tuple(shape))
@@ -38,8 +38,8 @@ def test_tensors_are_as_large_as_the_codec_makes_them(shape: list[int], dtype: s
     assert num_converted(tensor, values) == (array.size if dtype == "float32" and values != "exact" else 0)
 
 
-def test_a_cut_that_is_too_large_in_full_is_taken_where_tensors_travel_in_half() -> None:
-    """Compute 3 + 3 or 6 alone; the cut in the middle takes 8 s exact, 4 s in half the bytes."""
+def test_half_size_wire_format_makes_a_large_cut_worthwhile() -> None:
+    """Compute takes 3 + 3 on two devices or 6 on one; transfer at the middle cut takes 8 s exact, 4 s at half size."""
     spec = chain(1, [800, 800, 400, 800, 800, 800])
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
 
@@ -49,14 +49,14 @@ def test_a_cut_that_is_too_large_in_full_is_taken_where_tensors_travel_in_half()
         assert plan is not None
         return plan.predicted.bottleneck_seconds
 
-    assert planned(WireFormat()) == pytest.approx(4.0)  # 4 s of transfer after the third, 3 s of compute
+    assert planned(WireFormat()) == pytest.approx(4.0)  # 4 s of transfer, longer than 3 s of compute
     assert planned(WireFormat(values="fp16")) == pytest.approx(3.0)
     segments = cut(spec, [0, 0, 0, 1, 1, 1])
     assert [each.num_bytes for each in transfers_of(spec, segments, "fp16")] == [200]
     assert price(on_wire(spec, "fp16"), segments, cluster, [0, 1]).bottleneck_seconds == pytest.approx(3.0)
 
 
-def test_converting_takes_compute_at_both_ends() -> None:
+def test_conversion_costs_compute_at_both_ends() -> None:
     spec = chain(1, [400, 400])
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
     wire = WireCost(convert_seconds_per_value={"fp16": 0.02})
@@ -68,14 +68,14 @@ def test_converting_takes_compute_at_both_ends() -> None:
 
 
 def with_input(num_bytes: int) -> GraphSpec:
-    """A chain of two; the first takes an input of the graph, the second makes its output of 100 bytes."""
+    """A chain of two operators; the first reads an input of the graph, the second writes its output of 100 bytes."""
     spec = chain(1, [200, 100])
     first, last = spec.tensors
     given_input = Tensor("image", num_bytes, None, (0,))
     return replace(spec, tensors=(given_input, first, last._replace(is_output=True)))
 
 
-def test_inputs_and_outputs_keep_links_busy_on_live_devices_only() -> None:
+def test_graph_inputs_and_outputs_use_links_of_profiled_devices_only() -> None:
     spec = with_input(500)
     segments = cut(spec, [0, 1])
     out_of_a_file = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
@@ -86,22 +86,21 @@ def test_inputs_and_outputs_keep_links_busy_on_live_devices_only() -> None:
     assert (priced.bottleneck, priced.bottleneck_seconds) == (receive_resources(0), pytest.approx(5.0))
     wire = WireCost(encrypted_seconds_per_byte=0.001, plain_seconds_per_byte=0.0005, seconds_per_message=0.1)
     costly = replace(live, devices=tuple(replace(device, wire=wire) for device in live.devices))
-    # In, across, and out, in small pieces; what the coordinator is at the other end of passes the daemon too, and so does
-    # the request itself.
+    # Input, transfer and output, in small pieces. Traffic with the coordinator passes the daemon, as does the request.
     assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx(
         (
             1 + (500 * (4 * 0.001 + 0.001) + 0.3) + (200 * 4 * 0.001 + 0.1) + 3.6,
             1 + (200 * 4 * 0.001 + 0.1) + (100 * (4 * 0.001 + 0.001) + 0.3) + 3.6,
         )
     )
-    # Alone, a request waits for the last piece only.
+    # A single request waits for the last piece only.
     assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
         (5 + 500 * 0.002 + 0.3) + 1 + (2 + 2 * (200 * 0.001 + 0.1)) + 1 + (1 + 100 * 0.002 + 0.3)
     )
 
 
-def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
-    """Eight operators of 1 s on two devices; the first device's inputs take it 2 s of compute."""
+def test_device_that_receives_the_inputs_computes_less() -> None:
+    """Eight operators of 1 s on two devices; receiving the inputs costs the first device 2 s of compute."""
     spec = chain(1, [1] * 8)
     first, *others = spec.tensors
     spec = replace(spec, tensors=(Tensor("image", 500, None, (0,)), first, *others))
@@ -112,7 +111,7 @@ def test_a_pipeline_gives_less_to_the_device_that_gets_the_inputs() -> None:
     assert [len(segment.operators) for segment in plan.body.segments] == [3, 5]
 
 
-def test_a_device_without_links_gets_its_inputs_at_once() -> None:
+def test_inputs_cost_no_time_without_a_link() -> None:
     spec = with_input(500)
     alone = replace(cluster_of(spec, [1.0], bytes_per_second=100.0), measured=True)
     assert price(spec, cut(spec, [0, 0]), alone, [0]).latency_seconds == pytest.approx(2.0)

@@ -1,4 +1,4 @@
-"""Plans for decoders: grouped queries and gated MLPs in memory, the KV cache, what a token costs."""
+"""Plans for decoders: memory with grouped queries and gated MLPs, the KV cache, and the time of a token."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode, TransformerBody
 
 EXACT = WireFormat()
-# Two KV groups of four query heads; Q is wider than the model.
+# Two KV groups of four query heads; Q is wider than the hidden size.
 SMALL = LLAMA_1B.model_copy(
     update={
         "name": "small", "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 96,
         "ffn_size": 320, "vocab_size": 2500, "max_positions": 128,
     }
 )  # fmt: skip
-PROMISE = GenerationLimits(kv_tokens=256, max_sequences=4, prefill_rows=32, context=64)
+LIMITS = GenerationLimits(kv_tokens=256, max_sequences=4, prefill_rows=32, context=64)
 
 
 def request(
@@ -75,14 +75,14 @@ def request(
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_llama_is_counted_by_hand() -> None:
+def test_memory_of_a_small_llama_equals_hand_count() -> None:
     body = make_plan(SMALL, "hmp", (1, 1)).body
     assert (body.heads, body.columns, body.vocabulary) == ((4, 4), (192, 128), (2048, 452))
-    first, second = (rank_memory(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2))
+    first, second = (rank_memory(SMALL, sized(body, 32, LIMITS), rank) for rank in range(2))
     qkv, out, norms = (64 + 16 + 16) * 96, 96 * 64, 2 * 96
     assert first.weights == 2 * (qkv + out + 3 * 192 * 96 + norms) * 4
     assert second.weights == 2 * (qkv + out + 3 * 128 * 96 + norms) * 4
-    assert first.embeddings == (2 * 2048 * 96 + 96) * 4  # word and head rows, and the last norm
+    assert first.embeddings == (2 * 2048 * 96 + 96) * 4  # embedding and head rows, and the last norm
     assert second.embeddings == (2 * 452 * 96 + 96) * 4
     assert first.kv_cache == second.kv_cache == 2 * 16 * 2 * 256 * 4  # one KV head each
     attention = 32 * (2 * (64 + 16 + 16) + 64) + 2 * 32 * 64
@@ -93,20 +93,20 @@ def test_a_small_llama_is_counted_by_hand() -> None:
     assert first.total == first.weights + first.embeddings + first.activations + first.workspace + first.kv_cache
 
 
-def test_tied_weights_ungated_mlps_and_shorter_promises_take_less() -> None:
-    def total(spec: ModelSpec = SMALL, promise: GenerationLimits | None = PROMISE) -> int:
-        return rank_memory(spec, sized(make_plan(spec, "local", (1,)).body, 32, promise), 0).total
+def test_tied_ungated_and_smaller_limits_take_less_memory() -> None:
+    def total(spec: ModelSpec = SMALL, limits: GenerationLimits | None = LIMITS) -> int:
+        return rank_memory(spec, sized(make_plan(spec, "local", (1,)).body, 32, limits), 0).total
 
     tied = SMALL.model_copy(update={"tied_head": True})
     ungated = SMALL.model_copy(update={"gated": False})
     assert total() - total(tied) == 2500 * 96 * 4
     assert total() - total(ungated) == 2 * 320 * 96 * 4 + 32 * 320 * 4
-    half = PROMISE.model_copy(update={"kv_tokens": 128})
-    assert total() - total(promise=half) == 2 * 32 * 2 * 128 * 4
-    assert total(promise=None) < total(promise=half)
+    half = LIMITS.model_copy(update={"kv_tokens": 128})
+    assert total() - total(limits=half) == 2 * 32 * 2 * 128 * 4
+    assert total(limits=None) < total(limits=half)
 
 
-def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
+def test_long_context_memory_grows_linearly() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     short, long = (
         rank_memory(LLAMA_1B, sized(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
@@ -115,10 +115,10 @@ def test_a_long_context_needs_a_mask_and_not_the_square_of_it() -> None:
     assert long - short == 2 * 512 * 16384 * 4
 
 
-def test_replicated_weights_leave_the_cache_by_heads() -> None:
+def test_replicated_weights_divide_the_cache_by_heads() -> None:
     body = make_plan(SMALL, "sp", (1, 1)).body
-    uses = [rank_memory(SMALL, sized(body, 32, PROMISE), rank) for rank in range(2)]
-    local = rank_memory(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, PROMISE), 0)
+    uses = [rank_memory(SMALL, sized(body, 32, LIMITS), rank) for rank in range(2)]
+    local = rank_memory(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, LIMITS), 0)
     assert [use.weights for use in uses] == [local.weights] * 2
     assert sum(use.kv_cache for use in uses) == local.kv_cache
 
@@ -131,10 +131,10 @@ def test_replicated_weights_leave_the_cache_by_heads() -> None:
     st.integers(1, 64),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_budget_never_promises_more_than_there_is(
+def test_budget_never_exceeds_exact_memory_use(
     spec: ModelSpec, weights: list[int], strategy: Any, seq_len: int, sequences: int
 ) -> None:
-    """What planners count linearly covers what a device will hold."""
+    """The planners' linear memory estimate is an upper bound of what a device holds."""
     generation = GenerationRequest(128, sequences) if spec.causal else None
     devices = [device_profile(index, 1.0, spec, seq_len, 1 << 40) for index in range(len(weights))]
     asked = PlanRequest(spec, cluster(devices, 100), seq_len, generation=generation)
@@ -155,7 +155,7 @@ def test_a_budget_never_promises_more_than_there_is(
 # ---- the KV cache decides what fits ---------------------------------------------------------------------------------
 
 
-def test_what_the_kv_cache_lacks_is_named_to_the_byte() -> None:
+def test_missing_kv_cache_bytes_are_exact() -> None:
     roomy = plan_for(request([1.0]))
     assert roomy.devices[0].memory.kv_cache == 2 * 8 * 64 * 16 * 4 * 2048 * 4
     held = roomy.devices[0].memory.total
@@ -169,7 +169,7 @@ def test_what_the_kv_cache_lacks_is_named_to_the_byte() -> None:
     )
 
 
-def test_a_model_that_fits_only_with_its_cache_spread_is_spread() -> None:
+def test_kv_cache_is_distributed_if_no_device_can_hold_it() -> None:
     generation = GenerationRequest(8192, 16)  # 8 GiB of keys and values
     for strategy in ("hmp", "megatron-tp", "auto"):
         spread = request([1.0, 1.0], budgets=[8 << 30] * 2, generation=generation, strategy=strategy)
@@ -182,8 +182,8 @@ def test_a_model_that_fits_only_with_its_cache_spread_is_spread() -> None:
         assert error.value.missing_bytes > 1 << 30
 
 
-def test_a_device_without_room_for_a_cache_gets_columns_and_vocabulary_only() -> None:
-    generation = GenerationRequest(8192, 32)  # 16 GiB: a group's cache is 2 GiB
+def test_device_without_cache_memory_gets_only_columns_and_vocabulary() -> None:
+    generation = GenerationRequest(8192, 32)  # 16 GiB: the cache of a group takes 2 GiB
     plan = plan_for(request([1.0, 1.0], budgets=[24 << 30, 2 << 30], generation=generation, strategy="hmp"))
     small = next(device for device in plan.devices if device.budget_bytes == 2 << 30)
     rank = plan.devices.index(small)
@@ -192,10 +192,10 @@ def test_a_device_without_room_for_a_cache_gets_columns_and_vocabulary_only() ->
     assert plan.body.vocabulary[rank] > 0
 
 
-def test_a_budget_that_nobody_can_meet_names_the_missing_bytes_of_all() -> None:
+def test_missing_bytes_are_summed_over_all_devices() -> None:
     with pytest.raises(ModelDoesNotFit) as error:
         plan_for(request([1.0, 1.0], budgets=[3 << 30] * 2, generation=GenerationRequest(8192, 16)))
-    # 4.1 GiB of weights and embeddings, 8 GiB of cache and two processes against 6 GiB.
+    # 4.1 GiB of weights and embeddings, 8 GiB of cache and two processes, with 6 GiB of memory.
     assert 6 << 30 < error.value.missing_bytes < 8 << 30
 
 
@@ -203,7 +203,7 @@ def test_a_budget_that_nobody_can_meet_names_the_missing_bytes_of_all() -> None:
 
 
 def token_seconds(spec: ModelSpec, body: TransformerBody, devices: ClusterProfile, wire: WireFormat) -> float:
-    """Of a sequence with 100 tokens in the KV cache."""
+    """For a sequence with 100 tokens in the KV cache."""
     return strategy_of_body(body).decode_seconds(PlanLayout(spec, body, devices, wire), 100)
 
 
@@ -217,7 +217,7 @@ def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = S
     return token_seconds(spec, body, cluster(devices, mbit, rtt), EXACT)
 
 
-def test_a_token_on_one_device_costs_what_it_reads_and_its_calls() -> None:
+def test_token_on_one_device_costs_memory_reads_and_calls() -> None:
     weights = 2 * ((128 + 32 + 32) * 96 + 96 * 128 + 3 * 320 * 96) * 4
     cached = 2 * 2 * 32 * 100 * 4
     assert 2 * (attention_bytes(SMALL, 8, 100) + mlp_bytes(SMALL, 320)) == weights + cached
@@ -227,13 +227,13 @@ def test_a_token_on_one_device_costs_what_it_reads_and_its_calls() -> None:
     assert priced([0.5], 100, 1e-3) == pytest.approx(2 * expected)
 
 
-def test_a_token_on_two_devices_pays_two_exchanges_a_layer_and_three_hops() -> None:
+def test_token_on_two_devices_costs_two_exchanges_per_layer_and_three_hops() -> None:
     even = SMALL.model_copy(update={"ffn_size": 256, "vocab_size": 2048})
     rate, latency, message, per_byte = 1e6, 5e-4, 1e-4, 1e-8
     wire = {"seconds_per_message": message, "encrypted_seconds_per_byte": per_byte}
 
     def hop(num_values: int) -> float:
-        """Both ends' work, the bytes, and half a round trip."""
+        """CPU work at both ends, the bytes, and half a round trip."""
         return 2 * (message + num_values * 4 * per_byte) + num_values * 4 / rate + latency
 
     layer = (attention_bytes(even, 4, 100) + mlp_bytes(even, 128)) * 1e-10 + 5e-5 + 2 * hop(96)
@@ -244,8 +244,8 @@ def test_a_token_on_two_devices_pays_two_exchanges_a_layer_and_three_hops() -> N
     assert priced([1.0, 1.0], 8, 2 * latency, deep, **wire) == pytest.approx(expected + 10 * layer)
 
 
-def test_messages_to_several_peers_follow_each_other() -> None:
-    """Bytes share a sender's side, round trips do not."""
+def test_messages_to_several_peers_share_bandwidth_not_latency() -> None:
+    """Bytes share the sender's bandwidth; round trips overlap."""
     even = SMALL.model_copy(update={"num_heads": 12, "num_kv_heads": 3, "ffn_size": 192, "vocab_size": 3072})
     layers = [
         priced([1.0] * 3, mbit, rtt, even.model_copy(update={"num_layers": 3}))
@@ -256,7 +256,7 @@ def test_messages_to_several_peers_follow_each_other() -> None:
     assert layers[2] - layers[1] == pytest.approx(2 * 5e-3, rel=1e-3)
 
 
-def test_who_has_no_heads_sends_no_partial_sums_of_attention() -> None:
+def test_rank_without_heads_sends_no_partial_sums_of_attention() -> None:
     home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     alone = body.model_copy(update={"heads": (8, 0)})
@@ -272,7 +272,7 @@ def test_who_has_no_heads_sends_no_partial_sums_of_attention() -> None:
     assert token_seconds(SMALL, alone, slow_back, EXACT) < token_seconds(SMALL, body, slow_back, EXACT)
 
 
-def test_a_lossy_format_shortens_the_exchanges_of_its_links() -> None:
+def test_lossy_format_shortens_exchanges_on_its_links() -> None:
     home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     exact, lossy, excepted = (
@@ -289,7 +289,7 @@ def test_a_lossy_format_shortens_the_exchanges_of_its_links() -> None:
 
 @given(st.lists(st.floats(0.2, 4), min_size=1, max_size=4), st.floats(1, 10_000), st.floats(0, 0.01))
 @settings(deadline=None)
-def test_no_token_is_faster_than_its_slowest_share_or_its_round_trips(
+def test_token_time_is_at_least_the_slowest_share_and_the_round_trips(
     speeds: list[float], mbit: float, rtt: float
 ) -> None:
     body = make_plan(SMALL, "local" if len(speeds) == 1 else "hmp", speeds).body
@@ -320,9 +320,9 @@ def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[Phase, float]:
     return found
 
 
-def test_grouped_queries_travel_with_their_own_keys_and_values() -> None:
+def test_grouped_queries_are_sent_with_their_keys_and_values() -> None:
     exchanged = sent_values(LayerMode(qkv="replicated", out="replicated", mlp="replicated"))
-    assert exchanged[Phase.EXCHANGE_QKV] == 256 * (8 + 2 * 2) * 64  # the other's 8 heads and 2 KV heads
+    assert exchanged[Phase.EXCHANGE_QKV] == 256 * (8 + 2 * 2) * 64  # the peer's 8 query heads and 2 KV heads
     assert exchanged[Phase.EXCHANGE_HEADS] == 256 * 24 * 64
     by_rows = sent_values(SEQUENCE, "sp")
     assert by_rows[Phase.GATHER_KEYS] == by_rows[Phase.GATHER_VALUES] == 256 * 8 * 64
@@ -330,7 +330,7 @@ def test_grouped_queries_travel_with_their_own_keys_and_values() -> None:
     assert gathered[Phase.GATHER_ATTENTION] == gathered[Phase.REDUCE_ATTENTION] == 256 * 2048
 
 
-def test_a_prefill_ends_with_the_head() -> None:
+def test_prefill_ends_with_the_head() -> None:
     home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
     body = make_plan(LLAMA_1B, "local", (1,)).body
     blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
@@ -341,7 +341,7 @@ def test_a_prefill_ends_with_the_head() -> None:
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def test_plans_are_compared_by_the_request_that_is_expected() -> None:
+def test_plans_are_compared_by_the_expected_request() -> None:
     plan = plan_for(request([1.0], generation=GenerationRequest(2048, prompt_tokens=1024, new_tokens=10)))
     assert plan.body.generation is not None
     assert (plan.body.generation.prompt_tokens, plan.body.generation.new_tokens) == (1024, 10)
@@ -354,7 +354,7 @@ def test_plans_are_compared_by_the_request_that_is_expected() -> None:
     assert request_seconds(encoder) == encoder.predicted.latency_seconds
 
 
-def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> None:
+def test_two_devices_decode_faster_on_fast_links_only() -> None:
     for mbit, rtt, num_devices in ((10_000, 5e-5, 2), (20, 1e-2, 1)):
         plan = plan_for(request([1.0, 1.0], mbit, round_trip_seconds=rtt))
         assert plan.num_ranks == num_devices
@@ -364,7 +364,7 @@ def test_two_devices_decode_faster_on_a_fast_link_and_one_on_a_slow_one() -> Non
 
 
 @given(st.floats(1.1, 20.0))
-def test_prefill_and_decoding_slow_down_by_the_factor_of_a_scaled_profile(factor: float) -> None:
+def test_scaled_profile_scales_prefill_and_decode(factor: float) -> None:
     asked = request([1.0], generation=GenerationRequest(2048))
     slower = asked.cluster.devices[0].model_copy(update={"blocks": asked.cluster.devices[0].blocks.scaled(factor)})
     before = plan_for(asked)
@@ -373,7 +373,7 @@ def test_prefill_and_decoding_slow_down_by_the_factor_of_a_scaled_profile(factor
     assert after.predicted.decode_seconds == pytest.approx(factor * before.predicted.decode_seconds)
 
 
-def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() -> None:
+def test_tiny_decoder_stays_on_one_device_despite_faster_prefill() -> None:
     tiny = SMALL.model_copy(update={"num_layers": 6})
     asked = request([1.0, 1.0], 1000, spec=tiny, seq_len=64, generation=GenerationRequest(64))
     devices = tuple(
@@ -392,7 +392,7 @@ def test_a_tiny_decoder_stays_on_one_device_whatever_the_prefill_would_gain() ->
     assert all("slower" in other.reason for other in shared)
 
 
-def test_shares_follow_the_memory_where_answers_are_long_and_the_compute_where_prompts_are() -> None:
+def test_shares_follow_memory_bandwidth_for_decode_and_compute_for_prefill() -> None:
     def groups(prompt_tokens: int, new_tokens: int) -> tuple[int, ...]:
         asked = request([1.0, 1.0], 10_000, generation=GenerationRequest(2048, 4, prompt_tokens, new_tokens))
         slow_memory = asked.cluster.devices[1]
@@ -406,7 +406,7 @@ def test_shares_follow_the_memory_where_answers_are_long_and_the_compute_where_p
     assert groups(10, 1000) == (6, 2)
 
 
-def test_attention_by_rows_is_for_contexts_of_one_step() -> None:
+def test_attention_by_rows_requires_prefill_in_one_step() -> None:
     long = request([1.0, 1.0], 20)
     plan = plan_for(long)
     assert [other.reason for other in plan.alternatives if other.strategy == "sp"] == [
@@ -434,7 +434,7 @@ def test_sp_decodes_with_a_share_on_every_device() -> None:
     st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_auto_fits_decodes_with_what_it_holds_and_is_never_slower_than_one_device(
+def test_auto_fits_memory_and_is_never_slower_than_one_device(
     speeds: list[float], mbit: float, mib: int, short: bool
 ) -> None:
     spec = LLAMA_1B.model_copy(update={"num_layers": 2})
@@ -460,7 +460,7 @@ def test_auto_fits_decodes_with_what_it_holds_and_is_never_slower_than_one_devic
         assert request_seconds(plan) <= 1.011 * request_seconds(alone)
 
 
-def test_encoders_are_planned_as_before() -> None:
+def test_encoder_plans_are_unchanged() -> None:
     budgets = (900, 1200, 8000)
     devices = [device_profile(i, speed, budget_bytes=budgets[i] << 20) for i, speed in enumerate((1, 0.7, 0.4))]
     asked = PlanRequest(BERT_LARGE, cluster(devices, 60), 284)
@@ -479,7 +479,7 @@ def test_encoders_are_planned_as_before() -> None:
 # ---- goals ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_goal_comes_to_a_context_and_sequences(tmp_path: Path) -> None:
+def test_goal_sets_context_and_sequences(tmp_path: Path) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     spec = read_spec(model_dir)
     model = open_model(TransformerGoal(model_dir=str(model_dir)))
@@ -501,7 +501,7 @@ def test_a_goal_comes_to_a_context_and_sequences(tmp_path: Path) -> None:
         TransformerGoal(model_dir="/m", sequences=0)
 
 
-def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path) -> None:
+def test_decoder_has_a_text_tokenizer_and_no_pooling(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     model_dir = write_model(tmp_path / "model", "llama")
@@ -510,7 +510,7 @@ def test_a_decoders_tokenizer_is_for_texts_and_no_pooling_is_read(tmp_path: Path
     assert isinstance(open_model(TransformerGoal(model_dir=str(model_dir))).tokenizer, TextTokenizer)
 
 
-# ---- for people -----------------------------------------------------------------------------------------------------
+# ---- printed plans --------------------------------------------------------------------------------------------------
 
 
 def shown(plan: TransformerPlan) -> str:
@@ -519,14 +519,14 @@ def shown(plan: TransformerPlan) -> str:
     return captured.get()
 
 
-def test_tables_show_the_cache_the_rate_and_the_promise() -> None:
+def test_tables_show_cache_rate_and_limits() -> None:
     text = shown(plan_for(request([1.0, 1.0], 10_000)))
     for expected in ("cache", "256 MiB", "tokens/s", "8192 tokens: 4 concurrent sequences of 2048", "128 of answer"):
         assert expected in text
     assert "cache" not in shown(make_plan(BERT_LARGE, "hmp", (1, 1)))
 
 
-def test_an_explanation_says_what_a_decoder_is_bound_by() -> None:
+def test_explanation_names_the_bottleneck_of_a_decoder() -> None:
     asked = request([1.0, 1.0], 10_000)
     planned = plan_transformer(asked)
     assert [each.seconds for each in planned.others] == sorted(each.seconds for each in planned.others)
@@ -540,7 +540,7 @@ def test_an_explanation_says_what_a_decoder_is_bound_by() -> None:
     assert bottleneck(plan_for(prompts), asked.cluster).sentence.startswith("the compute of")
 
 
-def test_a_decoder_is_planned_offline_on_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_decoder_plan_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     spec = read_spec(model_dir)
     home = cluster([device_profile(index, index + 1.0, spec, 8) for index in range(3)], 1000)

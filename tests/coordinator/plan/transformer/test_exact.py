@@ -1,4 +1,4 @@
-"""The exact planner against brute force and against Galaxy; the sharded/replicated choice; ring order."""
+"""The exact planner against brute force and Galaxy; sharded or replicated weight groups; the order of the ring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = BERT_LARGE.model_copy(
         "max_positions": 64,
     }
 )  # fmt: skip
-# Four KV groups of two heads, whose cache weighs more than their weights, and a head of its own.
+# Four KV groups of two heads, whose cache takes more memory than their weights, and a separate head.
 TINY_DECODER = TINY.model_copy(
     update={
         "num_heads": 8, "head_dim": 32, "causal": True, "norm": "rms", "norm_place": "pre", "gated": True,
@@ -54,7 +54,7 @@ def splits(total: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def brute_force(problem: PlanRequest) -> float:
-    """The least objective over every split of every kind, or infinity."""
+    """The minimum objective over every split of every kind, or infinity."""
     blocks = [device.blocks for device in problem.cluster.devices]
     budget, work = ShareBudget(problem, "hmp"), LayerTimes(problem)
     group = problem.spec.num_heads // 4
@@ -82,10 +82,10 @@ def brute_force(problem: PlanRequest) -> float:
 @pytest.mark.parametrize(("spec", "most_extra"), [(TINY, 7 << 20), (TINY_DECODER, 14 << 20)])
 @given(speeds=speeds, data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_brute_force_finds_nothing_better(
+def test_objective_equals_brute_force(
     spec: ModelSpec, most_extra: int, speeds: list[float], data: st.DataObject
 ) -> None:
-    base = 289 << 20  # about what a worker needs with no share at all: in a third of the cases memory binds
+    base = 289 << 20  # about the memory of a worker without shares, so that memory binds in a third of the cases
     extra = st.one_of(st.just(1 << 30), *[st.integers(0, most_extra)] * 3)
     problem = request(speeds, [base + data.draw(extra) for _ in speeds], spec=spec)
     expected = brute_force(problem)
@@ -102,7 +102,7 @@ def test_brute_force_finds_nothing_better(
 @pytest.mark.parametrize("spec", [BERT_LARGE, LLAMA_1B.model_copy(update={"num_layers": 4})])
 @given(speeds=st.lists(st.floats(0.1, 4), min_size=2, max_size=4), mbit=st.floats(10, 1000), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_best_shares_are_never_worse_than_galaxys_under_the_simulator(
+def test_exact_shares_are_never_worse_than_galaxy_under_the_simulator(
     spec: ModelSpec, speeds: list[float], mbit: float, data: st.DataObject
 ) -> None:
     budgets = [data.draw(st.sampled_from([400 << 20, 600 << 20, 1 << 30, 8 << 30])) for _ in speeds]
@@ -118,7 +118,7 @@ def test_the_best_shares_are_never_worse_than_galaxys_under_the_simulator(
         assert rank_memory(spec, exact.body, rank).total <= device.budget_bytes
 
 
-def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> None:
+def test_spare_memory_is_used_to_replicate_on_slow_links() -> None:
     def planned(budget: int) -> tuple[float, int]:
         problem = request([1.0] * 4, [budget] * 4, mbit=60, spec=BERT_LARGE, seq_len=284)
         plan = replicate(problem, plan_shares(problem, "hmp"))
@@ -131,7 +131,7 @@ def test_on_a_slow_link_spare_memory_buys_traffic_and_only_as_much_as_fits() -> 
     assert plans[-1][1] == BERT_LARGE.num_layers
 
 
-def test_on_a_fast_link_nothing_is_replicated_for_nothing() -> None:
+def test_nothing_is_replicated_on_fast_links() -> None:
     problem = request([1.0] * 2, [8 << 30] * 2, mbit=100_000, spec=BERT_LARGE, seq_len=284)
     plan = plan_exact(problem, "hmp")
     assert replicate(problem, plan).predicted.latency_seconds >= 0.97 * plan.predicted.latency_seconds
@@ -149,7 +149,7 @@ def slow_links(profile: ClusterProfile, slow: set[frozenset[str]]) -> ClusterPro
 
 @given(st.integers(3, 6), st.data())
 @settings(max_examples=30, deadline=None)
-def test_no_order_of_the_ring_has_a_faster_slowest_hop(num: int, data: st.DataObject) -> None:
+def test_ring_order_maximises_the_slowest_hop(num: int, data: st.DataObject) -> None:
     profile = cluster([device_profile(i, 1.0) for i in range(num)], 100)
     pairs = [frozenset((f"id{a}", f"id{b}")) for a in range(num) for b in range(a)]
     profile = slow_links(profile, set(data.draw(st.lists(st.sampled_from(pairs), max_size=num))))
@@ -163,7 +163,7 @@ def test_no_order_of_the_ring_has_a_faster_slowest_hop(num: int, data: st.DataOb
     assert slowest(found) == max(slowest((ids[0], *rest)) for rest in permutations(ids[1:]))
 
 
-def test_a_large_ring_is_improved_by_swaps() -> None:
+def test_large_ring_is_improved_by_swaps() -> None:
     profile = cluster([device_profile(i, 1.0) for i in range(10)], 100)
     profile = slow_links(profile, {frozenset((f"id{i}", f"id{i + 1}")) for i in range(0, 8, 2)})
     order = [device.device_id for device in best_ring(profile).devices]
@@ -171,6 +171,6 @@ def test_a_large_ring_is_improved_by_swaps() -> None:
     assert min(profile.link(a, b).bytes_per_second for a, b in hops) == 100e6 / 8
 
 
-def test_the_plan_says_who_made_it_and_how_good_it_is() -> None:
+def test_plan_names_its_planner_and_quality() -> None:
     plan = plan_for(request([1.0, 1.0], [8 << 30] * 2, mbit=500, spec=BERT_LARGE, seq_len=284))
     assert plan.planner.startswith("auto: ")

@@ -1,4 +1,4 @@
-"""Micro-batches of a prefill under the simulator: when they help, and what they keep to."""
+"""Micro-batches of a prefill under the simulator: when they help, and their constraints."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def request(mbit: float, num_devices: int = 2) -> PlanRequest:
     return PlanRequest(SPEC, cluster(devices, mbit), 256, generation=GenerationRequest(320, 1, 256, 64))
 
 
-def test_one_hides_its_communication_under_the_other() -> None:
+def test_communication_of_one_micro_batch_overlaps_compute_of_another() -> None:
     asked = request(250)
     whole = plan_strategy(asked, "megatron-tp")
     cut = split_into_micro_batches(asked, whole)
     assert cut.body.micro_batches == 2
     assert cut.predicted.latency_seconds < 0.95 * whole.predicted.latency_seconds
-    # Nothing is faster than the busiest link and the busiest device.
+    # No plan is faster than its busiest link or its busiest device.
     assert (
         cut.predicted.latency_seconds >= max(whole.predicted.compute_seconds, whole.predicted.transfer_seconds) * 0.999
     )
 
 
-def test_the_same_work_is_done() -> None:
+def test_micro_batches_keep_total_work() -> None:
     asked = request(250)
     body = plan_strategy(asked, "hmp").body
     bytes_of, layers_of = [], []
@@ -50,7 +50,7 @@ def test_the_same_work_is_done() -> None:
     assert layers_of == [SPEC.num_layers] * 2
 
 
-def test_a_later_one_attends_to_what_came_before() -> None:
+def test_later_micro_batch_attends_to_earlier_ones() -> None:
     asked = request(250)
     body = plan_strategy(asked, "hmp").body.model_copy(update={"micro_batches": 2})
     tasks, by_layer = HMP.step_tasks(PlanLayout(SPEC, body, asked.cluster, asked.wire))
@@ -62,12 +62,12 @@ def test_a_later_one_attends_to_what_came_before() -> None:
                 for kind in (Work.QKV, Work.OUT)
             }
             assert {tasks[i].layer for each in of_rank.values() for i in each} == {layer}
-            assert [len(each) for each in of_rank.values()] == [4, 4]  # two tiles of each micro-batch
+            assert [len(each) for each in of_rank.values()] == [4, 4]  # two tiles for each micro-batch
             projected, attended = of_rank[Work.QKV][:2], of_rank[Work.OUT][2:]
             assert all(set(projected) <= set(tasks[i].after) for i in attended)
 
 
-def test_where_nothing_is_hidden_there_is_one() -> None:
+def test_single_micro_batch_if_nothing_overlaps() -> None:
     alone = request(250, num_devices=1)
     local = plan_strategy(alone, "local")
     assert split_into_micro_batches(alone, local) is local
@@ -76,7 +76,7 @@ def test_where_nothing_is_hidden_there_is_one() -> None:
     assert split_into_micro_batches(encoder, plan) is plan
 
 
-def test_auto_is_never_slower_for_them() -> None:
+def test_micro_batches_never_make_auto_slower() -> None:
     for mbit in (60, 500):
         asked = request(mbit)
         plan = plan_auto(asked).plan
@@ -87,7 +87,7 @@ def test_auto_is_never_slower_for_them() -> None:
         assert request_seconds(plan) > 0
 
 
-def test_a_plan_names_them() -> None:
+def test_plan_names_its_micro_batches() -> None:
     plan = split_into_micro_batches(request(250), plan_strategy(request(250), "megatron-tp"))
     assert plan.body.title == "megatron-tp, 2 micro-batches"
     with pytest.raises(ValueError, match="micro_batches are for hmp"):

@@ -1,4 +1,4 @@
-"""Plans for pipelines of layers: what they cost, what they hold, and that no better split was passed over."""
+"""Plans for pipelines of layers: cost, memory, and optimality of the split."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def splits(num_layers: int, num_ranks: int) -> Iterator[tuple[int, ...]]:
     st.sampled_from([0.0, 0.5, 7.0]),
     st.floats(0, 10),
 )
-def test_no_split_is_better(
+def test_split_is_optimal(
     num_layers: int, devices: list[tuple[int, float, float, float]], repeats: float, least_bound: float
 ) -> None:
     most, weights, chunk_weights, extras = (list(each) for each in zip(*devices, strict=True))
@@ -103,7 +103,7 @@ def test_no_split_is_better(
     assert found.seconds == pytest.approx(min(map(seconds, allowed)))
 
 
-def test_one_step_goes_to_the_fast_device_and_many_chunks_are_balanced() -> None:
+def test_single_step_prefers_the_fast_device_and_chunks_are_balanced() -> None:
     assert best_split(8, [8, 8], [1, 2], [1, 2], [0, 0]) == Split((7, 1), 9)
     assert best_split(8, [5, 8], [1, 2], [1, 2], [0, 0]) == Split((5, 3), 11)
     balanced = best_split(9, [9, 9], [1, 2], [1, 2], [0, 0], repeats=100)
@@ -114,7 +114,7 @@ def test_one_step_goes_to_the_fast_device_and_many_chunks_are_balanced() -> None
 
 
 def all_pipelines(asked: PlanRequest) -> Iterator[TransformerPlan]:
-    """Every order, split and size of chunks, priced by the simulator, where it fits."""
+    """Every order, split and chunk size that fits, priced by the simulator."""
     ids = [device.device_id for device in asked.cluster.devices]
     sizes = [0, 64, 128, 256] if asked.generation else [0]
     for order in permutations(ids):
@@ -131,7 +131,7 @@ speeds = st.lists(st.sampled_from([0.3, 0.5, 1.0, 2.0]), min_size=2, max_size=3)
 
 @given(speeds, st.sampled_from([5.0, 50.0, 1000.0]), st.sampled_from([1e-4, 2e-2]), st.data())
 @settings(max_examples=30, deadline=None)
-def test_no_pipeline_is_better_under_the_simulator(
+def test_pipeline_is_optimal_under_the_simulator(
     speeds: list[float], mbit: float, rtt: float, data: st.DataObject
 ) -> None:
     spec = data.draw(st.sampled_from([FEW, BERT_FEW]))
@@ -145,7 +145,7 @@ def test_no_pipeline_is_better_under_the_simulator(
         assert error.missing_bytes > 0
         return
     assert best is not None
-    assert request_seconds(plan) <= 1.005 * best  # the estimate leaves out what little overlaps otherwise
+    assert request_seconds(plan) <= 1.005 * best  # the estimate omits small overlaps
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
 
 
@@ -155,7 +155,7 @@ def test_no_pipeline_is_better_under_the_simulator(
     st.floats(1, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_pipelines_fit_and_cover_the_model_or_name_the_missing_bytes(
+def test_pipelines_fit_and_cover_the_model_or_report_missing_bytes(
     devices: list[tuple[float, int]], spec: ModelSpec, mbit: float
 ) -> None:
     budgets = [mib << 20 for _, mib in devices]
@@ -167,7 +167,7 @@ def test_pipelines_fit_and_cover_the_model_or_name_the_missing_bytes(
         return
     assert {device.device_id for device in plan.devices} == {device.device_id for device in asked.cluster.devices}
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
-    assert plan_from_json(plan.model_dump_json()) == plan  # which checks that the stages cover the model
+    assert plan_from_json(plan.model_dump_json()) == plan  # also validates that the stages cover the model
     assert plan_strategy(asked, "pipeline") == plan
 
 
@@ -178,7 +178,7 @@ def test_pipelines_fit_and_cover_the_model_or_name_the_missing_bytes(
     st.sampled_from([1e-4, 5e-3, 5e-2]),
 )
 @settings(max_examples=12, deadline=None)
-def test_auto_is_never_worse_than_any_strategy_but_for_fewer_devices(
+def test_auto_is_at_most_slightly_slower_than_any_strategy(
     devices: list[tuple[float, int]], spec: ModelSpec, mbit: float, rtt: float
 ) -> None:
     budgets = [mib << 20 for _, mib in devices]
@@ -195,21 +195,21 @@ def test_auto_is_never_worse_than_any_strategy_but_for_fewer_devices(
     if not found:
         return
     chosen, best = plan_for(asked), min(found, key=request_seconds)
-    if chosen.num_ranks < best.num_ranks:  # one more device must bring 4 %
+    if chosen.num_ranks < best.num_ranks:  # one more device must gain 4 %
         assert request_seconds(chosen) <= 1.0401 * request_seconds(best)
     else:
         assert request_seconds(chosen) <= 1.0101 * request_seconds(best)
 
 
-def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
-    """Two devices that must share: tensor parallelism waits for every layer, a pipeline once for each stage."""
+def test_pipeline_wins_on_high_latency_links_only() -> None:
+    """Two devices are needed: tensor parallelism waits in every layer, a pipeline once per stage."""
     budgets = [4 << 30] * 2
     laggy, quick = (
         plan_for(request(home([1.0, 1.0], 20, rtt, budgets), generation=GenerationRequest(2048)))
         for rtt in (10e-3, 0.1e-3)
     )
     assert laggy.body.strategy == "pipeline"
-    assert laggy.body.chunk_rows > 0  # both compute at once, at least while a prompt passes
+    assert laggy.body.chunk_rows > 0  # both compute at the same time, at least during prefill
     assert laggy.body.generation is not None
     assert laggy.body.generation.prefill_rows == laggy.body.chunk_rows
     fast_link = plan_for(request(home([1.0, 1.0], 2000, 0.1e-3, budgets), generation=GenerationRequest(2048)))
@@ -220,23 +220,23 @@ def test_a_pipeline_wins_on_laggy_links_and_loses_on_quick_ones() -> None:
     assert named[0].predicted_seconds > 1.2 * request_seconds(fast_link)
 
 
-def test_an_encoder_that_fits_no_device_is_staged_over_slow_links() -> None:
+def test_encoder_above_device_memory_is_pipelined_on_slow_links() -> None:
     asked = request(home([1.0, 1.0, 0.5], 10, 5e-3, [900 << 20] * 3, BERT_LARGE), BERT_LARGE)
     plan = plan_for(asked)
     assert plan.body.strategy == "pipeline"
     assert sum(plan.body.layers) == 24
-    assert plan.body.chunk_rows == 0  # its rows see each other
+    assert plan.body.chunk_rows == 0  # attention sees all rows, so that they cannot be split into chunks
     assert {each.strategy for each in plan_transformer(asked).candidates} == set(STRATEGIES)
 
 
-def test_more_devices_than_layers_are_not_all_used() -> None:
+def test_pipeline_uses_at_most_one_device_per_layer() -> None:
     spec = LLAMA_1B.model_copy(update={"num_layers": 2})
     plan = plan_for(request(home([0.5, 1.0, 2.0], spec=spec), spec, strategy="pipeline"))
     assert plan.body.layers == (1, 1)
     assert {device.name for device in plan.devices} == {"device1", "device2"}
 
 
-def test_six_devices_are_planned_along_a_ring_that_avoids_slow_links() -> None:
+def test_six_devices_form_a_ring_without_slow_links() -> None:
     devices = home([1.0] * 6, 1000, budgets=[2 << 30] * 6)
     slow = {frozenset((f"id{a}", f"id{b}")) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0))}
     links = tuple(
@@ -251,14 +251,14 @@ def test_six_devices_are_planned_along_a_ring_that_avoids_slow_links() -> None:
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
-def test_a_token_passes_each_stage_and_each_hop_once() -> None:
+def test_token_passes_each_stage_and_hop_once() -> None:
     rate, latency, message = 1e6, 4e-3, 1e-4
     devices = home([1.0, 0.5, 2.0], 8, 2 * latency, wire=WireCost(seconds_per_message=message))
     body = Pipeline.of(LLAMA_1B, (8, 3, 5), PROFILED)
     H = LLAMA_1B.hidden_size
     layer = (attention_bytes(LLAMA_1B, 32, 100) + mlp_bytes(LLAMA_1B, 8192)) * 1e-10 + 5e-5
     hop = 2 * message + 4 * H / rate + latency
-    order = 2 * message  # rank 0 tells the others first
+    order = 2 * message  # rank 0 first announces the step to the others
     head = head_bytes(LLAMA_1B, 32000) * 1e-10 + 4 * 5e-5
     expected = order + 8 * layer + hop + 3 * 2 * layer + hop + 5 * layer / 2 + hop + head
     assert strategy_of_body(body).decode_seconds(PlanLayout(LLAMA_1B, body, devices, EXACT), 100) == pytest.approx(
@@ -271,7 +271,7 @@ def test_a_token_passes_each_stage_and_each_hop_once() -> None:
     )
 
 
-def test_chunks_hide_each_other() -> None:
+def test_prefill_chunks_overlap() -> None:
     devices = home([1.0, 1.0], 8000, 0.0, spec=BERT_LARGE)
     spec = BERT_LARGE.model_copy(update={"causal": True, "num_layers": 8})
     whole, chunked = (
@@ -281,11 +281,11 @@ def test_chunks_hide_each_other() -> None:
     hop = PROFILED * 1024 * 4 / 1e9
     layer = 0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002
     assert whole == pytest.approx(8 * layer + hop + 1024 * 4 / 1e9 + 0.002)
-    # 8 chunks: each stage is busy for 8 of 9 parts of the time, but for attention, of which the last chunk has most.
+    # 8 chunks: each stage is busy 8/9 of the time, except for attention, of which the last chunk has most.
     assert 0.5 * whole < chunked < 0.62 * whole
 
 
-def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
+def test_smaller_wire_format_is_faster_on_slow_links() -> None:
     devices, body = home([1.0, 1.0], 10), Pipeline.of(LLAMA_1B, (8, 8), PROFILED, 128)
     exact, half = (predict(PlanLayout(LLAMA_1B, body, devices, WireFormat(values=v)))[0] for v in ("exact", "fp16"))
     assert half.latency_seconds < 0.8 * exact.latency_seconds
@@ -294,7 +294,7 @@ def test_fewer_bytes_on_the_wire_are_worth_something_on_slow_links() -> None:
     assert exact.latency_seconds == pytest.approx(same.latency_seconds, rel=0.01)
 
 
-def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
+def test_predicted_timeline_has_every_hop_of_every_chunk() -> None:
     devices, body = home([1.0, 1.0, 1.0]), Pipeline.of(LLAMA_1B, (6, 5, 5), PROFILED, 128)
     found = transfers(predicted_step_timeline(PlanLayout(LLAMA_1B, body, devices, EXACT)))
     assert len(found) == 4 * 2 + 1  # and the last row, back to the head
@@ -304,7 +304,7 @@ def test_the_predicted_timeline_has_every_hop_of_every_chunk() -> None:
 
 
 @pytest.mark.parametrize("spec", [LLAMA_1B, BERT_LARGE], ids=lambda spec: spec.name)
-def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
+def test_weights_and_keys_are_held_exactly_once(spec: ModelSpec) -> None:
     promise = GenerationRequest(1024).limits(PROFILED) if spec.causal else None
     alone = rank_memory(spec, Pipeline.of(spec, (spec.num_layers,), PROFILED, generation=promise), 0)
     body = Pipeline.of(spec, (3, 7, spec.num_layers - 10), PROFILED, generation=promise)
@@ -317,7 +317,7 @@ def test_every_weight_and_every_key_is_held_once(spec: ModelSpec) -> None:
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.sampled_from([LLAMA_1B, BERT_LARGE]))
 @settings(max_examples=25, deadline=None)
-def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: ModelSpec) -> None:
+def test_stage_needs_only_the_chunks_of_its_layers(layers: list[int], spec: ModelSpec) -> None:
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)
     plan = build_plan(request(budgets, spec), Pipeline.of(spec, layers, PROFILED), "test")
@@ -346,7 +346,7 @@ def test_a_stage_is_sent_its_layers_and_nothing_else(layers: list[int], spec: Mo
         ({"micro_batches": 2}, "micro_batches: Extra inputs are not permitted"),
     ],
 )
-def test_a_plan_that_was_edited_wrongly_says_where(change: dict[str, Any], match: str) -> None:
+def test_invalid_pipeline_plan_error_names_the_field(change: dict[str, Any], match: str) -> None:
     data = json.loads(plan_strategy(request(home([1.0, 1.0])), "pipeline").model_dump_json())
     data["body"].update(change)
     with pytest.raises(BadPlan, match=match):
@@ -356,7 +356,7 @@ def test_a_plan_that_was_edited_wrongly_says_where(change: dict[str, Any], match
 # ---- on the command line ----------------------------------------------------------------------------------------------
 
 
-def test_a_pipeline_is_planned_and_explained_on_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_plan_and_explanation_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = write_model(tmp_path / "model", "llama")
     spec = read_spec(model_dir)
     devices = cluster([device_profile(index, index + 1.0, spec, 8) for index in range(2)], 1000)
@@ -376,7 +376,7 @@ def test_a_pipeline_is_planned_and_explained_on_80_columns(tmp_path: Path, monke
     assert printed["body"]["layers"] == [1, 1]
 
 
-def test_the_planner_chooses_the_devices_that_suit_it() -> None:
+def test_planner_chooses_suitable_devices() -> None:
     asked = request(home([1.0, 0.2, 2.0, 0.3], budgets=[3 << 30, 16 << 30, 3 << 30, 3 << 30]))
     plan = plan_stages(asked, 2)
     assert {device.name for device in plan.devices} == {"device0", "device2"}

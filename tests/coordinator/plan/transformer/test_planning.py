@@ -1,4 +1,4 @@
-"""The simulator, the task graphs, memory accounting, Galaxy's Algorithm 1 and `auto`."""
+"""The simulator, task graphs, memory accounting, Galaxy's Algorithm 1 and `auto`."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ def task(resources: tuple[Resource, ...], seconds: float, after: tuple[int, ...]
     return Task(Work.OPERATOR, 0, None, None, resources, seconds, after, latency)
 
 
-def test_a_device_runs_one_task_at_a_time_in_order() -> None:
+def test_tasks_of_a_device_run_one_at_a_time_in_order() -> None:
     timeline = simulate([task(CPU, 2.0), task(CPU, 3.0), task(OTHER_CPU, 1.0)])
     assert timeline.starts == (0.0, 2.0, 0.0)
     assert timeline.makespan == 5.0
     assert timeline.busy == {CPU[0]: 5.0, OTHER_CPU[0]: 1.0}
 
 
-def test_work_is_conserved_a_later_task_runs_while_an_earlier_one_waits() -> None:
+def test_later_task_runs_while_an_earlier_one_waits() -> None:
     tasks = [task(transfer_resources(0, 1), 5.0), task(CPU, 1.0, (0,)), task(CPU, 2.0)]
     assert simulate(tasks).starts == (0.0, 5.0, 0.0)
 
 
-def test_two_transfers_share_a_senders_side_but_not_two_different_pairs() -> None:
+def test_transfers_share_a_side_but_different_pairs_do_not() -> None:
     assert simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(0, 2), 1.0)]).makespan == 2.0
     assert simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(2, 3), 1.0)]).makespan == 1.0
 
 
-def test_sending_receiving_and_computing_of_a_rank_go_on_at_once() -> None:
+def test_send_receive_and_compute_of_a_rank_overlap() -> None:
     assert (
         simulate([task(transfer_resources(0, 1), 1.0), task(transfer_resources(1, 0), 1.0), task(CPU, 1.0)]).makespan
         == 1.0
     )
 
 
-def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
+def test_latency_delays_the_receiver_but_occupies_no_resource() -> None:
     tasks = [
         task(send_resources(0), 1.0, latency=10.0),
         task(send_resources(0), 1.0, latency=10.0),
@@ -84,7 +84,7 @@ def test_latency_delays_the_receiver_but_occupies_nobody() -> None:
     assert timeline.makespan == 12.0
 
 
-def test_impossible_graphs_are_refused() -> None:
+def test_invalid_task_graphs_are_rejected() -> None:
     with pytest.raises(ValueError, match="wait for each other"):
         simulate([task((), 1.0, (1,)), task((), 1.0, (0,))])
     with pytest.raises(ValueError, match="does not exist"):
@@ -92,7 +92,7 @@ def test_impossible_graphs_are_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 5), st.integers(0, 3)), min_size=1, max_size=15))
-def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, int]]) -> None:
+def test_no_resource_is_used_twice_at_once(drawn: list[tuple[int, float, int]]) -> None:
     tasks = [
         task(compute_resources(rank), seconds, tuple(range(max(i - after, 0), i)))
         for i, (rank, seconds, after) in enumerate(drawn)
@@ -112,11 +112,11 @@ def test_no_resource_is_ever_used_twice_at_once(drawn: list[tuple[int, float, in
 def step_seconds(
     body: TransformerBody, devices: ClusterProfile, wire: WireFormat = EXACT, spec: ModelSpec = SMALL
 ) -> float:
-    """Predicted for a step of 284 rows."""
+    """Predicted time of a step of 284 rows."""
     return predict(PlanLayout(spec, sized(body, 284), devices, wire))[0].latency_seconds
 
 
-def test_local_costs_the_sum_of_its_blocks() -> None:
+def test_local_plan_costs_the_sum_of_its_blocks() -> None:
     body = make_plan(BERT_LARGE, "local", (1,)).body
     prediction, busy = predict(PlanLayout(BERT_LARGE, sized(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT))
     expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
@@ -126,7 +126,7 @@ def test_local_costs_the_sum_of_its_blocks() -> None:
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
-def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> None:
+def test_traffic_equals_the_papers(strategy: str, num_devices: int) -> None:
     """Units of S·h·(D-1)/D elements per layer and device: Megatron 4, HMP 4, SP 2."""
     devices = [device_profile(i, 1.0) for i in range(num_devices)]
     seq_len = 60 * num_devices
@@ -144,7 +144,7 @@ def test_traffic_is_what_the_papers_count(strategy: str, num_devices: int) -> No
 
 
 @given(st.lists(st.floats(0.2, 3), min_size=2, max_size=4), st.floats(20, 1000))
-def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: float) -> None:
+def test_overlap_never_increases_predicted_time(speeds: list[float], mbit: float) -> None:
     devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
     seconds = [
         predict(PlanLayout(SMALL, sized(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT))[
@@ -155,7 +155,7 @@ def test_overlap_is_never_slower_in_the_prediction(speeds: list[float], mbit: fl
     assert seconds[0] <= seconds[1] * 1.0001
 
 
-def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
+def test_smaller_wire_format_is_faster_on_slow_links() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     seconds = [
@@ -168,7 +168,7 @@ def test_a_smaller_wire_format_is_faster_on_a_slow_link() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_weight_is_counted_once_over_the_devices() -> None:
+def test_every_weight_is_counted_once_over_all_devices() -> None:
     body = make_plan(BERT_LARGE, "hmp", (3, 1, 2)).body
     uses = [rank_memory(BERT_LARGE, sized(body, 284), rank) for rank in range(3)]
     h, f = 1024, 4096
@@ -179,7 +179,7 @@ def test_every_weight_is_counted_once_over_the_devices() -> None:
     assert sum(use.embeddings for use in uses) == 30522 * h * 4 + 3 * embedding
 
 
-def test_sp_holds_all_weights_everywhere() -> None:
+def test_sp_holds_all_weights_on_every_device() -> None:
     sp, local = (make_plan(BERT_LARGE, s, w).body for s, w in (("sp", (1, 1)), ("local", (1,))))  # type: ignore[arg-type]
     assert rank_memory(BERT_LARGE, sized(sp, 284), 1).weights == rank_memory(BERT_LARGE, sized(local, 284), 0).weights
 
@@ -194,20 +194,21 @@ def test_workload_is_proportional_to_capacity() -> None:
 @pytest.mark.parametrize(
     ("shares", "capacities", "rooms", "expected"),
     [
-        ([5, 5], [1, 1], [10, 10], [5, 5]),  # nobody is over
+        ([5, 5], [1, 1], [10, 10], [5, 5]),  # no device over its budget
         ([6, 3, 1], [6, 3, 1], [4, 9, 9], [4, 4.5, 1.5]),  # 2 units shifted 3 : 1
         ([8, 2], [4, 1], [3, 20], [3, 7]),
-        ([6, 3, 1], [6, 3, 1], [2, 4, 9], [2, 4, 4]),  # the shift overloads the second: recursion hands it on
+        # the shift overloads the second device: the recursion shifts again
+        ([6, 3, 1], [6, 3, 1], [2, 4, 9], [2, 4, 4]),
         (
             [8, 2],
             [4, 1],
             [3, 2],
             [8, 2],
-        ),  # no free device: what cannot be placed stays, for the caller to refuse
+        ),  # no device with free memory: the rest stays, and the caller rejects the plan
         ([8, 2], [4, 1], [0, 20], [0, 10]),
     ],
 )
-def test_overflow_goes_to_devices_with_room_in_proportion_to_capacity(
+def test_overflow_is_shifted_in_proportion_to_capacity(
     shares: list[float], capacities: list[float], rooms: list[float], expected: list[float]
 ) -> None:
     result = memory_aware_balancing(shares, capacities, lambda d: rooms[d], range(len(shares)))
@@ -230,14 +231,14 @@ def request(speeds: list[float], budgets: list[int] | None = None, mbit: float =
         ([3.0, 1.0], (12, 4), (3072, 1024)),
     ],
 )
-def test_galaxy_by_table(speeds: list[float], heads: tuple[int, ...], columns: tuple[int, ...]) -> None:
+def test_galaxy_table(speeds: list[float], heads: tuple[int, ...], columns: tuple[int, ...]) -> None:
     plan = plan_galaxy(request(speeds), "hmp")
     assert plan.body.heads == heads
     assert plan.body.columns == columns
     assert plan.body.row_weights == (1.0,) * len(speeds)
 
 
-def test_a_small_device_gives_columns_away_before_heads() -> None:
+def test_small_device_gives_up_columns_before_heads() -> None:
     roomy = plan_galaxy(request([1.0, 1.0]), "hmp")
     need = roomy.devices[0].memory.total
     tight = plan_galaxy(request([1.0, 1.0], [need - (100 << 20), 8 << 30]), "hmp")
@@ -250,9 +251,7 @@ def test_a_small_device_gives_columns_away_before_heads() -> None:
     st.lists(st.tuples(st.floats(0.1, 4), st.integers(300, 3000)), min_size=1, max_size=6),
     st.sampled_from(["hmp", "megatron-tp"]),
 )
-def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
-    devices: list[tuple[float, int]], strategy: str
-) -> None:
+def test_plans_fit_and_cover_the_model_or_report_missing_bytes(devices: list[tuple[float, int]], strategy: str) -> None:
     asked = request([speed for speed, _ in devices], [mib << 20 for _, mib in devices], strategy=strategy)
     try:
         plan = plan_galaxy(asked, strategy)  # type: ignore[arg-type]
@@ -273,23 +272,23 @@ def test_plans_fit_and_cover_the_model_or_name_the_missing_bytes(
     assert plan_galaxy(asked, strategy) == plan  # type: ignore[arg-type]
 
 
-def test_what_cannot_fit_names_how_much_is_missing() -> None:
+def test_missing_bytes_are_reported() -> None:
     with pytest.raises(ModelDoesNotFit) as error:
         plan_for(request([1.0, 1.0], [600 << 20, 600 << 20]))
-    # 1.34 GB of weights and embeddings and two processes do not fit in 1.2 GiB.
+    # 1.34 GB of weights and embeddings and two processes do not fit into 1.2 GiB.
     assert 300 << 20 < error.value.missing_bytes < 2 << 30
 
 
 # ---- auto -----------------------------------------------------------------------------------------------------------
 
 
-def test_auto_says_one_device_is_faster_on_a_slow_link() -> None:
+def test_auto_uses_one_device_on_slow_links() -> None:
     plan = plan_for(request([1.0, 1.0, 1.0], mbit=5))
     assert plan.body.strategy == "local"
     assert all(other.reason == "equally fast" or "slower" in other.reason for other in plan.alternatives)
 
 
-def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> None:
+def test_auto_uses_several_devices_on_fast_links_and_prices_alternatives() -> None:
     plan = plan_for(request([1.0, 1.0, 1.0], mbit=1000))
     assert plan.num_ranks == 3
     assert {other.strategy.split()[0] for other in plan.alternatives} >= {"local", "hmp", "megatron-tp"}
@@ -301,11 +300,11 @@ def test_auto_shares_the_work_on_a_fast_link_and_prices_every_alternative() -> N
     assert plan_from_json(plan.model_dump_json()) == plan
 
 
-def test_auto_leaves_out_a_device_that_would_slow_the_others_down() -> None:
+def test_auto_leaves_out_a_slow_device() -> None:
     assert plan_for(request([1.0, 1.0, 0.02], mbit=1000)).num_ranks < 3
 
 
-def test_auto_splits_what_fits_no_single_device() -> None:
+def test_auto_splits_a_model_that_fits_no_single_device() -> None:
     plan = plan_for(request([1.0, 1.0], [1200 << 20, 1200 << 20], mbit=5))
     assert plan.num_ranks == 2
     assert any("does not fit" in other.reason for other in plan.alternatives)
@@ -323,14 +322,14 @@ def test_auto_is_never_slower_than_the_best_single_device(speeds: list[float], m
 
 @given(st.floats(10, 500), st.sampled_from([900 << 20, 1300 << 20, 8 << 30]))
 @settings(max_examples=20, deadline=None)
-def test_auto_sees_that_replicating_pays_on_more_devices_than_sharding(mbit: float, budget: int) -> None:
+def test_auto_considers_replication_on_all_devices(mbit: float, budget: int) -> None:
     problem = request([1.0] * 4, [budget] * 4, mbit=mbit)
     on_all = replicate(problem, plan_strategy(problem, "hmp"))
     assert request_seconds(plan_for(problem)) <= 1.04 * request_seconds(on_all)
 
 
 def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
-    """All links fast but those from and to one device."""
+    """All links are fast except those of one device."""
     profile = cluster([device_profile(i, 1.0) for i in range(num_devices)], fast_mbit)
     links = tuple(
         link.model_copy(update={"bytes_per_second": slow_mbit * 1e6 / 8})
@@ -341,7 +340,7 @@ def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: in
     return profile.model_copy(update={"links": links})
 
 
-def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
+def test_lossy_format_is_used_only_where_it_saves_time() -> None:
     profile = unequal_links("id2", 60, 20_000)
     asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp", spare_accuracy=True)
     plan = plan_for(asked)
@@ -353,10 +352,11 @@ def test_a_lossy_format_is_used_only_where_it_saves_time() -> None:
     lossy = plan.body.model_copy(update={"exact_links": ()})
     everywhere = predict(PlanLayout(BERT_LARGE, sized(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
     assert plan.predicted.latency_seconds <= 1.0051 * everywhere.latency_seconds
-    assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()  # who asks for a format gets it
+    # an explicitly requested format is used
+    assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()
 
 
-def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
+def test_equal_slow_links_are_all_lossy_unless_exact_is_requested() -> None:
     slow = request([1.0, 1.0, 1.0], mbit=60, strategy="hmp", wire=WireFormat(values="fp16"), spare_accuracy=True)
     assert plan_for(slow).body.exact_links == ()
     assert plan_for(replace(slow, wire=EXACT)).body.exact_links == ()
@@ -368,7 +368,7 @@ def test_equal_slow_links_are_all_lossy_and_an_exact_format_stays_so() -> None:
     strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
 )
 @settings(max_examples=25)
-def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strategy: Strategy) -> None:
+def test_exact_links_cost_almost_no_time(rates: list[float], values: str, strategy: Strategy) -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     links = tuple(
         link.model_copy(update={"bytes_per_second": rate * 1e6 / 8})
@@ -390,15 +390,15 @@ def test_exact_links_cost_next_to_nothing(rates: list[float], values: str, strat
     assert all(by_rank[link] <= slowest_exact for link in by_rank if link not in exact)
 
 
-def test_a_strategy_asked_for_is_taken_and_the_better_one_named() -> None:
+def test_requested_strategy_is_used_and_a_better_one_named() -> None:
     plan = plan_for(request([1.0, 1.0], mbit=5, strategy="hmp"))
     assert plan.body.strategy == "hmp"
     assert plan.planner == "exact (proven best)"
     assert "was asked for" in plan.alternatives[0].reason
 
 
-def test_the_predicted_timeline_pairs_its_transfers_like_a_measured_one() -> None:
-    """It goes through the same code as a measured trace: every transfer has both ends, and overlap shows."""
+def test_predicted_timeline_pairs_transfers_like_a_measured_one() -> None:
+    """Through the same code as a measured trace: every transfer has both ends, and the overlap is counted."""
     profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     for strategy in ("hmp", "sp", "megatron-tp"):
         body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A predicted step has the computations and the transfers of a real one: both sides use one vocabulary and one schedule."""
+"""A predicted step has the same computations and transfers as a measured one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.engines import EngineCluster
 
 ROWS = 48
 REPLICATED = LayerMode(qkv="replicated", out="replicated", mlp="replicated")
-# The prediction has attention in the task of its output projection, or of the layer; a norm before a block in the one
-# after it. Words are taken as spread evenly over their owners.
+# The prediction includes attention in the task of its output projection, or of the layer, and a norm in the block after
+# it. Tokens are assumed to be spread evenly over the owners of vocabulary rows.
 _NOT_COMPARED = {Work.ATTENTION, Work.ENTER_ATTENTION, Work.ENTER_MLP, Work.WIRE, Work.EMBEDDING, Phase.EMBED}
 
 
@@ -63,7 +63,7 @@ def bars(traces: list[DeviceTrace]) -> set[tuple[TaskKind, int | None, int | Non
     ids=str,
 )
 @pytest.mark.parametrize("weights", [(1, 1), (2, 1, 1)], ids=str)
-def test_a_predicted_step_has_the_parts_of_a_real_one(
+def test_predicted_step_equals_the_parts_of_a_measured_one(
     strategy: str, modes: tuple[LayerMode, ...], weights: tuple[int, ...], bert: Path
 ) -> None:
     spec = read_spec(bert)
@@ -76,6 +76,6 @@ def test_a_predicted_step_has_the_parts_of_a_real_one(
     found = hops(real, strategy != "pipeline")
     assert found == hops(predicted, strategy != "pipeline")
     assert found
-    if strategy != "pipeline":  # whose stages are one task each
+    if strategy != "pipeline":  # pipeline stages are one task each
         assert bars(real) == bars(predicted)
         assert bars(real)

@@ -1,4 +1,4 @@
-"""Every strategy that a plan may name has an object that prices it and code that runs it."""
+"""Every strategy that a plan may name has a pricing class and execution code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from coordinator.plan.transformer.strategies import STRATEGIES
 from hearth.plan.transformer import Strategy
 
 
-def test_what_a_plan_may_name_can_be_priced_and_run() -> None:
+def test_every_plan_strategy_can_be_priced_and_run() -> None:
     assert set(STRATEGIES) == set(running.STRATEGIES) == set(get_args(Strategy))
     assert all(name == strategy.name for name, strategy in STRATEGIES.items())

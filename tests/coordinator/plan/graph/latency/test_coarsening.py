@@ -1,4 +1,4 @@
-"""GCOF: what a backend fuses is one operator, and nothing else is lost."""
+"""GCOF coarsening: operators that a backend fuses become one operator; the graph is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -40,45 +40,45 @@ def graph(kinds: list[str], edges: list[tuple[int, int]]) -> GraphSpec:
     return from_edges("graph", operators, [8] * len(kinds), edges, [Parameter(f"w{i}", 4) for i in range(len(kinds))])
 
 
-def test_the_longest_rule_is_completed() -> None:
+def test_longest_fusion_rule_wins() -> None:
     spec = graph(["Conv", "BatchNormalization", "Relu", "MaxPool"], [(0, 1), (1, 2), (2, 3)])
     found = coarsen(spec)
     assert found.groups == ((0, 1, 2), (3,))
     assert found.spec.operators[0].flops == 6.0
 
 
-def test_padding_goes_into_the_convolution() -> None:
+def test_padding_fuses_with_the_following_convolution() -> None:
     spec = graph(["Pad", "Conv", "Clip", "Pad", "MaxPool"], [(0, 1), (1, 2), (2, 3), (3, 4)])
     assert coarsen(spec).groups == ((0, 1, 2), (3,), (4,))
 
 
-def test_a_product_takes_in_a_bias_but_no_mask() -> None:
+def test_matmul_fuses_with_a_bias_but_not_with_a_mask() -> None:
     operators = [Operator("a", "MatMul", 1.0, (0,)), Operator("b", "Add", 1.0, (1,)), Operator("c", "MatMul", 1.0)]
     operators.append(Operator("d", "Add", 1.0))
     spec = from_edges("graph", operators, [8] * 4, [(0, 1), (1, 2), (2, 3)], [Parameter("w", 4), Parameter("v", 4)])
     assert coarsen(spec).groups == ((0, 1), (2,), (3,))
 
 
-def test_a_sigmoid_that_gates_its_own_input_is_one_with_the_product() -> None:
+def test_sigmoid_gating_its_own_input_fuses_with_the_product() -> None:
     swish = graph(["Conv", "Sigmoid", "Mul"], [(0, 1), (0, 2), (1, 2)])
     assert coarsen(swish).groups == ((0,), (1, 2))
     gated = graph(["Relu", "Relu", "Sigmoid", "Mul"], [(0, 2), (1, 3), (2, 3)])
     assert coarsen(gated).groups == ((0,), (1,), (2,), (3,))
 
 
-def test_the_papers_example_of_a_residual_block() -> None:
+def test_residual_block_of_the_paper() -> None:
     """Multi-input connections fuse (the last convolution with the addition), multi-output ones do not."""
     kinds = ["Add", "Relu", "Conv", "BatchNormalization", "Conv", "BatchNormalization", "Add", "Relu"]
     edges = [(0, 1), (0, 2), (2, 3), (3, 4), (4, 5), (1, 6), (5, 6), (6, 7)]
     assert coarsen(graph(kinds, edges)).groups == ((0,), (1,), (2, 3), (4, 5, 6, 7))
 
 
-def test_what_never_completes_a_rule_is_unbound() -> None:
+def test_incomplete_rules_fuse_nothing() -> None:
     spec = graph(["Div", "Erf", "Add", "Softmax"], [(0, 1), (1, 2), (2, 3)])
     assert coarsen(spec).groups == ((0,), (1,), (2,), (3,))
 
 
-def test_a_tensor_that_others_take_keeps_its_operator_apart() -> None:
+def test_tensor_with_other_consumers_prevents_fusion() -> None:
     spec = graph(["Conv", "Relu", "Sigmoid"], [(0, 1), (0, 2)])
     assert coarsen(spec).groups == ((0,), (1,), (2,))
 
@@ -92,9 +92,9 @@ def graphs(draw: st.DrawFn) -> GraphSpec:
 
 
 @given(st.data())
-def test_every_operator_is_in_one_group_and_the_order_stays_topological(data: st.DataObject) -> None:
+def test_groups_partition_operators_in_topological_order(data: st.DataObject) -> None:
     spec = data.draw(graphs())
-    found = coarsen(spec)  # a GraphSpec refuses an order that is not topological
+    found = coarsen(spec)  # a GraphSpec rejects an order that is not topological
     assert sorted(i for group in found.groups for i in group) == list(range(spec.num_operators))
     assert sum(each.flops for each in found.spec.operators) == sum(each.flops for each in spec.operators)
     everything = range(found.spec.num_operators)
@@ -109,7 +109,7 @@ def test_every_operator_is_in_one_group_and_the_order_stays_topological(data: st
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.DataObject) -> None:
+def test_coarsened_plan_is_valid_and_no_slower_on_the_original_graph(data: st.DataObject) -> None:
     spec = data.draw(graphs())
     n = spec.num_operators
     seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))
@@ -129,17 +129,17 @@ def test_a_coarsened_plan_runs_on_the_original_graph_and_ends_no_later(data: st.
 
 
 def residual() -> GraphSpec:
-    """Two branches that fuse to one operator each."""
+    """Two branches, each of which fuses to one operator."""
     kinds = ["Conv", "Conv", "Relu", "Conv", "Relu", "Concat"]
     return graph(kinds, [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)])
 
 
-def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
+def test_row_reports_operators_and_makespans_of_both_plans() -> None:
     seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
     row = measure("residual", residual(), Profile(seconds, 7.0, 4), congestion=True, time_limit=10.0)
     assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
-    # The branches run beside each other, on the two devices that are 8 times slower than here. The stem's result travels;
-    # the result of one branch does so while the other branch, which began later, still runs.
+    # The branches run in parallel on the two devices that are 8 times slower than this machine. The stem's result is
+    # transferred; the transfer of one branch's result overlaps the other branch, which started later.
     way = 8 / 125e6 + 0.0002
     assert row.fine_makespan == row.coarse_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
     assert row.local_makespan == pytest.approx(8 * 7.0)
@@ -154,13 +154,13 @@ def test_a_row_tells_operators_and_makespans_of_both_plans() -> None:
         assert "| worse |" in as_markdown([row.model_copy(update={name: 60.0})])
 
 
-def test_a_folder_without_onnx_files_is_told(tmp_path: Path) -> None:
+def test_folder_without_onnx_files_is_reported(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path)])
     assert result.exit_code == 1
     assert "holds no ONNX files" in result.stderr
 
 
-def test_a_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
+def test_onnx_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     from support.onnx_models import branches
 

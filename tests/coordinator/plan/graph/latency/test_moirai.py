@@ -1,4 +1,4 @@
-"""Latency-optimal placement: exact on small graphs, never worse than a baseline, and checked by what shares nothing with it."""
+"""Latency-optimal placement: exact on small graphs, never worse than a baseline, verified by an independent checker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
 
 @st.composite
 def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementProblem:
-    """Small graphs with whole times, tensors for several operators, and devices that may be short of memory."""
+    """Small graphs with integer times, tensors with several consumers, and devices that may lack memory."""
     n, k = draw(st.integers(2, most)), draw(st.integers(1, 3))
     matrix = st.lists(st.integers(0, 6), min_size=k * k, max_size=k * k)
 
@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
 
 
 def brute_force(problem: PlacementProblem) -> float | None:
-    """Every assignment in every order of operators and transfers; None where nothing fits."""
+    """The optimum over all assignments and all orders of operators and transfers; None if nothing fits."""
     best = None
     n = problem.num_operators
     for where in itertools.product(range(problem.num_devices), repeat=n):
@@ -78,7 +78,7 @@ def brute_force(problem: PlacementProblem) -> float | None:
 
 
 def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
-    """All orders in which nothing stands before what it depends on."""
+    """All orders that respect dependencies."""
 
     def needs(item: int | Send) -> set:
         if isinstance(item, Send):
@@ -100,14 +100,14 @@ def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
 
 
 def solve_whole(problem: PlacementProblem) -> Answer:
-    """As one model, from a bound that the first device alone keeps."""
+    """The optimum of one model for the whole graph, bounded by the makespan on the first device alone."""
     n = problem.num_operators
     return solve_model(problem, Effort(20), round(best_schedule(problem, [0] * n, range(n)).makespan) + 1)
 
 
 @settings(max_examples=40)
 @given(problems(most=4))
-def test_brute_force_agrees_on_small_graphs(problem: PlacementProblem) -> None:
+def test_optimum_equals_brute_force_on_small_graphs(problem: PlacementProblem) -> None:
     best = brute_force(problem)
     if best is None:
         with pytest.raises(ModelDoesNotFit):
@@ -121,7 +121,7 @@ def test_brute_force_agrees_on_small_graphs(problem: PlacementProblem) -> None:
 
 @settings(max_examples=40)
 @given(problems(most=7))
-def test_it_is_never_worse_than_a_baseline_and_every_schedule_passes_the_checker(problem: PlacementProblem) -> None:
+def test_never_worse_than_a_baseline_and_schedules_pass_the_checker(problem: PlacementProblem) -> None:
     baselines = []
     for name, baseline in BASELINES.items():
         try:
@@ -141,7 +141,7 @@ def test_it_is_never_worse_than_a_baseline_and_every_schedule_passes_the_checker
 
 @settings(max_examples=25)
 @given(problems(most=6, memory=False))
-def test_the_path_over_cut_vertices_is_the_optimum_of_the_whole_model(problem: PlacementProblem) -> None:
+def test_shortest_path_over_cut_vertices_is_optimal(problem: PlacementProblem) -> None:
     ticked, _ = in_ticks(problem)
     reach = Reach(ticked)
     segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
@@ -153,7 +153,7 @@ def test_the_path_over_cut_vertices_is_the_optimum_of_the_whole_model(problem: P
 
 @st.composite
 def repeating(draw: st.DrawFn) -> PlacementProblem:
-    """Blocks of two branches one after another, whose times differ a little."""
+    """Consecutive blocks of two branches whose times differ slightly."""
     num_blocks, k = 3, draw(st.integers(2, 3))
 
     def times(base: int) -> tuple[float, ...]:
@@ -183,7 +183,7 @@ def repeating(draw: st.DrawFn) -> PlacementProblem:
 
 @settings(max_examples=20)
 @given(repeating())
-def test_blocks_that_repeat_nearly_are_bounded_together_and_the_path_is_still_the_optimum(
+def test_nearly_equal_blocks_share_a_bound_and_the_path_is_optimal(
     problem: PlacementProblem,
 ) -> None:
     ticked, _ = in_ticks(problem)
@@ -202,17 +202,16 @@ def test_blocks_that_repeat_nearly_are_bounded_together_and_the_path_is_still_th
     assert path.lower == path.upper == whole.bound == whole.schedule.makespan
 
 
-def test_only_blocks_that_are_alike_have_a_pattern(two_branches: PlacementProblem) -> None:
+def test_only_similar_blocks_share_a_pattern(two_branches: PlacementProblem) -> None:
     slower = replace(two_branches, seconds=((1.0, 1.0), (4.1, 4.1), (4.0, 4.0), (1.0, 1.0)))
     other = replace(two_branches, seconds=((1.0, 1.0), (9.0, 9.0), (4.0, 4.0), (1.0, 1.0)))
     assert patterns_of([two_branches, slower, other]) == [two_branches, two_branches, None]
-    assert patterns_of([two_branches, two_branches]) == [None, None]  # the same: one arc does for both
+    # identical blocks need no pattern: one arc serves both
+    assert patterns_of([two_branches, two_branches]) == [None, None]
 
 
 @given(problems(most=7, memory=False), st.data())
-def test_list_scheduling_with_channels_can_be_run_and_keeps_its_pins(
-    problem: PlacementProblem, data: st.DataObject
-) -> None:
+def test_contended_heft_gives_valid_schedules_and_respects_pins(problem: PlacementProblem, data: st.DataObject) -> None:
     operators, devices = range(problem.num_operators), st.integers(0, problem.num_devices - 1)
     pins = data.draw(st.dictionaries(st.sampled_from(operators), devices))
     found = contended_heft(problem, pins)
@@ -220,8 +219,8 @@ def test_list_scheduling_with_channels_can_be_run_and_keeps_its_pins(
     assert all(found.assignment[operator] == device for operator, device in pins.items())
 
 
-def test_what_a_path_left_out_is_put_beside_it_in_time() -> None:
-    """0 and 1 are on the path; 2 runs beside them on the other device, and must come before 1 is over to delay nothing."""
+def test_operators_off_the_path_are_scheduled_in_parallel() -> None:
+    """0 and 1 are on the path; 2 runs on the other device and must end before 1 does, so as not to delay the sink."""
     ways = ((0.0, 1.0), (1.0, 0.0))
     problem = PlacementProblem(
         name="beside",
@@ -240,7 +239,7 @@ def test_what_a_path_left_out_is_put_beside_it_in_time() -> None:
 
 
 @given(problems(most=6, memory=False))
-def test_a_schedule_in_its_own_order_is_the_same_schedule(problem: PlacementProblem) -> None:
+def test_schedule_in_its_own_order_is_unchanged(problem: PlacementProblem) -> None:
     where = [i % problem.num_devices for i in range(problem.num_operators)]
     once = best_schedule(problem, where, range(problem.num_operators))
     again = schedule(problem, where, once.order, in_order=True)
@@ -286,14 +285,14 @@ def split(problem: PlacementProblem) -> Schedule:
         (lambda s: {"starts": s.starts[:2]}, "does not place every operator"),
     ],
 )
-def test_the_checker_rejects_a_corrupted_schedule(two_branches: PlacementProblem, change, word: str) -> None:
+def test_checker_rejects_corrupted_schedules(two_branches: PlacementProblem, change, word: str) -> None:
     good = split(two_branches)
     assert violations(two_branches, good) == []
     found = violations(two_branches, replace(good, **change(good)))
     assert any(word in each for each in found), found
 
 
-def test_the_checker_sees_two_transfers_at_once_only_with_congestion_control() -> None:
+def test_checker_rejects_concurrent_transfers_only_with_congestion() -> None:
     ways = ((0.0, 2.0), (2.0, 0.0))
     problem = PlacementProblem(
         name="fan",
@@ -339,7 +338,7 @@ def test_every_schedule_of_a_published_instance_passes_the_checker(name: str, co
 
 
 @pytest.mark.parametrize("congestion", [False, True])
-def test_the_published_example_has_the_optimum_30_where_memory_binds_exactly(congestion: bool) -> None:
+def test_published_example_has_optimum_30_with_tight_memory(congestion: bool) -> None:
     problem = read_instance(instances() / "example-1.json", congestion)
     found = solve(problem, 20, time.monotonic)
     assert (found.value, found.bound, found.proven) == (30.0, 30.0, True)
@@ -372,20 +371,20 @@ def _instance(time: Sequence[float] = (1, 2), edge: Sequence[object] = (0, 1, 0,
         (_instance(edge=[0, 1, 0, [1, 1, 1, 0]]), "takes time although both its ends are on one device"),
     ],
 )
-def test_a_file_that_is_no_instance_is_told(tmp_path: Path, text: str, word: str) -> None:
+def test_invalid_instance_file_is_reported(tmp_path: Path, text: str, word: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(BadGraph, match=word):
         read_instance(path)
 
 
-def test_what_fits_nowhere_says_how_many_bytes_are_missing(two_branches: PlacementProblem) -> None:
+def test_missing_bytes_are_reported_if_nothing_fits(two_branches: PlacementProblem) -> None:
     for budgets, missing in (((4, 1), 2), ((2, 2), 2), ((0, 0), 6)):
         with pytest.raises(ModelDoesNotFit) as caught:
             solve(replace(two_branches, budget_bytes=budgets), 10, time.monotonic)
         assert caught.value.missing_bytes == missing
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BadGraph):
         read_instance(tmp_path / "none.json")

@@ -1,4 +1,4 @@
-"""Pipelines of graphs whose branches run side by side: cut where several tensors pass, against trying every cut."""
+"""Pipelines of graphs with parallel branches, cut where several tensors cross, against brute force."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEDS = st.integers(0, 10**9)
 
 
 def random_case(chance: Random) -> tuple[GraphSpec, list[list[float]], list[int], list[list[float]]]:
-    """A graph with branches, seconds, memory and rates of up to three devices."""
+    """A graph with branches; times, memory and rates of up to three devices."""
     count, devices = chance.randint(1, 7), chance.randint(1, 3)
     edges = {(max(0, target - chance.randint(1, 3)), target) for target in range(1, count)}
     edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.3}
@@ -40,7 +40,7 @@ def random_case(chance: Random) -> tuple[GraphSpec, list[list[float]], list[int]
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_every_cut_counts_and_no_planner_is_below_the_bound(seed: int) -> None:
+def test_exact_planner_equals_brute_force_over_fine_cuts(seed: int) -> None:
     spec, seconds, memory, rate = random_case(Random(seed))
     fine = pipeline_problem(spec, seconds, memory, rate, chain=fine_chain(spec))
     n, k = fine.num_blocks, fine.num_devices
@@ -78,7 +78,7 @@ def _fits(problem: PipelineProblem, stages: Stages) -> bool:
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_stages_between_points_are_the_same_among_all_cuts(seed: int) -> None:
+def test_stages_between_points_are_also_fine_cuts(seed: int) -> None:
     spec, seconds, memory, rate = random_case(Random(seed))
     coarse = pipeline_problem(spec, seconds, memory, rate, chain=candidate_chain(spec))
     fine = pipeline_problem(spec, seconds, memory, rate, chain=fine_chain(spec))
@@ -92,8 +92,8 @@ def test_stages_between_points_are_the_same_among_all_cuts(seed: int) -> None:
     assert fine.assignment(same) == coarse.assignment(stages)
 
 
-def test_what_passes_a_stage_by_is_not_in_the_bound() -> None:
-    """0 -> 1 -> 2 -> 3, and what 0 makes goes to 3 as well: with a stage for each it need not pass the others."""
+def test_bound_excludes_tensors_that_bypass_a_stage() -> None:
+    """0 -> 1 -> 2 -> 3, and 0 -> 3: with one operator per stage, the second tensor need not pass the middle stages."""
     operators = [Operator(f"op{index}", "X", 1.0) for index in range(4)]
     spec = from_edges("skip", operators, [100, 10, 10, 1], [(0, 1), (1, 2), (2, 3), (0, 3)])
     chain = fine_chain(spec)
@@ -105,15 +105,15 @@ def test_what_passes_a_stage_by_is_not_in_the_bound() -> None:
     assert (found.bound, found.proven) == (1.0, False)
 
 
-def test_branches_that_run_side_by_side_are_shared() -> None:
-    """0 -> (1 -> 2 | 3 -> 4) -> 5: no operator is passed by all but the ends, and yet two devices halve it."""
+def test_parallel_branches_are_divided() -> None:
+    """0 -> (1 -> 2 | 3 -> 4) -> 5: only the ends are partition points, yet two devices halve the time."""
     spec = two_branches()
     args = (spec, [[1.0, 1.0]] * 6, [1000, 1000], [[1e6, 1e6]] * 2)
     published, exact = (
         plan_pipeline(*args, strategy, SearchOptions(10.0, 1, time.monotonic))
         for strategy in ("pipeline", "pipeline-exact")
     )
-    # The published one cuts at points only, and for the least transfers not at all.
+    # The published planner cuts at points only, and with the least transfers not at all.
     assert published.value == 6.0
     assert not published.proven
     assert published.bound <= 3.0

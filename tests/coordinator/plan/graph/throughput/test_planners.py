@@ -1,4 +1,4 @@
-"""Throughput pipelines: partitions, k-paths, the published planner, baselines and the exact one, against brute force."""
+"""Throughput pipelines: partitions, k-paths, the published planner, baselines, and the exact one against brute force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEEDS = st.integers(0, 10**9)
 
 
 def random_problem(chance: Random, equal: bool = False) -> PipelineProblem:
-    """Up to 6 blocks on up to 5 devices; weights, times and rates of few values, so that equal ones come up."""
+    """Up to 6 blocks on up to 5 devices; weights, times and rates from few values, so that ties occur."""
     n, k = chance.randint(1, 6), chance.randint(1, 5)
     ends = np.cumsum([0, *(chance.randint(1, 9) for _ in range(n))])
     rate = np.array([[chance.choice([1.0, 2.0, 3.0, 7.5]) for _ in range(k)] for _ in range(k)])
@@ -50,7 +50,7 @@ def random_problem(chance: Random, equal: bool = False) -> PipelineProblem:
 
 
 def pipelines(problem: PipelineProblem) -> Iterator[Stages]:
-    """All there are."""
+    """All pipelines."""
     n = problem.num_blocks
     for count in range(1, min(n, problem.num_devices) + 1):
         for cuts in itertools.combinations(range(n - 1), count - 1):
@@ -78,7 +78,7 @@ def after_a_minute() -> Callable[[], bool]:
 
 @given(SEEDS)
 @settings(max_examples=150, deadline=None)
-def test_exact_finds_and_proves_what_trying_everything_finds(seed: int) -> None:
+def test_exact_planner_equals_brute_force_and_proves_it(seed: int) -> None:
     problem = random_problem(Random(seed))
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
     if not values:
@@ -94,7 +94,7 @@ def test_exact_finds_and_proves_what_trying_everything_finds(seed: int) -> None:
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> None:
+def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
     searches = {**PUBLISHED, EXACT: lambda problem, chance: best_stages(problem, chance, after_a_minute()).assignment}
@@ -114,7 +114,7 @@ def test_every_planner_gives_a_pipeline_and_a_bound_that_holds(seed: int) -> Non
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_joint_with_the_published_partitions_follows_the_fastest_links_from_the_best_start(seed: int) -> None:
+def test_joint_with_published_partitions_takes_the_best_nearest_neighbour_walk(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     try:
         partitioning, devices = equal_partitions(problem)
@@ -142,7 +142,7 @@ def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], 
 
 @given(SEEDS)
 @settings(max_examples=30, deadline=None)
-def test_exact_is_never_worse_than_published_not_even_without_time(seed: int) -> None:
+def test_exact_is_never_worse_than_published_even_without_time(seed: int) -> None:
     chance = Random(seed)
     problem = larger_problem(chance, num_blocks=12, num_devices=9)
     published = published_stages(problem, Random(seed))
@@ -151,7 +151,7 @@ def test_exact_is_never_worse_than_published_not_even_without_time(seed: int) ->
         check_stages(problem, answer.assignment)
         value = problem.bottleneck_seconds(answer.assignment)
         assert answer.bound <= value <= problem.bottleneck_seconds(published)
-    assert answer.bound == value  # with time, proven
+    assert answer.bound == value  # proven, given time
 
 
 def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> PipelineProblem:
@@ -161,7 +161,7 @@ def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> Pipelin
     return pipeline_problem(spec, seconds, [num_blocks // 3] * num_devices, rate)
 
 
-def test_a_slow_device_is_left_out_and_a_fast_link_is_found() -> None:
+def test_slow_devices_and_links_are_avoided() -> None:
     spec = chain(1, [8, 8, 8], [10, 10, 10])
     seconds = [[1.0, 1.0, 9.0]] * 3
     found = best_stages(pipeline_problem(spec, seconds, [100] * 3, [[8.0] * 3] * 3), Random(0), after_a_minute())
@@ -177,7 +177,7 @@ def test_a_slow_device_is_left_out_and_a_fast_link_is_found() -> None:
 
 @given(SEEDS, st.integers(1, 6))
 @settings(deadline=None)
-def test_partitions_have_the_least_sum_of_transfers(seed: int, max_stages: int) -> None:
+def test_partitions_minimise_total_transfers(seed: int, max_stages: int) -> None:
     problem = random_problem(Random(seed))
     n, budget = problem.num_blocks, max(problem.memory_bytes)
     sums: dict[int, list[float]] = {}
@@ -195,17 +195,17 @@ def test_partitions_have_the_least_sum_of_transfers(seed: int, max_stages: int) 
     assert sum(found.transfers) == min(within)
 
 
-def test_classes_are_equal_steps_between_the_smallest_and_the_largest_cut() -> None:
+def test_transfer_classes_have_equal_width() -> None:
     problem = pipeline_problem(chain(1, [10, 20, 30, 100, 5]), [[1.0]] * 5, [1], [[1.0]])
     assert classes_of(problem, [10, 20, 30, 100], 3) == (1, 1, 1, 3)
     assert classes_of(problem, [10], 1) == (1,)
 
 
-def test_runs_go_from_the_highest_class_and_the_longest() -> None:
+def test_runs_are_ordered_by_class_then_length() -> None:
     assert runs_of([2, 3, 3, 1, 3, 2, 2]) == [(1, 2), (4, 4), (5, 6), (0, 0), (3, 3)]
 
 
-def test_shared_weights_are_held_once_by_a_stage() -> None:
+def test_shared_weights_count_once_per_stage() -> None:
     operators = [Operator("a", "X", 1.0, (0,)), Operator("b", "X", 1.0, (1,)), Operator("c", "X", 1.0, (0,))]
     spec: GraphSpec = from_edges("tied", operators, [1, 1, 1], [(0, 1), (1, 2)], [Parameter("w", 7), Parameter("v", 2)])
     problem = pipeline_problem(spec, [[1.0]] * 3, [9], [[1.0]])
@@ -238,13 +238,13 @@ def assert_path(graph: Sequence[int], path: Sequence[int], k: int) -> None:
 
 @given(SEEDS)
 @settings(max_examples=150, deadline=None)
-def test_a_k_path_is_found_where_trying_everything_finds_one(seed: int) -> None:
+def test_k_path_is_found_if_one_exists(seed: int) -> None:
     chance = Random(seed)
     n = chance.randint(2, 7)
     graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
     start = chance.choice([None, *range(n)])
     end = chance.choice([None, *(each for each in range(n) if each != start)])
-    # So unlikely to be missed that a miss is a fault.
+    # The failure probability is so small that a miss is a defect.
     path = k_path(graph, (1 << n) - 1, k, start, end, chance, failure_probability=1e-9)
     assert (path is not None) == has_path(graph, k, start, end)
     if path is not None:
@@ -255,7 +255,7 @@ def test_a_k_path_is_found_where_trying_everything_finds_one(seed: int) -> None:
 
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
-def test_colour_coding_alone_finds_them_too(seed: int) -> None:
+def test_colour_coding_finds_a_path_if_one_exists(seed: int) -> None:
     chance = Random(seed)
     n = chance.randint(2, 7)
     graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
@@ -265,8 +265,8 @@ def test_colour_coding_alone_finds_them_too(seed: int) -> None:
         assert_path(graph, path, k)
 
 
-def test_colour_coding_misses_no_more_often_than_it_says() -> None:
-    """One path of 5 in 70 vertices (more than a machine word), nothing else."""
+def test_colour_coding_failure_rate_is_as_specified() -> None:
+    """One path of 5 in 70 vertices (more than a machine word), and no other edges."""
     graph = [0] * 70
     for a, b in itertools.pairwise((3, 68, 12, 66, 40)):
         graph[a] |= 1 << b
@@ -274,7 +274,7 @@ def test_colour_coding_misses_no_more_often_than_it_says() -> None:
     found = [colour_coded_path(graph, [(1 << 70) - 1] * 5, chance, 0.2) for _ in range(tries)]
     assert {each for each in found if each} == {(3, 68, 12, 66, 40)}
     missed = found.count(None) / tries
-    # The trials are what 0.2 asks for, rounded up; three standard errors around it.
+    # The number of trials follows from 0.2, rounded up; the tolerance is three standard errors.
     success = math.perm(7, 5) / 7**5
     expected = (1 - success) ** num_trials(5, 0.2)
     assert abs(missed - expected) <= 3 * math.sqrt(expected * (1 - expected) / tries)
@@ -286,7 +286,7 @@ def test_colour_coding_misses_no_more_often_than_it_says() -> None:
 
 @given(SEEDS, st.sampled_from([1, 3, 20]))
 @settings(max_examples=60, deadline=None)
-def test_published_keeps_its_own_bound_and_repeats_with_its_seed(seed: int, num_classes: int) -> None:
+def test_published_planner_respects_its_bound_and_is_deterministic(seed: int, num_classes: int) -> None:
     problem = larger_problem(Random(seed), num_blocks=15, num_devices=8)
     stages = published_stages(problem, Random(seed), num_classes)
     check_stages(problem, stages)
@@ -297,7 +297,7 @@ def test_published_keeps_its_own_bound_and_repeats_with_its_seed(seed: int, num_
     assert stages == published_stages(problem, Random(seed), num_classes)
 
 
-def test_one_class_gives_the_path_whose_slowest_link_is_fastest() -> None:
+def test_single_class_maximises_the_slowest_link() -> None:
     """Four partitions; the only path with all links at 9 is 4, 2, 0, 3."""
     rate = np.ones((5, 5))
     for a, b in itertools.pairwise((4, 2, 0, 3)):
@@ -307,7 +307,7 @@ def test_one_class_gives_the_path_whose_slowest_link_is_fastest() -> None:
     assert devices in ([4, 2, 0, 3], [3, 0, 2, 4])
 
 
-def test_published_counts_every_device_as_the_smallest_that_it_needs() -> None:
+def test_published_planner_uses_only_devices_that_fit_a_partition() -> None:
     problem = pipeline_problem(chain(1, [7] * 4, [10] * 4), [[0.0] * 3] * 4, [25, 3, 20], [[1.0] * 3] * 3)
     assert [stage.device in (0, 2) for stage in published_stages(problem, Random(0))] == [True, True]
     too_large = pipeline_problem(chain(1, [7] * 4, [10] * 4), [[0.0] * 2] * 4, [25, 3], [[1.0] * 2] * 2)

@@ -1,4 +1,4 @@
-"""Candidate partition points: those of the paper, those of graphs with several sources and sinks, and what crosses a cut."""
+"""Candidate partition points: the paper's, those of graphs with several sources and sinks, and crossing tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:
 
 
 def random_graph(chance: Random, one_source: bool) -> GraphSpec:
-    """Dense enough that some operators are passed by, sparse enough that some are not."""
+    """Density at which some operators lie on every path and some do not."""
     count = chance.randint(1, 12)
     edges = {(max(0, target - 1 - int(chance.expovariate(1.2))), target) for target in range(1, count)}
     edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.2}
@@ -31,7 +31,7 @@ def random_graph(chance: Random, one_source: bool) -> GraphSpec:
 
 
 def on_every_path(spec: GraphSpec, source: int, sinks: set[int]) -> list[int]:
-    """Independent: by counting paths. A vertex is on all of them when as many go through it as there are."""
+    """Reference by counting paths: a vertex is on all paths if as many paths lead through it as there are."""
     n = spec.num_operators
     to = [0] * n
     to[source] = 1
@@ -46,19 +46,19 @@ def on_every_path(spec: GraphSpec, source: int, sinks: set[int]) -> list[int]:
 
 
 @given(st.integers(0, 10**9))
-def test_with_one_source_the_points_are_the_papers_and_those_on_every_path(seed: int) -> None:
+def test_single_source_points_equal_the_paper_and_path_counts(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=True)
     sinks = {index for index, after in enumerate(spec.successors) if not after}
     every = on_every_path(spec, 0, sinks)
     if len(sinks) == 1:
         assert list(candidate_points(spec)) == list(published_points(spec)) == every
-    else:  # a virtual sink: where heads begin, it sees no point any more, and the main sink does
+    else:  # with a virtual sink, operators before a side head are no points; with the main sink they are
         assert set(published_points(spec)) == set(every) <= set(candidate_points(spec))
 
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=200)
-def test_points_are_on_every_path_from_the_first_to_the_last(seed: int) -> None:
+def test_points_are_on_every_path_between_first_and_last(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     points = candidate_points(spec)
     assert list(points) == on_every_path(spec, points[0], {points[-1]})
@@ -66,7 +66,7 @@ def test_points_are_on_every_path_from_the_first_to_the_last(seed: int) -> None:
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=200)
-def test_blocks_hold_each_operator_once_and_no_edge_leads_back(seed: int) -> None:
+def test_blocks_partition_operators_without_backward_edges(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     found = candidate_chain(spec)
     assert sorted(itertools.chain(*found.blocks)) == list(range(spec.num_operators))
@@ -84,16 +84,16 @@ def test_blocks_hold_each_operator_once_and_no_edge_leads_back(seed: int) -> Non
         assert list(crossing) == expected
 
 
-def test_a_chain_can_be_cut_everywhere_and_branches_only_where_they_meet() -> None:
+def test_chains_are_cut_everywhere_and_branches_at_joins() -> None:
     assert candidate_points(chain(1, [10, 20, 30])) == (0, 1, 2)
     found = candidate_chain(two_branches())
     assert found.points == (0, 5)
     assert found.blocks == ((0,), (1, 2, 3, 4, 5))
-    assert found.boundary_bytes(two_branches()) == (100,)  # both branches take the one tensor
+    assert found.boundary_bytes(two_branches()) == (100,)  # one tensor feeds both branches
 
 
-def test_a_mask_that_every_layer_takes_is_carried_along() -> None:
-    """input -> embed -> layer -> layer -> layer, and a mask, widened once, into each layer."""
+def test_tensor_used_by_all_layers_crosses_every_cut() -> None:
+    """input -> embed -> layer -> layer -> layer, and a mask, converted once, into each layer."""
     kinds = ("embed", "widen", "layer0", "layer1", "layer2")
     tensors = (
         Tensor("ids", 64, None, (0,), "int64"),
@@ -105,7 +105,7 @@ def test_a_mask_that_every_layer_takes_is_carried_along() -> None:
     spec = GraphSpec("masked", tuple(Operator(kind, kind, 1.0) for kind in kinds), tensors)
     found = candidate_chain(spec)
     assert found.points == (0, 2, 3, 4)
-    # The mask waits for the layer that takes it first: until there, what is carried is as it came in.
+    # The mask is converted in the block of its first consumer; before that the original mask crosses the cut.
     assert [[tensors[index].name for index in crossing] for crossing in found.crossing] == [
         ["mask", "hidden"],
         ["wide", "out0"],
@@ -115,7 +115,7 @@ def test_a_mask_that_every_layer_takes_is_carried_along() -> None:
 
 @given(st.integers(0, 10**9))
 @settings(max_examples=200)
-def test_a_fine_chain_runs_each_block_in_an_order_that_can_be_run(seed: int) -> None:
+def test_fine_chain_keeps_blocks_and_topological_order(seed: int) -> None:
     spec = random_graph(Random(seed), one_source=False)
     coarse, fine = candidate_chain(spec), fine_chain(spec)
     order = [operator for block in fine.blocks for operator in block]
@@ -128,16 +128,16 @@ def test_a_fine_chain_runs_each_block_in_an_order_that_can_be_run(seed: int) -> 
         assert all(place[operator] < place[each] for each in after)
 
 
-def test_a_fine_chain_follows_one_branch_to_its_end_before_the_next() -> None:
+def test_fine_chain_finishes_a_branch_before_the_next() -> None:
     spec = two_branches()
     found = fine_chain(spec)
     assert found.blocks == ((0,), (1,), (2,), (3,), (4,), (5,))
-    # Of branch 1 -> 2 and 3 -> 4: while one runs, what both take is still needed, and then the one's result.
+    # Branches 1 -> 2 and 3 -> 4: during the first, the stem's output is still needed; afterwards, the first one's result.
     assert found.boundary_bytes(spec) == (100, 200, 200, 200, 200)
 
 
-def test_a_fine_chain_keeps_little_alive() -> None:
-    """0 -> 1 (large) -> 2 (small), and 0 -> 3 (small): what is small comes before what is large, what frees comes at once."""
+def test_fine_chain_keeps_few_bytes_alive() -> None:
+    """0 -> 1 (large) -> 2 (small), and 0 -> 3 (small): small outputs come first, large ones are consumed at once."""
     operators = [Operator(f"op{index}", "X", 1.0) for index in range(5)]
     spec = from_edges("wide", operators, [100, 1000, 5, 5, 1], [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
     found = fine_chain(spec)
@@ -145,8 +145,8 @@ def test_a_fine_chain_keeps_little_alive() -> None:
     assert found.boundary_bytes(spec) == (100, 105, 1005, 10)
 
 
-def test_a_head_on_the_side_stays_with_what_feeds_it() -> None:
-    #   0 -> 1 -> 2 -> 3, and from 1 a head 4 that gives out something of its own
+def test_side_head_stays_with_its_producer() -> None:
+    # 0 -> 1 -> 2 -> 3, and from 1 a head 4 with its own output
     spec = graph(5, [(0, 1), (1, 2), (2, 3), (1, 4)])
     found = candidate_chain(spec)
     assert found.points == (0, 1, 2, 3)
@@ -154,8 +154,8 @@ def test_a_head_on_the_side_stays_with_what_feeds_it() -> None:
     assert found.boundary_bytes(spec) == (100, 101, 102)
 
 
-def test_shapes_do_not_decide_where_a_graph_is_cut() -> None:
-    """Operator 1 looks at the shape of what 0 makes; the last operator takes that shape, past all others."""
+def test_shape_operators_do_not_affect_points() -> None:
+    """Operator 1 reads the shape of 0's output; the last operator uses that shape, past all others."""
     tensors = (
         Tensor("a", 5000, 0, (1, 2)),
         Tensor("shape", 32, 1, (4,), "int64"),
@@ -169,6 +169,6 @@ def test_shapes_do_not_decide_where_a_graph_is_cut() -> None:
     assert [found.boundary_bytes(spec)[0], found.boundary_bytes(spec)[1]] == [5000, 5032]
 
 
-def test_the_papers_rule_is_for_one_source() -> None:
+def test_published_points_require_a_single_source() -> None:
     with pytest.raises(ValueError, match="has 2"):
         published_points(graph(3, [(0, 2), (1, 2)]))
