@@ -12,7 +12,7 @@ from coordinator.cli.options import AsJson
 from coordinator.cli.output import err, out, print_json
 from coordinator.cli.render.tables import device_table, link_table, plan_tables
 from coordinator.models.checkpoint.families import read_spec
-from hearth.platform.units import format_seconds
+from hearth.platform.units import format_bytes, format_seconds
 
 TOLERANCE = 1e-5
 
@@ -42,11 +42,14 @@ def demo(
         out.print("", *tables, "", sep="\n")
         for answer in result.answers:
             out.print(f"  {answer['text']:<45} -> {answer['command']} ({answer['similarity']:.2f})", soft_wrap=True)
-        out.print(f"\nlargest difference from transformers: {result.max_abs_difference:.1e}")
+        weights = [device.memory.weights + device.memory.embeddings for device in result.plan.devices]
         out.print(
-            f"latency of {result.num_texts} sentences: {format_seconds(result.latency_seconds)} on "
-            f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one "
-            "(all of them share this one machine's cores)",
+            f"\nexactness: largest difference from transformers on one device {result.max_abs_difference:.1e}\n"
+            f"memory: {format_bytes(min(weights))} to {format_bytes(max(weights))} of weights on each device, "
+            f"{format_bytes(sum(weights))} in all\n"
+            f"latency: {result.num_texts} sentences in {format_seconds(result.latency_seconds)} on "
+            f"{result.plan.num_ranks} devices, {format_seconds(result.single_device_latency_seconds)} on one; here all "
+            "share this machine's cores, so that more devices cannot be faster",
             soft_wrap=True,
         )
     if result.max_abs_difference > TOLERANCE:
