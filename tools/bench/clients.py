@@ -8,24 +8,21 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
-from tools.bench.child import serve
+from tools.bench.child import AsyncTarget, serve
 
-_CALL_SECONDS = 1800.0  # timeout of a call from the parent
+_CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
 _ANSWER_SECONDS = 300.0  # timeout of a request
 _CANCEL_EVERY = 3  # each client cancels one request in this many
 _BEFORE_FIRST_TOKEN_SECONDS = 0.05  # after which to cancel a request before its first token
-
-_T = TypeVar("_T")
 
 
 class Ask(BaseModel):
@@ -53,52 +50,36 @@ class Outcome(BaseModel):
     first_token_seconds: float | None = None
 
 
-class Clients:
-    """Executes one call at a time, in an event loop on a separate thread."""
+class HomeClients(AsyncTarget):
+    """Apps of one home, on the client library. Subclasses add their requests."""
 
     def __init__(self, key: Path, address: str) -> None:
+        super().__init__()
         self._key, self._address = key, address
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def wait_ready(self, within_seconds: float) -> dict[str, Any]:
+    async def connected(self, timeout_seconds: float = _CONNECT_SECONDS) -> AsyncHome:
+        return await connect_async(self._address, self._key, timeout_seconds)
+
+    async def wait_ready(self, timeout_seconds: float) -> dict[str, Any]:
         """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
-        return self._run(self._wait_ready(within_seconds))
+        async with await self.connected(timeout_seconds) as home:
+            await home.wait_ready(timeout_seconds)
+            return (await home.status()).model_dump(mode="json")
 
-    def status(self) -> dict[str, Any]:
-        return self._run(self._status())
 
-    def ask(self, asks: list[Any], together: bool) -> dict[str, Any]:
+class Clients(HomeClients):
+    """Clients that generate."""
+
+    async def ask(self, asks: list[Any], together: bool) -> dict[str, Any]:
         """Send all requests, concurrently (`together`) or one after the other."""
-        return {"outcomes": self._run(self._ask([Ask.model_validate(each) for each in asks], together))}
+        async with await self.connected() as home:
+            calls = [_answered(home, index, Ask.model_validate(each), None) for index, each in enumerate(asks)]
+            outcomes = await asyncio.gather(*calls) if together else [await call for call in calls]
+        return _dumped(outcomes)
 
-    def soak(self, asks: list[Any], clients: int, seconds: float, seed: int) -> dict[str, Any]:
+    async def soak(self, asks: list[Any], clients: int, seconds: float, seed: int) -> dict[str, Any]:
         """Run `clients` clients for `seconds`. Each sends random requests one after the other and cancels every third."""
         pool = [Ask.model_validate(each) for each in asks]
-        return {"outcomes": self._run(self._soak(pool, clients, seconds, seed))}
-
-    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
-
-    async def _connected(self, seconds: float = 30.0) -> AsyncHome:
-        return await connect_async(self._address, self._key, seconds)
-
-    async def _wait_ready(self, seconds: float) -> dict[str, Any]:
-        async with await self._connected(seconds) as home:
-            await home.wait_ready(seconds)
-            return (await home.status()).model_dump(mode="json")
-
-    async def _status(self) -> dict[str, Any]:
-        async with await self._connected() as home:
-            return (await home.status()).model_dump(mode="json")
-
-    async def _ask(self, asks: Sequence[Ask], together: bool) -> list[dict[str, Any]]:
-        async with await self._connected() as home:
-            calls = [_answered(home, index, each, None) for index, each in enumerate(asks)]
-            outcomes = await asyncio.gather(*calls) if together else [await call for call in calls]
-        return [outcome.model_dump() for outcome in outcomes]
-
-    async def _soak(self, pool: Sequence[Ask], clients: int, seconds: float, seed: int) -> list[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         outcomes: list[Outcome] = []
@@ -113,9 +94,13 @@ class Clients:
                 asked += 1
 
         async with AsyncExitStack() as stack:
-            homes = [await stack.enter_async_context(await self._connected()) for _ in range(clients)]
+            homes = [await stack.enter_async_context(await self.connected()) for _ in range(clients)]
             await asyncio.gather(*(client(number, home) for number, home in enumerate(homes)))
-        return [outcome.model_dump() for outcome in outcomes]
+        return _dumped(outcomes)
+
+
+def _dumped(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {"outcomes": [outcome.model_dump() for outcome in outcomes]}
 
 
 async def _answered(home: AsyncHome, index: int, ask: Ask, cancel_after: int | None) -> Outcome:

@@ -1,35 +1,25 @@
-"""Controls the runner processes of a benchmark: loads plans, runs steps on all devices at once, and times them."""
+"""Controls the engines and gloo processes of a benchmark: loads plans, runs steps on all devices at once, and times them."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import zmq
 
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
-from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, Link
 from hearth.wire.messages import ChunkRef, TraceEvent
-from tools.bench.interrupts import shielded
+from tools.bench.processes import ProcessGroup
 from tools.testbed import Testbed
 
-_ANSWER_SECONDS = 180.0  # default timeout of a request to runners
-_LOOK_MS = 500  # interval at which to check that a runner is alive
 _FIRST_GLOO_PORT = 29511  # counts up with every group that joins
 
 
@@ -62,82 +52,7 @@ class StoredModel:
                     store.put(ref.hash, chunk_bytes(checkpoint, self.spec, ref.kind, ref.layer, ref.grain))
 
 
-class Group:
-    """Processes that answer JSON requests, one per device. Leaving the context closes sockets; the testbed ends them."""
-
-    def __init__(self, testbed: Testbed, kind: str) -> None:
-        self._testbed = testbed
-        self._kind = kind
-        self._context: zmq.Context[Any] = zmq.Context.instance()
-        self._sockets: dict[str, zmq.Socket[Any]] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for socket in self._sockets.values():
-            socket.close()
-
-    def start(self, name: str, *arguments: str, limited: bool = True) -> None:
-        """Start the process of a device. Not `limited`: without the device's CPU quota."""
-        path = self._testbed.folder / f"{self._kind}-{name}"
-        if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
-            raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
-        address = f"ipc://{path}"
-        socket = self._context.socket(zmq.PAIR)
-        socket.linger = 0
-        socket.bind(address)
-        self._sockets[name] = socket
-        module = f"tools.bench.{self._kind}"
-        with shielded(), self._log(name).open("ab") as log:
-            self._processes[name] = self._testbed.popen(
-                name, sys.executable, "-m", module, address, *arguments, limited=limited, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL, memory_limited=False, environment={"GLOO_SOCKET_IFNAME": "eth0"},
-            )  # fmt: skip
-
-    def ask(
-        self, requests: Mapping[str, Mapping[str, Any]], seconds: float = _ANSWER_SECONDS
-    ) -> dict[str, dict[str, Any]]:
-        """Send all requests, then wait for all answers. Raises InternalError with a runner's error, DeadlineExceeded."""
-        for name, request in requests.items():
-            self.send(name, request)
-        deadline = time.monotonic() + seconds
-        answers = {name: self._answer(name, deadline) for name in requests}
-        for name, answer in answers.items():
-            if "error" in answer:
-                said = "".join(f"; {other} said: {line}" for other in requests if (line := self._last_line(other)))
-                raise InternalError(where=f"{self._kind} on {name}", reason=answer["error"] + said)
-        return answers
-
-    def send(self, name: str, request: Mapping[str, Any]) -> None:
-        """Send a request without waiting for the answer."""
-        self._sockets[name].send(json.dumps(request).encode())
-
-    def process(self, name: str) -> subprocess.Popen[bytes]:
-        return self._processes[name]
-
-    def _answer(self, name: str, deadline: float) -> dict[str, Any]:
-        began = time.monotonic()
-        while not self._sockets[name].poll(_LOOK_MS):
-            if self._processes[name].poll() is not None:
-                reason = f"it has ended: {self._last_line(name) or 'no output'}"
-                raise InternalError(where=f"{self._kind} on {name}", reason=reason)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=f"{self._kind} on {name}", seconds=time.monotonic() - began)
-        answer: dict[str, Any] = json.loads(self._sockets[name].recv())
-        return answer
-
-    def _last_line(self, name: str) -> str:
-        return (self._log(name).read_text(errors="replace").strip().splitlines() or [""])[-1]
-
-    def _log(self, name: str) -> Path:
-        return self._testbed.folder / f"{self._kind}-{name}.log"
-
-
-class EngineRunners(Group):
+class EngineRunners(ProcessGroup):
     """The worker's engine on every device; keeps several plans loaded.
 
     `all_busy`: devices not taking part in a step or profile run a dummy load within their limits. Emulated devices share
@@ -189,10 +104,9 @@ class EngineRunners(Group):
         )
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> Sample:
-        request = {"do": "run", "plan_id": plan_id, "num_rows": num_rows, "trace": trace}
-        names = [device.name for device in self._plans[plan_id].devices]
+        names = self._names(plan_id)
         with self._others_busy(names):
-            answers = self.ask(dict.fromkeys(names, request))
+            answers = self.ask_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace)
         parts = list(answers.values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
@@ -207,19 +121,18 @@ class EngineRunners(Group):
 
     def generate(self, plan_id: str, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
         """Generate one answer: `tokens`, and the seconds of `prefill` and of `decode` (all tokens except the first)."""
-        request = {"do": "generate", "plan_id": plan_id, "prompt": list(prompt), "num_tokens": num_tokens}
-        devices = self._plans[plan_id].devices
-        return self.ask({device.name: request for device in devices})[devices[0].name]
+        names = self._names(plan_id)
+        answers = self.ask_all(names, "generate", plan_id=plan_id, prompt=list(prompt), num_tokens=num_tokens)
+        return answers[names[0]]
 
     def exchange_seconds(self, plan_id: str, count: int) -> float:
         """Seconds of one exchange of partial sums in decoding, on the slowest device."""
-        request = {"do": "exchange", "plan_id": plan_id, "count": count}
-        answers = self.ask({device.name: request for device in self._plans[plan_id].devices})
+        answers = self.ask_all(self._names(plan_id), "exchange", plan_id=plan_id, count=count)
         return max(float(answer["seconds"]) for answer in answers.values())
 
     def unload(self, plan_id: str) -> None:
-        names = [device.name for device in self._plans.pop(plan_id).devices]
-        self.ask({name: {"do": "unload", "plan_id": plan_id} for name in names})
+        self.ask_all(self._names(plan_id), "unload", plan_id=plan_id)
+        del self._plans[plan_id]
 
     def profile(self, devices: Mapping[str, int], spec: ModelSpec, seq_len: int) -> dict[str, BlockProfile]:
         """Profile these devices at once; `devices` are numbers of threads by name. No two may share a core."""
@@ -231,30 +144,29 @@ class EngineRunners(Group):
     @contextmanager
     def _others_busy(self, names: Sequence[str]) -> Iterator[None]:
         others = [name for name in self._devices if name not in names]
-        self.ask({name: {"do": "begin_to_compute"} for name in others})
+        self.ask_all(others, "begin_to_compute")
         yield  # after an exception the testbed ends the runners
-        self.ask({name: {"do": "end_computing"} for name in others})
+        self.ask_all(others, "end_computing")
 
     def measure_link(self, source: str, target: str, seconds: float, encrypt: bool = True) -> Link:
         """Measure a link over a data-plane socket for `seconds`."""
         self._open_link(source, target, encrypt)
         measured = self.ask({target: {"do": "confirm_link"}, source: {"do": "measure_link", "seconds": seconds}})
-        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        self.ask_all((source, target), "close_link")
         return Link(source=source, target=target, **measured[source])
 
     def ping_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
         """One-way seconds of a message of this size over a data-plane socket."""
         self._open_link(source, target, encrypt)
         echoed = self.ask({target: {"do": "echo"}, source: {"do": "ping", "num_bytes": num_bytes, "count": count}})
-        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        self.ask_all((source, target), "close_link")
         return float(echoed[source]["seconds"])
 
     def swap_seconds(self, source: str, target: str, num_bytes: int, count: int, encrypt: bool = True) -> float:
         """Seconds to swap a message in both directions at once, on the slower end: a lower bound of an exchange."""
         self._open_link(source, target, encrypt)
-        request = {"do": "swap", "num_bytes": num_bytes, "count": count}
-        swapped = self.ask({source: request, target: request})
-        self.ask({name: {"do": "close_link"} for name in (source, target)})
+        swapped = self.ask_all((source, target), "swap", num_bytes=num_bytes, count=count)
+        self.ask_all((source, target), "close_link")
         return max(float(answer["seconds"]) for answer in swapped.values())
 
     def _open_link(self, source: str, target: str, encrypt: bool) -> None:
@@ -269,27 +181,14 @@ class EngineRunners(Group):
             }
         )
 
+    def _names(self, plan_id: str) -> list[str]:
+        return [device.name for device in self._plans[plan_id].devices]
+
     def _peer(self, rank: int, name: str, bound: Mapping[str, Any], bytes_per_second: float) -> dict[str, Any]:
         return {"rank": rank, "host": self._testbed.address(name), "bytes_per_second": bytes_per_second, **bound}
 
 
-class ReferenceRunner(Group):
-    """Runs `transformers` on one device."""
-
-    def __init__(self, testbed: Testbed, device: str) -> None:
-        super().__init__(testbed, "reference")
-        self._device = device
-        self.start(device)
-
-    def load(self, model: StoredModel, dtype: str) -> None:
-        self.ask({self._device: {"do": "load", "model_dir": str(model.directory), "dtype": dtype}})
-
-    def generate(self, prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        request = {"do": "generate", "prompt": list(prompt), "num_tokens": num_tokens}
-        return self.ask({self._device: request})[self._device]
-
-
-class GlooRunners(Group):
+class GlooRunners(ProcessGroup):
     """torch.distributed on gloo; `join` selects the devices that take part."""
 
     def __init__(self, testbed: Testbed, devices: Sequence[str]) -> None:
@@ -303,35 +202,26 @@ class GlooRunners(Group):
         if self._members == list(devices):
             return
         if self._members:
-            self.ask({name: {"do": "leave"} for name in self._members})
+            self.ask_all(self._members, "leave")
         self._members = list(devices)
         host = self._testbed.address(devices[0])
         self.ask(
             {
-                name: {
-                    "do": "join",
-                    "rank": rank,
-                    "num_ranks": len(devices),
-                    "host": host,
-                    "port": self._next_port,
-                }
+                name: {"do": "join", "rank": rank, "num_ranks": len(devices), "host": host, "port": self._next_port}
                 for rank, name in enumerate(devices)
             }
         )
         self._next_port += 1
 
     def load(self, model: StoredModel) -> None:
-        request = {"do": "load", "model_dir": str(model.directory)}
-        self.ask(dict.fromkeys(self._members, request))
+        self.ask_all(self._members, "load", model_dir=str(model.directory))
 
     def unload(self) -> None:
-        self.ask({name: {"do": "unload"} for name in self._members})
+        self.ask_all(self._members, "unload")
 
     def run(self, num_rows: int, wire: str) -> Sample:
         """Run one step. `sent_bytes` are counted by the network interfaces, with headers."""
-        parts = list(
-            self.ask({name: {"do": "run", "num_rows": num_rows, "wire": wire} for name in self._members}).values()
-        )
+        parts = list(self.ask_all(self._members, "run", num_rows=num_rows, wire=wire).values())
         return Sample(
             seconds=max(part["ended"] for part in parts) - min(part["began"] for part in parts),
             cpu_seconds=tuple(part["cpu_seconds"] for part in parts),

@@ -18,10 +18,11 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import Strategy
-from tools.bench.drive import EngineRunners, ReferenceRunner, StoredModel
+from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.plans import describe
+from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
 from tools.bench.results import Summary, Table
 from tools.bench.stats import Ratio, paired_ratio, rotated
@@ -164,12 +165,12 @@ class GenerationBench:
         self._testbed, self._model, self._report = testbed, model, report
         self._names = [device.name for device in testbed.scenario.devices]
         self._engine: EngineRunners = EngineRunners(testbed, self._names)
-        self._reference = ReferenceRunner(testbed, self._names[0])
+        self._reference = DeviceProcess(testbed, "reference", self._names[0])
         self._profiles = Profiles(testbed.scenario, testbed, self._engine, report)
 
     def __enter__(self) -> GenerationBench:
         self._report(f"loading {REFERENCE}")
-        self._reference.load(self._model, _REFERENCE_TYPE)
+        self._reference.call("load", model_dir=str(self._model.directory), dtype=_REFERENCE_TYPE)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,7 +184,7 @@ class GenerationBench:
         self._testbed.set_mbit(mbit)
         cluster = self._profiles.current(self._model, self._names, prompt_tokens, mbit)
         prompt = [3 + (7919 * i) % (self._model.spec.vocab_size - 3) for i in range(prompt_tokens)]
-        found = {REFERENCE: _Measured(lambda: self._reference.generate(prompt, new_tokens))}
+        found = {REFERENCE: _Measured(lambda: self._reference.call("generate", prompt=prompt, num_tokens=new_tokens))}
         for variant in VARIANTS:
             found[variant] = self._loaded(variant, cluster, mbit, prompt, new_tokens)
         for index in range(-1, rounds):

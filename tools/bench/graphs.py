@@ -26,13 +26,13 @@ import psutil
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.price import in_flight, price
-from hearth.errors import HearthError, InternalError
+from hearth.errors import HearthError
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
-from tools.bench.drive import Group
 from tools.bench.graphs_findings import NO_GAIN, ONE_DEVICE, Served, interval_seconds
+from tools.bench.processes import ClientProcess
 from tools.bench.stats import rotated
 from tools.testbed import Testbed
 
@@ -41,23 +41,6 @@ _STOP_SECONDS = 20.0  # for the coordinator to end after SIGTERM
 _LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement under load
 _WAITING = 2  # requests beyond those in flight, so that the coordinator always has a next one
 _WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills every stage
-
-
-class _Clients(Group):
-    """The process with the client app, on the hub."""
-
-    def __init__(self, testbed: Testbed) -> None:
-        super().__init__(testbed, "graphs_clients")
-        self._hub = testbed.scenario.coordinator_device
-        self.start(self._hub, str(testbed.key), testbed.address(self._hub), limited=False)
-
-    @property
-    def pid(self) -> int:
-        return self.process(self._hub).pid
-
-    def call(self, what: str, patience: float, **arguments: Any) -> dict[str, Any]:
-        """Call a method of `GraphClients`. `patience`: timeout in seconds."""
-        return self.ask({self._hub: {"do": what, **arguments}}, patience)[self._hub]
 
 
 @dataclass
@@ -142,7 +125,7 @@ class GraphsBench:
         self._testbed, self._rounds, self._report = testbed, rounds, report
         self._time_limit = f"{time_limit_seconds:g}"
         self._num_devices = len(testbed.scenario.devices) - 1
-        self._clients = _Clients(testbed)
+        self._clients = ClientProcess(testbed, "graphs_clients")
         self._dims: list[str] = []
 
     def __enter__(self) -> GraphsBench:
@@ -175,8 +158,8 @@ class GraphsBench:
         def measure(entry: _Entry, plan: GraphPlan) -> Mapping[str, Any]:
             at_once = in_flight(plan.body.segments)
             answered = self._clients.call(
-                "load", at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once, seconds=seconds,
-                patience=seconds + _LOAD_MARGIN_SECONDS,
+                "load", seconds + _LOAD_MARGIN_SECONDS, at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once,
+                seconds=seconds,
             )  # fmt: skip
             entry.seconds.append(interval_seconds(answered["done"]))
             entry.answers += len(answered["done"])
@@ -231,7 +214,7 @@ class GraphsBench:
 
     def _latencies(self, requests: int) -> Callable[[_Entry, GraphPlan], Mapping[str, Any]]:
         def measure(entry: _Entry, plan: GraphPlan) -> Mapping[str, Any]:
-            answered = self._clients.call("one_by_one", count=requests, patience=_LOAD_MARGIN_SECONDS)
+            answered = self._clients.call("one_by_one", _LOAD_MARGIN_SECONDS, count=requests)
             entry.seconds.append(statistics.median(answered["latencies"]))
             entry.answers += requests
             return answered
@@ -258,7 +241,7 @@ class GraphsBench:
                     self._report(f"round {number + 1} of {self._rounds}: {entry.label}: measuring")
                     self._keep_to_itself(coordinator.pid)
                     answered = measure(entry, plan)
-                    entry.wire_stats = WireStats.model_validate(self._status()["wire"])
+                    entry.wire_stats = WireStats.model_validate(self._clients.ready_status(_READY_SECONDS)["wire"])
                 finally:
                     self._stop(coordinator)
                 entry.difference = max(entry.difference, answered["difference"])
@@ -291,11 +274,10 @@ class GraphsBench:
         options += ["--plan", str(path)]
         coordinator = self._testbed.start_coordinator(*options)
         try:
-            return coordinator, GraphPlan.model_validate(self._status()["plan"])
-        except HearthError as error:
+            return coordinator, GraphPlan.model_validate(self._clients.ready_status(_READY_SECONDS)["plan"])
+        except HearthError:
             self._stop(coordinator)
-            said = self._testbed.log("coordinator.log").strip()[-500:]
-            raise InternalError(where="the coordinator", reason=f"{error}; its log ends: {said}") from None
+            raise
 
     def _keep_to_itself(self, coordinator: int) -> None:
         """Pin coordinator and app to the core that the devices use least; a home has a separate machine for them."""
@@ -309,10 +291,6 @@ class GraphsBench:
                 with suppress(ProcessLookupError):  # it has already ended
                     os.sched_setaffinity(thread.id, {quietest})
 
-    def _status(self) -> dict[str, Any]:
-        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
-        return self._clients.call("wait_ready", within_seconds=_READY_SECONDS, patience=_READY_SECONDS + 30.0)
-
     @staticmethod
     def _stop(coordinator: Popen[bytes]) -> None:
         """Stop the coordinator, which unloads the workers and releases its leases."""
@@ -325,7 +303,7 @@ class GraphsBench:
 
     def _forget(self, model: Path) -> None:
         self._report(f"reading {model.name}")
-        self._clients.call("forget", patience=30.0)
+        self._clients.call("forget")
         self._forget_links()
 
     def _forget_links(self) -> None:

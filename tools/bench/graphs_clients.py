@@ -8,68 +8,40 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-import threading
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
-from hearth.client.home import AsyncHome, connect_async
+from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
 from hearth.wire.messages import DeviceTrace
 from tools.bench.child import serve
+from tools.bench.clients import HomeClients
 
-_CALL_SECONDS = 600.0  # timeout of a call from the parent
 _ANSWER_SECONDS = 60.0  # timeout of a request
 _TRACE_EVERY = 3  # one request in this many is traced
 
-_T = TypeVar("_T")
 _Arrays = dict[str, "np.ndarray[Any, Any]"]
 
 
-class GraphClients:
-    """Executes one call at a time, in an event loop on a separate thread.
-
-    Every request has the same random inputs; all answers are compared with the first one.
-    """
+class GraphClients(HomeClients):
+    """Every request has the same random inputs; all answers are compared with the first one."""
 
     def __init__(self, key: Path, address: str) -> None:
-        self._key, self._address = key, address
+        super().__init__(key, address)
         self._reference: _Arrays = {}
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def forget(self) -> dict[str, Any]:
+    def forget(self) -> None:
         """Forget the reference answer before another graph is served."""
         self._reference = {}
-        return {}
 
-    def wait_ready(self, within_seconds: float) -> dict[str, Any]:
-        """Wait until the coordinator serves; returns its status. Raises the errors of the client library."""
-        return self._run(self._wait_ready(within_seconds))
-
-    def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
+    async def load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`. `done`: times of the answers after the first `warm_up` ones.
 
         `compute`: by device, median seconds of its segments over the traced answers.
         """
-        return self._run(self._load(at_once, warm_up, seconds))
-
-    def one_by_one(self, count: int) -> dict[str, Any]:
-        """`latencies` of `count` sequential requests in seconds, measured by the client after one warm-up request."""
-        return self._run(self._one_by_one(count))
-
-    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
-
-    async def _wait_ready(self, seconds: float) -> dict[str, Any]:
-        async with await connect_async(self._address, self._key, seconds) as home:
-            await home.wait_ready(seconds)
-            return (await home.status()).model_dump(mode="json")
-
-    async def _load(self, at_once: int, warm_up: int, seconds: float) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         done: list[float] = []
         differences: list[float] = []
@@ -89,7 +61,7 @@ class GraphClients:
                 if traced:
                     traces.append({trace.device: _compute_seconds(trace) for trace in result.traces})
 
-        async with await connect_async(self._address, self._key) as home:
+        async with await self.connected() as home:
             inputs = random_inputs((await home.model_info()).inputs)
             await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
         return {
@@ -99,11 +71,12 @@ class GraphClients:
             "compute": {name: statistics.median(each[name] for each in traces) for name in (traces or [{}])[0]},
         }
 
-    async def _one_by_one(self, count: int) -> dict[str, Any]:
+    async def one_by_one(self, count: int) -> dict[str, Any]:
+        """`latencies` of `count` sequential requests in seconds, measured by the client after one warm-up request."""
         loop = asyncio.get_running_loop()
         latencies: list[float] = []
         differences: list[float] = []
-        async with await connect_async(self._address, self._key) as home:
+        async with await self.connected() as home:
             inputs = random_inputs((await home.model_info()).inputs)
             for _ in range(1 + count):
                 sent = loop.time()

@@ -24,9 +24,9 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.platform.units import format_bytes, format_rate, format_seconds
 from hearth.wire.messages import ChunkRef
-from tools.bench.drive import Group
 from tools.bench.findings import Finding, at_least, at_most, equal
 from tools.bench.generation import save_random_decoder
+from tools.bench.processes import HubProcess
 from tools.bench.shares import shared_plan
 from tools.bench.watch import agent_of, peak_bytes
 from tools.testbed import Testbed
@@ -43,31 +43,6 @@ _TINY: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8,
     "num_key_value_heads": 8, "num_hidden_layers": 1, "vocab_size": 256, "max_position_embeddings": 128,
 }  # fmt: skip
-
-
-class PusherRunner(Group):
-    """The coordinator process (`tools.bench.pusher`), on the hub."""
-
-    def __init__(self, testbed: Testbed) -> None:
-        super().__init__(testbed, "pusher")
-        self._hub = testbed.scenario.coordinator_device
-        self.start(self._hub, str(testbed.key), testbed.address(self._hub), limited=False)
-
-    def call(self, what: str, **arguments: Any) -> dict[str, Any]:
-        return self.ask({self._hub: {"do": what, **arguments}}, _PUSH_SECONDS)[self._hub]
-
-    def begin(self, what: str, **arguments: Any) -> None:
-        """Start a call without waiting for its answer."""
-        self.send(self._hub, {"do": what, **arguments})
-
-    @property
-    def pid(self) -> int:
-        return self.process(self._hub).pid
-
-    def kill(self) -> None:
-        self.process(self._hub).kill()
-        self.process(self._hub).wait(10)
-        self.__exit__(None, None, None)
 
 
 class PushBench:
@@ -90,7 +65,7 @@ class PushBench:
         self._names = [device.name for device in testbed.scenario.devices if device.name != self._hub]
         if len(self._names) < 2:
             raise BadSetting(setting="--devices", reason="a push needs at least two devices")
-        self._pusher = PusherRunner(testbed)
+        self._pusher = HubProcess(testbed, "pusher")
         self._ids: dict[str, str] = {}
         self._refs: tuple[ChunkRef, ...] = ()
         self._killed_peak_bytes = 0  # of a coordinator that was killed
@@ -122,7 +97,11 @@ class PushBench:
 
     def _read(self) -> None:
         read = self._pusher.call(
-            "read", model_dir=str(self._model_dir), cache_dir=str(self._cache_dir), weights=self._spec.weights
+            "read",
+            _PUSH_SECONDS,
+            model_dir=str(self._model_dir),
+            cache_dir=str(self._cache_dir),
+            weights=self._spec.weights,
         )
         with Checkpoint(self._model_dir) as checkpoint:
             self._refs = cached_manifest(checkpoint, self._spec, self._cache_dir)
@@ -245,7 +224,7 @@ class PushBench:
         wait_until("half of the push", lambda: sum(map(self._stored_bytes, self._names)) > total / 2, _PUSH_SECONDS)
         self._killed_peak_bytes = peak_bytes(psutil.Process(self._pusher.pid))
         self._pusher.kill()
-        self._pusher = PusherRunner(self._testbed)
+        self._pusher = HubProcess(self._testbed, "pusher")
         self._wait_for(self._names)  # leases have expired, and chunks in flight are stored
         stored = sum(map(self._stored_bytes, self._names))
         done = self._push(plan)
@@ -280,7 +259,7 @@ class PushBench:
         return [chunks_for_rank(self._refs, plan, rank) for rank in range(plan.num_ranks)]
 
     def _push(self, plan: TransformerPlan) -> dict[str, Any]:
-        return self._pusher.call("push", plan=self._json(plan), **self._paths())
+        return self._pusher.call("push", _PUSH_SECONDS, plan=self._json(plan), **self._paths())
 
     @staticmethod
     def _json(plan: TransformerPlan) -> str:
@@ -311,7 +290,7 @@ class PushBench:
     def _peaks(self, plan: TransformerPlan, model_dir: Path) -> list[int]:
         """Peak memory of each rank's worker in bytes, once all are connected."""
         paths = {**self._paths(), "model_dir": str(model_dir)}
-        peaks = self._pusher.call("load", plan=self._json(plan), **paths)["peaks"]
+        peaks = self._pusher.call("load", _PUSH_SECONDS, plan=self._json(plan), **paths)["peaks"]
         self._pusher.call("unload")
         return [peaks[device.device_id] for device in plan.devices]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import coordinator.serve.service  # noqa: F401 (imported for its memory use)
 from coordinator.deploy.transformer import TransformerDeployment, shard_weights
@@ -26,30 +25,27 @@ from hearth.errors import BadKey, DeadlineExceeded
 from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import Link
 from hearth.platform.security import HomeKey, agent_access, load_credential
-from tools.bench.child import serve
+from tools.bench.child import AsyncTarget, serve
 
 _SETTLE_SECONDS = 60.0  # timeout of waiting for devices and heartbeats
-_CALL_SECONDS = 900.0  # timeout of a call
-
-_T = TypeVar("_T")
 
 
-class Pusher:
-    """Executes one call at a time; the fleet's heartbeats run on a separate thread."""
+class Pusher(AsyncTarget):
+    """A fleet, whose heartbeats run between calls too, and the deployments made on it."""
 
     def __init__(self, key: Path, address: str) -> None:
+        super().__init__()
         home = load_credential(key)
         if not isinstance(home, HomeKey):
             raise BadKey(source=str(key), reason="a coordinator needs the home key")
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._fleet: Fleet = self._run(self._opened(home, address))
+        self._fleet: Fleet = self.run(self._opened(home, address))
         self._deployment: TransformerDeployment | None = None
         self._epoch = 0
 
-    def devices(self, names: list[str]) -> dict[str, Any]:
+    async def devices(self, names: list[str]) -> dict[str, Any]:
         """Wait until exactly these devices are usable; returns their ids by name. Raises DeadlineExceeded."""
-        return {"ids": self._run(self._there(set(names)))}
+        await self._until("the devices", lambda: {device.name for device in self._fleet.usable()} == set(names))
+        return {"ids": {device.name: device.device_id for device in self._fleet.usable()}}
 
     def read(self, model_dir: str, cache_dir: str, weights: str) -> dict[str, Any]:
         """Hash a checkpoint; the manifest is cached."""
@@ -59,59 +55,24 @@ class Pusher:
             refs = cached_manifest(checkpoint, spec, Path(cache_dir))
         return {"seconds": time.perf_counter() - began, "num_bytes": sum(ref.num_bytes for ref in refs)}
 
-    def push(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
+    async def push(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
         """Push a plan's missing chunks; returns seconds, and bytes as counted by `Distribution`."""
-        return self._run(self._push(plan, Path(model_dir), Path(cache_dir)))
-
-    def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
-        """Push a plan, start and connect the workers; returns each worker's peak memory, as reported by its agent."""
-        return self._run(self._load(plan, Path(model_dir), Path(cache_dir)))
-
-    def unload(self) -> dict[str, Any]:
-        if self._deployment is not None:
-            self._run(self._deployment.close())
-        return {}
-
-    def peak(self) -> dict[str, Any]:
-        """Peak resident memory of this process."""
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return {"num_bytes": int(found[1]) << 10 if found else 0}
-
-    def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
-
-    async def _there(self, names: set[str]) -> dict[str, str]:
-        await self._until("the devices", lambda: {device.name for device in self._fleet.usable()} == names)
-        return {device.name: device.device_id for device in self._fleet.usable()}
-
-    @staticmethod
-    async def _until(what: str, probe: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while not probe():
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(action=what, seconds=_SETTLE_SECONDS)
-            await asyncio.sleep(0.05)
-
-    @staticmethod
-    async def _opened(home: HomeKey, address: str) -> Fleet:
-        return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
-
-    async def _push(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
         parsed = plan_from_json(plan, TransformerPlan)
         deployment = TransformerDeployment(self._fleet, parsed)
         began = time.perf_counter()
-        await deployment.push(shard_weights(model_dir, parsed, cache_dir), lambda device, done, total: None)
+        await deployment.push(shard_weights(Path(model_dir), parsed, Path(cache_dir)), lambda device, done, total: None)
         return {
             "seconds": time.perf_counter() - began,
             "sent_bytes": deployment.sent_bytes,
             "passed_bytes": deployment.forwarded_bytes,
         }
 
-    async def _load(self, plan: str, model_dir: Path, cache_dir: Path) -> dict[str, Any]:
+    async def load(self, plan: str, model_dir: str, cache_dir: str) -> dict[str, Any]:
+        """Push a plan, start and connect the workers; returns each worker's peak memory, as reported by its agent."""
         self._epoch = max(self._epoch, self._fleet.last_epoch) + 1
         parsed = plan_from_json(plan, TransformerPlan).with_epoch(self._epoch)
         deployment = TransformerDeployment(self._fleet, parsed)
-        await deployment.push(shard_weights(model_dir, parsed, cache_dir), lambda device, done, total: None)
+        await deployment.push(shard_weights(Path(model_dir), parsed, Path(cache_dir)), lambda device, done, total: None)
         ids = [device.device_id for device in parsed.devices]
         links = {
             (a, b): Link(source=a, target=b, bytes_per_second=1e7, round_trip_seconds=1e-3)
@@ -129,6 +90,27 @@ class Pusher:
 
         await self._until("the workers' first heartbeat", all_told)
         return {"peaks": {device: states[device].info().peak_bytes for device in ids}}
+
+    async def unload(self) -> None:
+        if self._deployment is not None:
+            await self._deployment.close()
+
+    def peak(self) -> dict[str, Any]:
+        """Peak resident memory of this process."""
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return {"num_bytes": int(found[1]) << 10 if found else 0}
+
+    @staticmethod
+    async def _until(what: str, probe: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while not probe():
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(action=what, seconds=_SETTLE_SECONDS)
+            await asyncio.sleep(0.05)
+
+    @staticmethod
+    async def _opened(home: HomeKey, address: str) -> Fleet:
+        return await Fleet(agent_access(home), lease_name="bench", interfaces=[address]).__aenter__()
 
 
 if __name__ == "__main__":

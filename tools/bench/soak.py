@@ -130,13 +130,13 @@ class SoakBench:
             self._report(f"{self._num_clients} clients for {self._seconds:g} s")
             began = time.monotonic()
             answered = self._clients.call(
-                "soak", asks=[each.model_dump() for each in pool], clients=self._num_clients, seconds=self._seconds,
-                seed=_SEED, patience=self._seconds + _SOAK_MARGIN_SECONDS,
+                "soak", self._seconds + _SOAK_MARGIN_SECONDS, asks=[each.model_dump() for each in pool],
+                clients=self._num_clients, seconds=self._seconds, seed=_SEED,
             )  # fmt: skip
             seconds = time.monotonic() - began
             end = self._settled(watch)
         outcomes = [Outcome.model_validate(each) for each in answered["outcomes"]]
-        status = self._clients.call("status")
+        status = self._clients.ready_status(_SETTLE_SECONDS)
         ledgers = {name: read_ledger(self._testbed.log(f"{name}.log").splitlines()) for name in self._names}
         findings = [
             *self._of_answers(pool, alone, outcomes, seconds),

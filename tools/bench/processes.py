@@ -1,0 +1,149 @@
+"""Child processes of a benchmark, as their parent sees them: starts them on devices of a testbed and calls their methods.
+
+The children run `tools.bench.child.serve`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+from typing_extensions import Self
+
+from hearth.errors import BadSetting, DeadlineExceeded, HearthError, InternalError
+from tools.bench.interrupts import shielded
+from tools.testbed import Testbed
+
+_ANSWER_SECONDS = 180.0  # default timeout of a request: loading a large model on a slow device takes about a minute
+_POLL_MILLISECONDS = 500  # interval at which to check that a process is alive
+
+
+class ProcessGroup:
+    """Processes of one module of `tools.bench`, one per device. Leaving the context closes sockets; the testbed ends them."""
+
+    def __init__(self, testbed: Testbed, module: str) -> None:
+        self._testbed = testbed
+        self._module = module
+        self._context: zmq.Context[Any] = zmq.Context.instance()
+        self._sockets: dict[str, zmq.Socket[Any]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+
+    def start(self, device: str, *arguments: str, limited: bool = True) -> None:
+        """Start the process of a device. Not `limited`: without the device's CPU quota."""
+        path = self._testbed.folder / f"{self._module}-{device}"
+        if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
+        address = f"ipc://{path}"
+        socket = self._context.socket(zmq.PAIR)
+        socket.linger = 0
+        socket.bind(address)
+        self._sockets[device] = socket
+        with shielded(), self._log(device).open("ab") as log:
+            self._processes[device] = self._testbed.popen(
+                device, sys.executable, "-m", f"tools.bench.{self._module}", address, *arguments, limited=limited,
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, memory_limited=False,
+                environment={"GLOO_SOCKET_IFNAME": "eth0"},
+            )  # fmt: skip
+
+    def ask(
+        self, requests: Mapping[str, Mapping[str, Any]], timeout_seconds: float = _ANSWER_SECONDS
+    ) -> dict[str, dict[str, Any]]:
+        """Send each device its request, wait for all answers. Raises InternalError (a child's error), DeadlineExceeded."""
+        for device, request in requests.items():
+            self.send(device, request)
+        deadline = time.monotonic() + timeout_seconds
+        answers = {device: self._answer(device, deadline) for device in requests}
+        for device, answer in answers.items():
+            if "error" in answer:
+                said = "".join(f"; {other} said: {line}" for other in requests if (line := self._last_line(other)))
+                raise InternalError(where=f"{self._module} on {device}", reason=answer["error"] + said)
+        return answers
+
+    def ask_all(self, devices: Iterable[str], method: str, **arguments: Any) -> dict[str, dict[str, Any]]:
+        """Send the same request to all these devices; answers by device, as `ask`."""
+        return self.ask({device: {"do": method, **arguments} for device in devices})
+
+    def send(self, device: str, request: Mapping[str, Any]) -> None:
+        """Send a request without waiting for the answer."""
+        self._sockets[device].send(json.dumps(request).encode())
+
+    def process(self, device: str) -> subprocess.Popen[bytes]:
+        return self._processes[device]
+
+    def _answer(self, device: str, deadline: float) -> dict[str, Any]:
+        began = time.monotonic()
+        while not self._sockets[device].poll(_POLL_MILLISECONDS):
+            if self._processes[device].poll() is not None:
+                reason = f"it has ended: {self._last_line(device) or 'no output'}"
+                raise InternalError(where=f"{self._module} on {device}", reason=reason)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(action=f"{self._module} on {device}", seconds=time.monotonic() - began)
+        answer: dict[str, Any] = json.loads(self._sockets[device].recv())
+        return answer
+
+    def _last_line(self, device: str) -> str:
+        return (self._log(device).read_text(errors="replace").strip().splitlines() or [""])[-1]
+
+    def _log(self, device: str) -> Path:
+        return self._testbed.folder / f"{self._module}-{device}.log"
+
+
+class DeviceProcess(ProcessGroup):
+    """One process on one device."""
+
+    def __init__(self, testbed: Testbed, module: str, device: str, *arguments: str, limited: bool = True) -> None:
+        super().__init__(testbed, module)
+        self._device = device
+        self.start(device, *arguments, limited=limited)
+
+    def call(self, method: str, timeout_seconds: float = _ANSWER_SECONDS, /, **arguments: Any) -> dict[str, Any]:
+        """Call a method of the child and return its answer. Raises as `ask`."""
+        return self.ask({self._device: {"do": method, **arguments}}, timeout_seconds)[self._device]
+
+    def begin(self, method: str, /, **arguments: Any) -> None:
+        """Start a call without waiting for its answer."""
+        self.send(self._device, {"do": method, **arguments})
+
+    @property
+    def pid(self) -> int:
+        return self.process(self._device).pid
+
+    def kill(self) -> None:
+        """End the process at once, as a crash would."""
+        self.process(self._device).kill()
+        self.process(self._device).wait(10)
+        self.__exit__(None, None, None)
+
+
+class HubProcess(DeviceProcess):
+    """One process on the coordinator's device, without limits; its arguments are the home's key and its own address."""
+
+    def __init__(self, testbed: Testbed, module: str) -> None:
+        hub = testbed.scenario.coordinator_device
+        super().__init__(testbed, module, hub, str(testbed.key), testbed.address(hub), limited=False)
+
+
+class ClientProcess(HubProcess):
+    """Client apps on the hub: a process with a `tools.bench.clients.HomeClients`."""
+
+    def ready_status(self, timeout_seconds: float) -> dict[str, Any]:
+        """Wait until the coordinator serves; returns its status. Raises InternalError with the end of its log."""
+        try:
+            # the child's own timeout is the shorter one, because its error says more
+            return self.call("wait_ready", timeout_seconds + 30.0, timeout_seconds=timeout_seconds)
+        except HearthError as error:
+            log = self._testbed.log("coordinator.log").strip()[-500:]
+            raise InternalError(where="the coordinator", reason=f"{error}; its log ends: {log}") from None
