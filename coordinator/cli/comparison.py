@@ -18,7 +18,7 @@ from coordinator.cli.planning.transformer import timed_tokens
 from coordinator.cli.render.tables import right
 from coordinator.deploy.deployment import Deployment, loss_error
 from coordinator.devices.registry import Device
-from coordinator.plan.graph.request import seconds_of as graph_seconds_of
+from coordinator.plan.graph.request import objective_seconds
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import HearthError
@@ -43,7 +43,7 @@ class Comparison:
     @property
     def predicted_seconds(self) -> float:
         """The prediction for what `step_seconds` measures."""
-        return graph_seconds_of(self.plan) if is_graph_plan(self.plan) else request_seconds(self.plan)
+        return objective_seconds(self.plan) if is_graph_plan(self.plan) else request_seconds(self.plan)
 
     @property
     def median_seconds(self) -> float | None:

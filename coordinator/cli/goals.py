@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coordinator.models.graph_file import Kind, parse_dims
-from coordinator.plan.graph.request import DEFAULT_SECONDS
+from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.registry import REGISTRY
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
@@ -49,7 +49,7 @@ def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
         dims=parse_dims(options["dim"]),
         objective=objective,
         congestion=not options["no_congestion"],
-        time_limit_seconds=options["time_limit"] or DEFAULT_SECONDS,
+        time_limit_seconds=options["time_limit"] or DEFAULT_TIME_LIMIT_SECONDS,
         **common,
     )
 

@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from coordinator.models.graph_file import Kind, kind_of
-from coordinator.plan.graph.request import DEFAULT_SECONDS
+from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.registry import REGISTRY
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective as GraphObjective
@@ -57,7 +57,7 @@ Dims = Annotated[
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        help=f"(graph) Time limit of each planner's search in seconds (default {DEFAULT_SECONDS:g}).",
+        help=f"(graph) Time limit of each planner's search in seconds (default {DEFAULT_TIME_LIMIT_SECONDS:g}).",
         min=0.1,
         max=86400,
         metavar="SECONDS",

@@ -12,7 +12,7 @@ import numpy as np
 from coordinator.deploy.deployment import Deployment, RunResult, Weights
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.fleet import Fleet
-from coordinator.plan.graph.price import in_flight
+from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadMessage
 from hearth.plan.plan import GraphPlan
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -41,7 +41,7 @@ async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterat
         parts=[
             SegmentParts(
                 files=tuple(files for files, _ in contents_of_rank),
-                max_in_flight=in_flight(segments) + _EXTRA_REQUESTS,
+                max_in_flight=requests_in_flight(segments) + _EXTRA_REQUESTS,
             )
             for contents_of_rank in by_rank
         ],
@@ -55,7 +55,7 @@ class GraphDeployment(Deployment):
 
     def __init__(self, fleet: Fleet, plan: GraphPlan, name: str = DEFAULT_DEPLOYMENT) -> None:
         super().__init__(fleet, plan, name)
-        self.max_in_flight = in_flight(plan.body.segments)
+        self.max_in_flight = requests_in_flight(plan.body.segments)
         self._input_names = [
             [name for name in plan.model.inputs if any(name in each.inputs for each in plan.body.segments_of(rank))]
             for rank in range(plan.num_ranks)

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.models.graph_file import Graph
-from coordinator.plan.graph.memory import CHUNK_BYTES
+from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES
 from hearth.errors import BadModelFile
 from hearth.plan.graph import Segment
 from hearth.validation import first_error
@@ -54,7 +54,7 @@ def _split(read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
     data = read()
 
     def chunk(start: int) -> Chunk:
-        part = data[start : start + CHUNK_BYTES]
-        return Chunk(hashlib.sha256(part).hexdigest(), len(part), lambda: read()[start : start + CHUNK_BYTES])
+        part = data[start : start + MAX_GRAPH_CHUNK_BYTES]
+        return Chunk(hashlib.sha256(part).hexdigest(), len(part), lambda: read()[start : start + MAX_GRAPH_CHUNK_BYTES])
 
-    return tuple(chunk(start) for start in range(0, max(len(data), 1), CHUNK_BYTES))
+    return tuple(chunk(start) for start in range(0, max(len(data), 1), MAX_GRAPH_CHUNK_BYTES))

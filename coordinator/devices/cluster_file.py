@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.file_kinds import mistaken, read_content
-from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, Matrix, linked_cluster
+from coordinator.plan.graph.cluster import ClusterDevice, FloatMatrix, GraphCluster, cluster_from_links
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
 from hearth.plan.graph_spec import GraphSpec
@@ -86,7 +86,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
         )
     devices = [ClusterDevice(device.name, device.name, _memory(path, device)) for device in cluster.devices]
     per_device = [_operator_seconds(path, device, spec) for device in cluster.devices]
-    return linked_cluster(devices, tuple(zip(*per_device, strict=True)), links, measured=False)
+    return cluster_from_links(devices, tuple(zip(*per_device, strict=True)), links, measured=False)
 
 
 def _read_content(path: Path) -> Any:
@@ -116,7 +116,7 @@ def _memory(path: Path, device: _FileDevice) -> int:
     return num_bytes
 
 
-def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...], size: int) -> Matrix:
+def _matrix(path: Path, field: str, value: float | tuple[tuple[float, ...], ...], size: int) -> FloatMatrix:
     if not isinstance(value, tuple):
         return tuple((value,) * size for _ in range(size))
     if len(value) != size or any(len(row) != size for row in value):

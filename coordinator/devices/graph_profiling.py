@@ -8,7 +8,7 @@ from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import Graph
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.plan.graph_spec import GraphSpec
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
@@ -40,7 +40,7 @@ async def graph_cluster(
         for device, profile in profiles
     ]
     seconds = tuple(zip(*per_device, strict=True))
-    return linked_cluster([_device(*each) for each in profiles], seconds, measured.links, measured=True)
+    return cluster_from_links([_device(*each) for each in profiles], seconds, measured.links, measured=True)
 
 
 def _device(device: Device, profile: GraphProfile) -> ClusterDevice:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from coordinator.models.file_kinds import FileKind, mistaken, read_content
 from coordinator.models.graph_file import Graph
-from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, linked_cluster
+from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import ClusterProfile, Link, Seconds
@@ -81,7 +81,7 @@ def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
             path, f"must have {len(names)} rows of {len(profile.devices)} seconds, for operators on devices"
         )
     links = {(link.source, link.target): link for link in profile.links}
-    return linked_cluster(profile.devices, profile.seconds, links, profile.measured)
+    return cluster_from_links(profile.devices, profile.seconds, links, profile.measured)
 
 
 def _read_profile(path: Path, kind: type[_F]) -> _F:

@@ -17,10 +17,10 @@ from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import open_graph
 from coordinator.models.onnx.cutting import check_segments
-from coordinator.plan.graph.cluster import GraphCluster, with_limits
+from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.methods import GRAPH_METHODS
-from coordinator.plan.graph.price import seconds_now
-from coordinator.plan.graph.request import seconds_of
+from coordinator.plan.graph.predict import current_objective_seconds
+from coordinator.plan.graph.request import objective_seconds
 from coordinator.serve.goal import graph_request
 from coordinator.serve.kind import Handler, Tools
 from coordinator.serve.planner_process import solve
@@ -77,19 +77,19 @@ class GraphKind:
         goal = self._goal
         if recovering:
             goal = goal.model_copy(update={"time_limit_seconds": min(goal.time_limit_seconds, _RECOVERY_SECONDS)})
-        request = graph_request(goal, self.graph, with_limits(cluster, goal.limits))
+        request = graph_request(goal, self.graph, graph_cluster_with_limits(cluster, goal.limits))
         plan = (await solve(request)).plan
         self._tools.report(
-            f"planned by {plan.planner}: {format_seconds(seconds_of(plan))} "
+            f"planned by {plan.planner}: {format_seconds(objective_seconds(plan))} "
             f"{'for one request' if plan.body.objective == 'latency' else 'per request of a full pipeline'}"
         )
         return plan
 
     async def revise(self, cluster: GraphCluster, deployment: GraphDeployment) -> tuple[Plan, float, float]:
         deployed = deployment.plan
-        request = graph_request(self._goal, self.graph, with_limits(cluster, self._goal.limits, deployed))
+        request = graph_request(self._goal, self.graph, graph_cluster_with_limits(cluster, self._goal.limits, deployed))
         new = (await solve(request)).plan
-        return new, seconds_of(new), seconds_now(request, deployed)
+        return new, objective_seconds(new), current_objective_seconds(request, deployed)
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import psutil
 
 from coordinator.models.graph_file import open_graph
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
-from coordinator.plan.graph.price import in_flight, price
+from coordinator.plan.graph.predict import predict_segments, requests_in_flight
 from hearth.errors import HearthError
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
@@ -103,7 +103,7 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
         latency_seconds=tuple((0.0,) * plan.num_ranks for _ in ranks),
         measured=True,
     )
-    return price(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
+    return predict_segments(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
 
 
 def _alike(one: GraphPlan | None, other: GraphPlan | None) -> bool:
@@ -156,7 +156,7 @@ class GraphsBench:
         pipelines = [_Entry(f"{strategy}, {wire}", strategy, wire) for strategy in strategies for wire in wires]
 
         def measure(entry: _Entry, plan: GraphPlan) -> Mapping[str, Any]:
-            at_once = in_flight(plan.body.segments)
+            at_once = requests_in_flight(plan.body.segments)
             answered = self._clients.call(
                 "load", seconds + _LOAD_MARGIN_SECONDS, at_once=at_once + _WAITING, warm_up=_WARM_UP * at_once,
                 seconds=seconds,

@@ -22,7 +22,7 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.cli.output import err, out
-from coordinator.plan.graph.price import in_flight
+from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
@@ -246,7 +246,7 @@ def pipeline(trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
         addresses = ",".join(homes[0].address(device.name) for device in devices)
         objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
         text = _plan_of(homes[0], folder, str(model), *objective, "--time-limit", "10", "--devices", addresses)
-        at_once = in_flight(plan_from_json(text, GraphPlan).body.segments)
+        at_once = requests_in_flight(plan_from_json(text, GraphPlan).body.segments)
         for home in homes:
             report(f"{PIPELINE}: loading")
             own = text

@@ -16,7 +16,7 @@ from coordinator.cli.load_generator import Load, measure, random_inputs
 from coordinator.cli.options import Address, AsJson, Interfaces, KeyPath, Timeout, interface_list
 from coordinator.cli.output import out, print_json, report, write_file
 from coordinator.cli.render.graph_tables import prediction_line
-from coordinator.plan.graph.price import in_flight
+from coordinator.plan.graph.predict import requests_in_flight
 from hearth.client.home import connect_async
 from hearth.client.sync import connect
 from hearth.errors import BadSetting, NotAuthorised
@@ -91,7 +91,7 @@ def bench_model(
             except NotAuthorised:  # an app's key
                 served = None
             plan = served if is_graph_plan(served) else None
-            at_once = concurrency or (in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
+            at_once = concurrency or (requests_in_flight(plan.body.segments) if plan else _DEFAULT_CONCURRENCY)
             report(f"measuring {info.name} for {seconds / 2:g} s, one request at a time")
             alone = await measure(home, arrays, 1, seconds / 2, timeout)
             report(f"measuring {info.name} for {seconds:g} s, {at_once} concurrent requests")

@@ -25,8 +25,8 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
 from coordinator.models.graph_file import open_graph
-from coordinator.plan.graph.cluster import GraphCluster, with_limits
-from coordinator.plan.graph.price import predicted_timeline, price_of
+from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
+from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.goal import graph_request
@@ -53,7 +53,7 @@ class PlannedGraph:
         return self.found.plan
 
     def timeline(self) -> Sequence[DeviceTrace]:
-        return predicted_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)
+        return predicted_graph_timeline(self.request.spec, self.plan, self.request.cluster, self.request.congestion)
 
     def drawing(self) -> Drawing:
         plan, spec = self.plan, self.request.spec
@@ -73,7 +73,7 @@ class PlannedGraph:
         return {
             **graph_tables.planned_as_json(self.found, asked, [device.name for device in asked.cluster.devices], "s"),
             "predicted": self.plan.predicted.model_dump(mode="json"),
-            "bottleneck": " to ".join(map(str, price_of(asked, self.plan).bottleneck)),
+            "bottleneck": " to ".join(map(str, predict_plan(asked, self.plan).bottleneck)),
             "plan": self.plan.model_dump(mode="json"),
         }
 
@@ -85,7 +85,7 @@ class PlannedGraph:
         if line := graph_tables.one_device_line(self.found):
             out.print(line, soft_wrap=True)
         if explain:
-            priced = price_of(self.request, plan)
+            priced = predict_plan(self.request, plan)
             out.print(*graph_tables.explanation_lines(plan, spec, priced), sep="\n", markup=False, soft_wrap=True)
             out.print("segments:", *graph_tables.segment_lines(plan, spec), sep="\n", markup=False, soft_wrap=True)
             out.print(graph_tables.candidates_table(self.found, objective, "s"))
@@ -139,7 +139,7 @@ class GraphPlanning:
 
     async def plan(self, cluster: GraphCluster) -> PlannedGraph:
         """The best plan under the user's limits. Raises ModelDoesNotFit, ..."""
-        asked = graph_request(self.goal, self.graph, with_limits(cluster, self.goal.limits))
+        asked = graph_request(self.goal, self.graph, graph_cluster_with_limits(cluster, self.goal.limits))
         return PlannedGraph(await solve(asked, report_strategy), asked)
 
     # ---- with --compare -------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from coordinator.cli.render.tables import memory_table, on_devices, others_table, right, table, work_table
 from coordinator.plan.graph.methods import LOCAL
-from coordinator.plan.graph.price import Price, transfers_of
-from coordinator.plan.graph.request import GraphRequest, seconds_of
+from coordinator.plan.graph.predict import GraphPrediction, tensor_transfers
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.simulator import ResourceKind
 from coordinator.plan.solution import Candidate, PlanningResult
 from coordinator.serve.state import GraphGoal
@@ -98,7 +98,7 @@ def candidates_table(
     return found
 
 
-def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[str]:
+def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: GraphPrediction) -> list[str]:
     """The bottleneck, and the largest transfers."""
     busiest = priced.bottleneck[0]
     names = [device.name for device in plan.devices]
@@ -112,7 +112,7 @@ def explanation_lines(plan: GraphPlan, spec: GraphSpec, priced: Price) -> list[s
         f"bottleneck of a full pipeline: {what} {names[busiest.rank]}, {format_seconds(priced.bottleneck_seconds)} per "
         f"request ({share:.0%} of the time of one request alone)"
     ]
-    transfers = sorted(transfers_of(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)
+    transfers = sorted(tensor_transfers(spec, plan.body.segments, plan.wire.values), key=lambda each: -each.num_bytes)
     if transfers:
         total = sum(each.num_bytes for each in transfers)
         lines.append(f"{len(transfers)} transfers per request, {format_bytes(total)} in total:")
@@ -175,7 +175,7 @@ def planned_as_json(
 def title_of(plan: GraphPlan) -> str:
     """Title of a picture."""
     what = "one request" if plan.body.objective == "latency" else "per request"
-    return f"{plan.model.name} by {plan.planner}: {format_seconds(seconds_of(plan))} {what}"
+    return f"{plan.model.name} by {plan.planner}: {format_seconds(objective_seconds(plan))} {what}"
 
 
 def _amount(value: float, unit: str) -> str:

@@ -13,13 +13,13 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
-from coordinator.plan.graph.memory import memory_use, reserved_bytes
+from coordinator.plan.graph.memory import memory_by_rank, reserved_bytes
 from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
-from coordinator.plan.graph.price import home_seconds, price, segment_seconds, transfers_of
-from coordinator.plan.graph.rebalance import balanced
-from coordinator.plan.graph.request import GraphRequest, seconds_of
+from coordinator.plan.graph.predict import coordinator_cpu_seconds, predict_segments, segment_seconds, tensor_transfers
+from coordinator.plan.graph.rebalance import rebalance
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.graph.throughput.planners import plan_pipeline
-from coordinator.plan.graph.wire import on_wire
+from coordinator.plan.graph.wire import with_wire_sizes
 from coordinator.plan.methods import Method
 from coordinator.plan.solution import (
     Candidate,
@@ -38,11 +38,11 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
-_A_HAIR = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
-_MAX_REFITS = 4  # attempts per strategy: memory other than weights is known only once the operators are placed
-_PROVEN = 1 + 1e-6  # ratio of value to bound up to which a plan counts as proven optimal
+_TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
+_MAX_ATTEMPTS = 4  # attempts per strategy: memory other than weights is known only once the operators are placed
+_PROVEN_RATIO = 1 + 1e-6  # ratio of value to bound up to which a plan counts as proven optimal
 Clock = Callable[[], float]
-Found = Candidate[GraphPlan]
+GraphCandidate = Candidate[GraphPlan]
 
 
 # ---- graphs -----------------------------------------------------------------------------------------------------------
@@ -57,48 +57,53 @@ def plan_graph(
     Raises ModelDoesNotFit, NoPlacement and BadSetting.
     """
     options = SearchOptions(request.time_limit_seconds, request.seed, clock)
-    shares = len(request.cluster.devices) > 1
-    found = list(_locals(request))
+    has_several_devices = len(request.cluster.devices) > 1
+    found = list(_local_candidates(request))
     for each in GRAPH_METHODS.selected(request.strategy, request.objective):
-        if each.name != LOCAL and shares:
+        if each.name != LOCAL and has_several_devices:
             progress(each.name)
-            found.append(_candidate(request, each, options))
+            found.append(_try_method(request, each, options))
 
-    def may_take(each: Found) -> bool:
-        return each.plan is not None and (not shares or request.strategy in ("auto", each.strategy))
+    def is_eligible(each: GraphCandidate) -> bool:
+        return each.plan is not None and (not has_several_devices or request.strategy in ("auto", each.strategy))
 
-    chosen = choose(found, may_take, _A_HAIR)
+    chosen = choose(found, is_eligible, _TIE_TOLERANCE)
     if chosen is None:
-        raise _why_none(request, found)
+        raise _no_plan_error(request, found)
     others = [each for each in found if each is not chosen]
     return with_reasons(_with_bound(chosen, found), others, request.strategy)
 
 
-def _with_bound(chosen: Found, found: Iterable[Found]) -> Found:
+def _with_bound(chosen: GraphCandidate, found: Iterable[GraphCandidate]) -> GraphCandidate:
     """The chosen candidate with the best lower bound: a bound proven by one planner holds for all of them."""
     solution, plan = chosen.solution, chosen.plan
     assert solution is not None
     bound = min(max(each.solution.bound for each in found if each.solution), solution.value)
-    proven = solution.proven or (bound > 0 and solution.value <= bound * _PROVEN)
+    proven = solution.proven or (bound > 0 and solution.value <= bound * _PROVEN_RATIO)
     chosen = replace(chosen, solution=replace(solution, bound=bound, proven=proven))
     if plan is None:
         return chosen
     predicted = plan.predicted.model_copy(
-        update={"bound_seconds": bound or None, "proven_optimal": bound > 0 and seconds_of(plan) <= bound * _PROVEN}
+        update={
+            "bound_seconds": bound or None,
+            "proven_optimal": bound > 0 and objective_seconds(plan) <= bound * _PROVEN_RATIO,
+        }
     )
     return replace(chosen, plan=plan.model_copy(update={"predicted": predicted}))
 
 
-def _planned(label: str, strategy: str, plan: GraphPlan, solution: Solution[OperatorAssignment]) -> Found:
+def _make_candidate(
+    label: str, strategy: str, plan: GraphPlan, solution: Solution[OperatorAssignment]
+) -> GraphCandidate:
     names = tuple(device.name for device in plan.devices)
-    return Candidate(label, strategy, names, seconds_of(plan), plan, solution)
+    return Candidate(label, strategy, names, objective_seconds(plan), plan, solution)
 
 
-def _why_none(request: GraphRequest, found: Iterable[Found]) -> HearthError:
+def _no_plan_error(request: GraphRequest, found: Iterable[GraphCandidate]) -> HearthError:
     """The error to raise: nothing fits, or the requested strategy found no placement."""
     spec = request.spec
     weights = spec.parameter_bytes(range(spec.num_operators))
-    missing = weights - sum(device.room_bytes(weights) for device in _with_rooms(request).cluster.devices)
+    missing = weights - sum(device.room_bytes(weights) for device in _with_reserved_bytes(request).cluster.devices)
     if missing > 0:
         return ModelDoesNotFit(model=spec.name, missing_bytes=missing)
     if request.strategy == LOCAL:
@@ -106,66 +111,70 @@ def _why_none(request: GraphRequest, found: Iterable[Found]) -> HearthError:
     return NoPlacement(graph=spec.name, strategy=request.strategy)
 
 
-def _locals(request: GraphRequest) -> Iterator[Found]:
+def _local_candidates(request: GraphRequest) -> Iterator[GraphCandidate]:
     """One candidate per device: the whole graph on that device."""
     for index, device in enumerate(request.cluster.devices):
         label = f"{LOCAL} on {device.name}"
         seconds = sum(row[index] for row in request.cluster.seconds)
         solution = Solution(OperatorAssignment((index,) * request.spec.num_operators), seconds)
-        plan = _build(request, solution, LOCAL)
+        plan = _build_plan(request, solution, LOCAL)
         lacking = plan.devices[0].memory.total - device.budget_bytes
-        yield Found.too_large(label, LOCAL, lacking) if lacking > 0 else _planned(label, LOCAL, plan, solution)
+        yield (
+            GraphCandidate.too_large(label, LOCAL, lacking)
+            if lacking > 0
+            else _make_candidate(label, LOCAL, plan, solution)
+        )
 
 
 # ---- strategies -------------------------------------------------------------------------------------------------------
 
 
-def _candidate(request: GraphRequest, asked: Method, options: SearchOptions) -> Found:
+def _try_method(request: GraphRequest, method: Method, options: SearchOptions) -> GraphCandidate:
     """Run one strategy. If its plan exceeds a device's budget, reserve the excess there and run it again.
 
     Strategies budget for weights alone; activations and other memory are known only once the plan is built.
     """
-    name = asked.name
-    request = _with_rooms(request)
+    name = method.name
+    request = _with_reserved_bytes(request)
     try:
-        for _ in range(_MAX_REFITS):
-            solution = _solve(request, asked, options)
-            plan = _build(request, solution, name)
-            if reason := _cannot_travel(request, plan):
+        for _ in range(_MAX_ATTEMPTS):
+            solution = _solve(request, method, options)
+            plan = _build_plan(request, solution, name)
+            if reason := _why_not_sendable(request, plan):
                 return Candidate(name, name, reason=reason)
             over = {device.device_id: device.memory.total - device.budget_bytes for device in plan.devices}
             if max(over.values()) <= 0:
-                return _planned(name, name, plan, solution)
+                return _make_candidate(name, name, plan, solution)
             devices = request.cluster.devices
             reserved = [each.reserved_bytes + max(over.get(each.device_id, 0), 0) for each in devices]
-            request = replace(request, cluster=request.cluster.with_rooms(reserved))
+            request = replace(request, cluster=request.cluster.with_reserved_bytes(reserved))
     except (ModelDoesNotFit, NoPlacement) as error:
         return _without_plan(name, error)
     return Candidate(name, name, reason="does not fit: no room for the memory it needs besides the weights")
 
 
-def _cannot_travel(request: GraphRequest, plan: GraphPlan) -> str:
+def _why_not_sendable(request: GraphRequest, plan: GraphPlan) -> str:
     """Why live devices cannot run the plan: a tensor must fit in one message. Empty if they can."""
     if not request.cluster.measured:
         return ""
-    largest = max(transfers_of(request.spec, plan.body.segments), key=lambda each: each.num_bytes, default=None)
+    largest = max(tensor_transfers(request.spec, plan.body.segments), key=lambda each: each.num_bytes, default=None)
     if largest is None or largest.num_bytes <= MAX_PAYLOAD_FRAME_BYTES:
         return ""
     return f"would send {largest.tensor}, whose {format_bytes(largest.num_bytes)} exceed the size limit of a message"
 
 
-def _without_plan(name: str, error: ModelDoesNotFit | NoPlacement) -> Found:
+def _without_plan(name: str, error: ModelDoesNotFit | NoPlacement) -> GraphCandidate:
     if isinstance(error, ModelDoesNotFit) and error.missing_bytes:
-        return Found.too_large(name, name, error.missing_bytes)
+        return GraphCandidate.too_large(name, name, error.missing_bytes)
     return Candidate(name, name, reason="found no placement within the devices' memory")
 
 
-def _with_rooms(request: GraphRequest) -> GraphRequest:
+def _with_reserved_bytes(request: GraphRequest) -> GraphRequest:
     reserved = reserved_bytes(request.spec, request.cluster)
-    return replace(request, cluster=request.cluster.with_rooms(reserved))
+    return replace(request, cluster=request.cluster.with_reserved_bytes(reserved))
 
 
-def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solution[OperatorAssignment]:
+def _solve(request: GraphRequest, method: Method, options: SearchOptions) -> Solution[OperatorAssignment]:
     """Assign operators to devices with one strategy.
 
     For latency, operators that onnxruntime fuses are placed together, and bounds hold for such placements only.
@@ -174,20 +183,22 @@ def _solve(request: GraphRequest, asked: Method, options: SearchOptions) -> Solu
     spec, cluster, rates = request.spec, request.cluster, request.cluster.bytes_per_second
     weights = spec.parameter_bytes(range(spec.num_operators))
     rooms = [device.room_bytes(weights) for device in cluster.devices]
-    spec = on_wire(spec, request.wire.values)
+    spec = with_wire_sizes(spec, request.wire.values)
     if request.objective == "throughput":
-        solution = plan_pipeline(spec, _with_home(request.spec, cluster), rooms, rates, asked.name, options)
-        return balanced(request, solution, rooms) if asked.rebalances and cluster.measured else solution
+        solution = plan_pipeline(
+            spec, _with_coordinator_transfers(request.spec, cluster), rooms, rates, method.name, options
+        )
+        return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
     coarse = coarsen(spec)
     seconds = coarse.seconds(cluster.seconds)
     problem = problem_of(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
-    solution = _placed(problem, asked.name, options)
+    solution = _solve_placement(problem, method.name, options)
     devices = coarse.spread(solution.assignment.devices)
     starts = coarse.starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
 
 
-def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
+def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     """[n][K]: seconds of each operator on each device.
 
     On live devices, operators that consume the graph's inputs or produce its outputs also pay for the transfer from or
@@ -195,15 +206,15 @@ def _with_home(spec: GraphSpec, cluster: GraphCluster) -> list[list[float]]:
     """
     seconds = [list(row) for row in cluster.seconds]
     if cluster.measured:
-        ends = [(min(tensor.consumers), tensor) for tensor in spec.inputs if tensor.consumers]
-        ends += [(tensor.source, tensor) for tensor in spec.outputs if tensor.source is not None]
-        for operator, tensor in ends:
+        transfers = [(min(tensor.consumers), tensor) for tensor in spec.inputs if tensor.consumers]
+        transfers += [(tensor.source, tensor) for tensor in spec.outputs if tensor.source is not None]
+        for operator, tensor in transfers:
             for device in range(len(cluster.devices)):
-                seconds[operator][device] += home_seconds(cluster, device, tensor.num_bytes)
+                seconds[operator][device] += coordinator_cpu_seconds(cluster, device, tensor.num_bytes)
     return seconds
 
 
-def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[OperatorAssignment]:
+def _solve_placement(problem: PlacementProblem, strategy: str, options: SearchOptions) -> Solution[OperatorAssignment]:
     """Solve a placement problem with one latency strategy.
 
     Solvers are imported on first use, since the import takes half a second. Raises ModelDoesNotFit and NoPlacement.
@@ -211,12 +222,12 @@ def _placed(problem: PlacementProblem, strategy: str, options: SearchOptions) ->
     if strategy == "moirai":
         from coordinator.plan.graph.latency import moirai
 
-        found = moirai.solve(problem, options.time_limit_seconds, options.clock)
+        solution = moirai.solve(problem, options.time_limit_seconds, options.clock)
     else:
         from coordinator.plan.graph.latency import baselines
 
-        found = baselines.solve(strategy, problem, options)
-    return found.with_assignment(OperatorAssignment(found.assignment.assignment, found.assignment.starts))
+        solution = baselines.solve(strategy, problem, options)
+    return solution.with_assignment(OperatorAssignment(solution.assignment.assignment, solution.assignment.starts))
 
 
 def plan_instance(
@@ -230,11 +241,11 @@ def plan_instance(
 
     Raises ModelDoesNotFit, NoPlacement and BadSetting.
     """
-    found: list[Found] = []
+    found: list[GraphCandidate] = []
     for each in GRAPH_METHODS.selected(strategy, "latency"):
         progress(each.name)
         try:
-            solution = _placed(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
+            solution = _solve_placement(problem, each.name, SearchOptions(time_limit_seconds, 0, clock))
             used = tuple(problem.devices[device] for device in dict.fromkeys(solution.assignment.devices))
             found.append(Candidate(each.name, each.name, used, solution.value, solution=solution))
         except (ModelDoesNotFit, NoPlacement) as error:
@@ -249,23 +260,25 @@ def plan_instance(
 # ---- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _build(request: GraphRequest, solution: Solution[OperatorAssignment], planner: str) -> GraphPlan:
+def _build_plan(request: GraphRequest, solution: Solution[OperatorAssignment], planner: str) -> GraphPlan:
     """Cut the graph by the assignment; ranks are the devices in use, in the order of their first operators.
 
     For latency, take the faster of two cuts: few segments, or an eager cut whose results are sent as soon as they exist.
     For throughput, devices are busy anyway: take the first.
     """
     spec, cluster = request.spec, request.cluster
-    members = list(dict.fromkeys(solution.assignment.devices))
-    ranks = {member: rank for rank, member in enumerate(members)}
+    rank_devices = list(dict.fromkeys(solution.assignment.devices))
+    ranks = {member: rank for rank, member in enumerate(rank_devices)}
     assignment = [ranks[device] for device in solution.assignment.devices]
-    ways = (False, True) if request.objective == "latency" and len(members) > 1 else (False,)
-    cuts = [cut(spec, assignment, eager=eager) for eager in ways]
+    eager_options = (False, True) if request.objective == "latency" and len(rank_devices) > 1 else (False,)
+    cuts = [cut(spec, assignment, eager=eager) for eager in eager_options]
     values = request.wire.values
-    prices = [price(spec, segments, cluster, members, request.congestion, values) for segments in cuts]
-    best = min(range(len(cuts)), key=lambda way: prices[way].latency_seconds)
-    segments, priced = cuts[best], prices[best]
-    memory = memory_use(spec, segments, cluster, members)
+    predictions = [
+        predict_segments(spec, segments, cluster, rank_devices, request.congestion, values) for segments in cuts
+    ]
+    best = min(range(len(cuts)), key=lambda index: predictions[index].latency_seconds)
+    segments, predicted = cuts[best], predictions[best]
+    memory = memory_by_rank(spec, segments, cluster, rank_devices)
     return GraphPlan(
         model=GraphModel(
             name=spec.name,
@@ -280,21 +293,21 @@ def _build(request: GraphRequest, solution: Solution[OperatorAssignment], planne
                 name=cluster.devices[member].name,
                 memory=memory[rank],
                 budget_bytes=cluster.devices[member].budget_bytes,
-                compute_seconds=priced.busy_seconds[rank],
+                compute_seconds=predicted.busy_seconds[rank],
             )
-            for rank, member in enumerate(members)
+            for rank, member in enumerate(rank_devices)
         ),
         wire=request.wire,
         predicted=Prediction(
-            latency_seconds=priced.latency_seconds,
-            compute_seconds=max(priced.busy_seconds),
-            transfer_seconds=priced.transfer_seconds,
-            bottleneck_seconds=priced.bottleneck_seconds,
+            latency_seconds=predicted.latency_seconds,
+            compute_seconds=max(predicted.busy_seconds),
+            transfer_seconds=predicted.transfer_seconds,
+            bottleneck_seconds=predicted.bottleneck_seconds,
         ),
         body=GraphSegments(
             objective=request.objective,
             segments=tuple(
-                segment.model_copy(update={"seconds": segment_seconds(cluster, members[segment.rank], segment)})
+                segment.model_copy(update={"seconds": segment_seconds(cluster, rank_devices[segment.rank], segment)})
                 for segment in segments
             ),
         ),

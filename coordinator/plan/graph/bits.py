@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 
-def members(bits: int) -> Iterator[int]:
+def set_bits(bits: int) -> Iterator[int]:
     """The numbers of the bits that are set, in ascending order."""
     while bits:
         low = bits & -bits
@@ -13,7 +13,7 @@ def members(bits: int) -> Iterator[int]:
         bits ^= low
 
 
-def reached(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[int]:
+def reachable_sets(neighbours: Sequence[Iterable[int]], order: Iterable[int]) -> list[int]:
     """For each vertex, the set of vertices reachable from it. `order` lists every vertex after its neighbours."""
     found = [0] * len(neighbours)
     for vertex in order:

@@ -11,7 +11,7 @@ from coordinator.plan.limits import MemoryLimit, limited_budgets
 from hearth.plan.plan import GraphPlan, Plan
 from hearth.plan.profile import Link, WireCost
 
-Matrix = tuple[tuple[float, ...], ...]
+FloatMatrix = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class GraphCluster:
     """
 
     devices: tuple[ClusterDevice, ...]
-    seconds: Matrix
-    bytes_per_second: Matrix
-    latency_seconds: Matrix
+    seconds: FloatMatrix
+    bytes_per_second: FloatMatrix
+    latency_seconds: FloatMatrix
     measured: bool = False
 
-    def with_rooms(self, reserved_bytes: Sequence[int]) -> GraphCluster:
+    def with_reserved_bytes(self, reserved_bytes: Sequence[int]) -> GraphCluster:
         devices = tuple(
             replace(device, reserved_bytes=reserved)
             for device, reserved in zip(self.devices, reserved_bytes, strict=True)
         )
         return replace(self, devices=devices)
 
-    def members(self, plan: GraphPlan) -> list[int]:
+    def rank_devices(self, plan: GraphPlan) -> list[int]:
         """For each rank of the plan, the index of its device in this cluster."""
         index = {device.device_id: index for index, device in enumerate(self.devices)}
         return [index[device.device_id] for device in plan.devices]
@@ -91,8 +91,8 @@ class GraphCluster:
         )
 
 
-def linked_cluster(
-    devices: Sequence[ClusterDevice], seconds: Matrix, links: Mapping[tuple[str, str], Link], measured: bool
+def cluster_from_links(
+    devices: Sequence[ClusterDevice], seconds: FloatMatrix, links: Mapping[tuple[str, str], Link], measured: bool
 ) -> GraphCluster:
     """A cluster whose links are given by (source, target); `seconds` [n][K]."""
     ids = [device.device_id for device in devices]
@@ -105,7 +105,9 @@ def linked_cluster(
     )
 
 
-def with_limits(cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None) -> GraphCluster:
+def graph_cluster_with_limits(
+    cluster: GraphCluster, limits: Sequence[MemoryLimit], deployed: Plan | None = None
+) -> GraphCluster:
     """The cluster with the budgets that `coordinator.plan.limits.limited_budgets` computes."""
     of = limited_budgets(cluster.devices, limits, deployed)
     return replace(cluster, devices=tuple(replace(each, budget_bytes=of[each.device_id]) for each in cluster.devices))

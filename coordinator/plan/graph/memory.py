@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.price import in_flight, peak_bytes, transfers_of
+from coordinator.plan.graph.predict import peak_activation_bytes, requests_in_flight, tensor_transfers
 from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import MemoryUse
 
-CHUNK_BYTES = 8 << 20  # largest chunk of a segment, held in memory on top of it while it is loaded
+MAX_GRAPH_CHUNK_BYTES = 8 << 20  # largest chunk of a segment, held in memory on top of it while it is loaded
 
 
-def memory_use(
-    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, members: Sequence[int]
+def memory_by_rank(
+    spec: GraphSpec, segments: Sequence[Segment], cluster: GraphCluster, rank_devices: Sequence[int]
 ) -> tuple[MemoryUse, ...]:
-    """Memory of each rank; `members[r]` is the index in the cluster of rank r's device.
+    """Memory of each rank; `rank_devices[r]` is the index in the cluster of rank r's device.
 
     - Weights count once per segment that uses them, since each segment is a separate session; they are scaled by what
       the whole graph took on the device when it was profiled.
@@ -26,34 +26,34 @@ def memory_use(
 
     On devices from a cluster file only weights count, as in the papers.
     """
-    whole = max(peak_bytes(spec, range(spec.num_operators)), 1)
+    whole = max(peak_activation_bytes(spec, range(spec.num_operators)), 1)
     graph_bytes = spec.parameter_bytes(range(spec.num_operators))
     sizes = {tensor.name: tensor.num_bytes for tensor in spec.tensors}
-    requests = in_flight(segments)
-    transfers = transfers_of(spec, segments)
-    found = []
-    for rank, member in enumerate(members):
+    requests = requests_in_flight(segments)
+    transfers = tensor_transfers(spec, segments)
+    uses = []
+    for rank, member in enumerate(rank_devices):
         own = [segment for segment in segments if segment.rank == rank]
         per_segment = [spec.parameter_bytes(segment.operators) for segment in own]
         weights = sum(per_segment)
         if not cluster.measured:
-            found.append(MemoryUse(weights=weights, embeddings=0, activations=0, workspace=0))
+            uses.append(MemoryUse(weights=weights, embeddings=0, activations=0, workspace=0))
             continue
         device = cluster.devices[member]
-        share = min(max((peak_bytes(spec, segment.operators) for segment in own), default=0) / whole, 1.0)
+        share = min(max((peak_activation_bytes(spec, segment.operators) for segment in own), default=0) / whole, 1.0)
         factor = max(device.load_bytes / graph_bytes, 1.0) if graph_bytes else 1.0
         loading = device.loading_bytes * max(per_segment, default=0) // max(graph_bytes, 1)
-        passing = sum(sizes[name] for segment in own for name in (*segment.inputs, *segment.outputs))
-        passing += sum(each.num_bytes for each in transfers if each.source == rank)
-        found.append(
+        transferred = sum(sizes[name] for segment in own for name in (*segment.inputs, *segment.outputs))
+        transferred += sum(each.num_bytes for each in transfers if each.source == rank)
+        uses.append(
             MemoryUse(
                 weights=int(weights * factor),
                 embeddings=0,
-                activations=int(device.run_bytes * share) + requests * passing,
-                workspace=device.process_bytes + loading + CHUNK_BYTES,
+                activations=int(device.run_bytes * share) + requests * transferred,
+                workspace=device.process_bytes + loading + MAX_GRAPH_CHUNK_BYTES,
             )
         )
-    return tuple(found)
+    return tuple(uses)
 
 
 def reserved_bytes(spec: GraphSpec, cluster: GraphCluster) -> tuple[int, ...]:
@@ -61,5 +61,6 @@ def reserved_bytes(spec: GraphSpec, cluster: GraphCluster) -> tuple[int, ...]:
     if not cluster.measured:
         return (0,) * len(cluster.devices)
     return tuple(
-        device.process_bytes + device.loading_bytes + device.run_bytes + CHUNK_BYTES for device in cluster.devices
+        device.process_bytes + device.loading_bytes + device.run_bytes + MAX_GRAPH_CHUNK_BYTES
+        for device in cluster.devices
     )

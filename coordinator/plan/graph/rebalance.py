@@ -11,29 +11,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.price import price
+from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.points import fine_chain
 from coordinator.plan.solution import OperatorAssignment, Solution
 
-_FURTHEST = 24  # operators; the longest single move of a cut
-_MOST_SWEEPS = 4  # passes over all cuts
-_GAIN = 0.998  # a move must bring the bottleneck below this fraction of its value
+_MAX_MOVE_OPERATORS = 24  # operators; the longest single move of a cut
+_MAX_SWEEPS = 4  # passes over all cuts
+_MAX_TIME_RATIO = 0.998  # a move must bring the bottleneck below this fraction of its value
 
 
-def balanced(
-    request: GraphRequest, answer: Solution[OperatorAssignment], room_bytes: Sequence[int]
+def rebalance(
+    request: GraphRequest, solution: Solution[OperatorAssignment], room_bytes: Sequence[int]
 ) -> Solution[OperatorAssignment]:
     """A pipeline planner's solution with the bottleneck as simulated, or a better one with moved cuts.
 
     The planner's bound remains valid: the CPU cost of transfers only adds to the bottleneck.
     """
     order = fine_chain(request.spec).points
-    devices = [answer.assignment.devices[operator] for operator in order]
+    devices = [solution.assignment.devices[operator] for operator in order]
     ends = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
     stages = [devices[0], *(devices[end] for end in ends)]
     if len(set(stages)) < len(stages):  # not a pipeline of this chain
-        return answer
+        return solution
 
     def assigned(ends: Sequence[int]) -> tuple[int, ...]:
         found = [0] * len(order)
@@ -50,22 +50,24 @@ def balanced(
                 return float("inf")
         ranks = {device: rank for rank, device in enumerate(dict.fromkeys(assignment))}
         segments = cut(request.spec, [ranks[device] for device in assignment])
-        return price(
+        return predict_segments(
             request.spec, segments, request.cluster, list(ranks), request.congestion, request.wire.values
         ).bottleneck_seconds
 
     best = seconds(ends)
-    for _ in range(_MOST_SWEEPS):
+    for _ in range(_MAX_SWEEPS):
         before = best
         for which in range(len(ends)):
             first = (ends[which - 1] if which else 0) + 1
             last = (ends[which + 1] if which + 1 < len(ends) else len(order)) - 1
             here = ends[which]
-            for there in range(max(first, here - _FURTHEST), min(last, here + _FURTHEST) + 1):
+            for there in range(max(first, here - _MAX_MOVE_OPERATORS), min(last, here + _MAX_MOVE_OPERATORS) + 1):
                 moved = [*ends[:which], there, *ends[which + 1 :]]
-                if there != here and (found := seconds(moved)) < best * _GAIN:
+                if there != here and (found := seconds(moved)) < best * _MAX_TIME_RATIO:
                     best, ends = found, moved
         if best == before:
             break
-    bound = min(answer.bound, best)
-    return replace(answer, assignment=OperatorAssignment(assigned(ends)), value=best, bound=bound, proven=bound >= best)
+    bound = min(solution.bound, best)
+    return replace(
+        solution, assignment=OperatorAssignment(assigned(ends)), value=best, bound=bound, proven=bound >= best
+    )

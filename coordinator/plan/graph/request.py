@@ -10,7 +10,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 
-DEFAULT_SECONDS = 30.0  # time limit of a search
+DEFAULT_TIME_LIMIT_SECONDS = 30.0  # time limit of a search
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class GraphRequest:
     objective: Objective = "latency"
     strategy: str = "auto"
     congestion: bool = True
-    time_limit_seconds: float = DEFAULT_SECONDS
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS
     seed: int = 0
     wire: WireFormat = field(default_factory=WireFormat)
     model_hash: str = ""
 
 
-def seconds_of(plan: GraphPlan) -> float:
+def objective_seconds(plan: GraphPlan) -> float:
     """The seconds by which plans are compared: the latency of one request, or the bottleneck of a full pipeline."""
     predicted = plan.predicted
     return predicted.latency_seconds if plan.body.objective == "latency" else predicted.bottleneck_seconds

@@ -11,12 +11,12 @@ from typing import Final
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.value_formats import VALUE_FORMATS, Values
 
-_FLOAT_BYTES: Final = 4  # of a float32 value
+_FLOAT32_BYTES: Final = 4  # of a float32 value
 
 
 def num_converted(tensor: Tensor, values: Values) -> int:
     """Number of values that are converted for the wire: all or none. Only float32 tensors are converted."""
-    return 0 if values == "exact" or tensor.dtype != "float32" else tensor.num_bytes // _FLOAT_BYTES
+    return 0 if values == "exact" or tensor.dtype != "float32" else tensor.num_bytes // _FLOAT32_BYTES
 
 
 def wire_bytes(tensor: Tensor, values: Values) -> int:
@@ -28,7 +28,7 @@ def wire_bytes(tensor: Tensor, values: Values) -> int:
     return VALUE_FORMATS[values].num_bytes(count, num_rows)
 
 
-def on_wire(spec: GraphSpec, values: Values) -> GraphSpec:
+def with_wire_sizes(spec: GraphSpec, values: Values) -> GraphSpec:
     """The graph with the size of every tensor as it is on the wire, for planners that weigh transfers."""
     if values == "exact":
         return spec

@@ -134,7 +134,7 @@ def test_chunks_are_small_named_by_content_and_the_same_for_every_cut(
 ) -> None:
     from coordinator.deploy import graph_chunks as module
 
-    monkeypatch.setattr(module, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(module, "MAX_GRAPH_CHUNK_BYTES", 10_000)
     count = graph.spec.num_operators
     chunks_of = SegmentChunks(graph)
     cuts = [cut(graph.spec, [0] * count), cut(graph.spec, [index % 2 for index in range(count)])]

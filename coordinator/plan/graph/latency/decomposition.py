@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from coordinator.plan.graph.bits import members, reached
+from coordinator.plan.graph.bits import reachable_sets, set_bits
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
@@ -37,8 +37,8 @@ class Reach:
 
     def __init__(self, problem: PlacementProblem) -> None:
         n = problem.num_operators
-        self.before = reached(problem.predecessors, range(n))
-        self.after = reached(problem.successors, reversed(range(n)))
+        self.before = reachable_sets(problem.predecessors, range(n))
+        self.after = reachable_sets(problem.successors, reversed(range(n)))
         self._all = (1 << n) - 1
 
     def beside(self, operator: int) -> int:
@@ -69,7 +69,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
         segment = todo.pop() & ~dropped
         if segment.bit_count() <= most_operators:
             continue
-        inside = list(members(segment))
+        inside = list(set_bits(segment))
         total = sum(work[i] for i in inside) or 1.0
         most_beside = _MOST_BESIDE * len(inside)
         best = (_MOST_COST, -1)
@@ -77,7 +77,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
             beside = reach.beside(i) & segment
             if beside.bit_count() <= most_beside:
                 transfers = (passing[i] & ~lost).bit_count() * _COST_OF_A_TRANSFER
-                best = min(best, (sum(work[j] for j in members(beside)) / total + transfers, i))
+                best = min(best, (sum(work[j] for j in set_bits(beside)) / total + transfers, i))
         if best[1] < 0:
             continue
         dropped |= reach.beside(best[1])
@@ -87,7 +87,7 @@ def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operator
         chosen.update(new)
         todo += [part & segment for part in _between(reach, sorted(new, key=lambda i: reach.before[i].bit_count()))]
     order = sorted(chosen, key=lambda i: reach.before[i].bit_count())
-    return Cuts(tuple(order), frozenset(members(dropped)))
+    return Cuts(tuple(order), frozenset(set_bits(dropped)))
 
 
 def _between(reach: Reach, cuts: Sequence[int]) -> list[int]:
@@ -107,7 +107,7 @@ def _passing(problem: PlacementProblem, reach: Reach) -> list[int]:
             until = 0
             for target in flow.targets:
                 until |= reach.before[target]
-            for operator in members(reach.after[flow.source] & until):
+            for operator in set_bits(reach.after[flow.source] & until):
                 found[operator] |= 1 << index
     return found
 

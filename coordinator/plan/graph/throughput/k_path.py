@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.bits import set_bits
 
 T = TypeVar("T")
 Graph = Sequence[int]
@@ -58,7 +58,7 @@ def k_path(
         path = tuple(ends)
         return path if all(graph[a] >> b & 1 for a, b in zip(path, path[1:], strict=False)) else None
     first = allowed if start is None else graph[start] & allowed
-    last = allowed if end is None else allowed & sum(1 << each for each in members(allowed) if graph[each] >> end & 1)
+    last = allowed if end is None else allowed & sum(1 << each for each in set_bits(allowed) if graph[each] >> end & 1)
     for part in _components(graph, allowed):
         layers = _walks(graph, part, free, first & part, last & part)
         if layers is None:
@@ -88,7 +88,7 @@ def colour_coded_path(
     Also returns None if the tables would be too large (`_MAX_TABLE`).
     """
     k = len(layers)
-    used = sorted({vertex for mask in layers for vertex in members(mask)})
+    used = sorted({vertex for mask in layers for vertex in set_bits(mask)})
     num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
     trials = num_trials(k, failure_probability)
     if len(used) < k or trials << num_colours > _MAX_TABLE:
@@ -100,7 +100,7 @@ def colour_coded_path(
     for index, column in enumerate(colours.reshape(trials, len(used)).T):
         of_colour[column, np.arange(trials), index // 64] |= np.uint64(1 << index % 64)
     reaches = _lookup(graph, used, place, words)
-    masks = [_words(sum(1 << place[vertex] for vertex in members(mask)), words) for mask in layers]
+    masks = [_words(sum(1 << place[vertex] for vertex in set_bits(mask)), words) for mask in layers]
     # tables[i][set of i + 1 colours] [trials, words]: the ends of paths of i + 1 vertices in exactly these colours.
     tables: list[_Tables] = [{(colour,): of_colour[colour] & masks[0] for colour in range(num_colours)}]
     for mask in masks[1:]:
@@ -135,8 +135,8 @@ def num_trials(k: int, failure_probability: float) -> int:
 def _components(graph: Graph, allowed: int) -> Iterator[int]:
     """The weakly connected components, largest first."""
     joined = [graph[each] & allowed if allowed >> each & 1 else 0 for each in range(len(graph))]
-    for vertex in members(allowed):
-        for other in members(joined[vertex]):
+    for vertex in set_bits(allowed):
+        for other in set_bits(joined[vertex]):
             joined[other] |= 1 << vertex
     parts, left = [], allowed
     while left:
@@ -162,7 +162,7 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
     layers[-1] &= last
     for index in range(k - 2, -1, -1):
         after = layers[index + 1]
-        layers[index] = sum(1 << each for each in members(layers[index]) if graph[each] & after)
+        layers[index] = sum(1 << each for each in set_bits(layers[index]) if graph[each] & after)
     if not layers[0]:
         return None
     union = 0
@@ -201,7 +201,7 @@ def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] 
         used = sum(1 << each for each in path)
         ahead = layers[len(path)] & ~used & (graph[path[-1]] if path else -1)
         after = layers[len(path) + 1] & ~used if len(path) + 1 < len(layers) else 0
-        ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in members(ahead))
+        ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in set_bits(ahead))
         return iter([each for ways, each in ranked if ways or not after])
 
     found = depth_first(ways_on, lambda path: len(path) == len(layers), steps)
@@ -218,7 +218,7 @@ def _words(mask: int, words: int) -> _Words:
 def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int) -> NDArray[np.uint64]:
     """[bytes, 256, words]: for each byte of a mask and each value of it, the mask of the successors of its vertices."""
     onward = [
-        _words(sum(1 << place[other] for other in members(graph[vertex]) if other in place), words) for vertex in used
+        _words(sum(1 << place[other] for other in set_bits(graph[vertex]) if other in place), words) for vertex in used
     ]
     found = np.zeros((8 * words, 256, words), dtype=np.uint64)
     for index, reach in enumerate(onward):
@@ -247,7 +247,7 @@ def _walk_back(
 
     def held(table: _Words) -> list[int]:
         mask = int.from_bytes(table[trial].astype("<u8").tobytes(), "little")
-        return [used[index] for index in members(mask)]
+        return [used[index] for index in set_bits(mask)]
 
     path = [held(tables[-1][key])[0]]
     for table in reversed(tables[:-1]):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coordinator.plan.graph.bits import members, reached
+from coordinator.plan.graph.bits import reachable_sets, set_bits
 from hearth.plan.graph_spec import GraphSpec, Tensor
 
 # Integer tensors of up to this many bytes carry shapes and indices, not activations.
@@ -193,6 +193,6 @@ def _between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
     if not points:
         return set()
     first, last = points[0], points[-1]
-    after = reached(spec.successors, reversed(range(spec.num_operators)))[first] | 1 << first
-    before = reached(spec.predecessors, range(spec.num_operators))[last] | 1 << last
-    return set(members(after & before))
+    after = reachable_sets(spec.successors, reversed(range(spec.num_operators)))[first] | 1 << first
+    before = reachable_sets(spec.predecessors, range(spec.num_operators))[last] | 1 << last
+    return set(set_bits(after & before))

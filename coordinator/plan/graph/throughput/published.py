@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import k_path
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.partitions import Partitioning, classes_of, least_transfers
@@ -60,7 +60,7 @@ def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[i
     nodes: list[int | None] = [None] * (len(classes) + 1)
     unused = links.devices
     if not classes:
-        return (next(members(unused)),)
+        return (next(set_bits(unused)),)
     for first, last in runs_of(classes):
         start, end = nodes[first], nodes[last + 1]
         path = _best_path(links, unused, last - first + 2, start, end, chance)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.bits import members
+from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import Graph, depth_first, neighbours
 from coordinator.plan.graph.throughput.links import Links
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
@@ -98,7 +98,7 @@ class Decision:
                 startable |= mask & sum(devices for end, devices in nearest if end <= limit)
             if position:
                 graph = self._graphs[position]
-                ways = sum(1 << each for each in members(self._all) if graph[each] & startable) if startable else 0
+                ways = sum(1 << each for each in set_bits(self._all) if graph[each] & startable) if startable else 0
                 back[position] = ways
                 if ways:
                     nearest = [(end, devices & ~ways) for end, devices in nearest if devices & ~ways]
@@ -126,10 +126,10 @@ class Decision:
             if not possible:
                 continue
             if end == self._n:
-                yield end, next(members(possible))
+                yield end, next(set_bits(possible))
                 continue
             graph = self._graphs[end]
-            ranked = [((graph[each] & ~used).bit_count(), each) for each in members(possible)]
+            ranked = [((graph[each] & ~used).bit_count(), each) for each in set_bits(possible)]
             for _, each in sorted(pair for pair in ranked if pair[0]):
                 yield end, each
 
@@ -184,14 +184,14 @@ class Decision:
 
     def _share_of(self, used: int) -> float:
         """Estimate of the fraction of the model that the used devices could have held."""
-        return sum(self._share[each] for each in members(used))
+        return sum(self._share[each] for each in set_bits(used))
 
     def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
         path: list[tuple[int, int]] = []
         position, seen = self._n, 0
         while position:
             # Prefer devices that the walk does not contain yet: fewer walks with repetitions result.
-            device = next(members(devices & ~seen or devices))
+            device = next(set_bits(devices & ~seen or devices))
             path.append((position, device))
             seen |= 1 << device
             used &= ~(1 << device & tracked)
@@ -210,7 +210,7 @@ class Decision:
                 if position == 0:
                     return 0, 0
                 graph = self._graphs[position]
-                before = sum(1 << each for each in members(states[used]) if graph[each] >> device & 1)
+                before = sum(1 << each for each in set_bits(states[used]) if graph[each] >> device & 1)
                 if before & ~seen:
                     return position, before
                 if before:
@@ -222,14 +222,14 @@ class Decision:
         keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
         for level in self._levels:
             out = self._links.from_threshold(level)
-            for device, key in zip(members(self._all), _alike(out, self._all), strict=True):
+            for device, key in zip(set_bits(self._all), _alike(out, self._all), strict=True):
                 keys[device].append(key)
         for position, parts in self._limits.items():
             for limit, mask in parts if len(parts) > 1 or parts[0][1] != self._all else ():
-                for device in members(mask):
+                for device in set_bits(mask):
                     keys[device].append((position, limit))
         groups: dict[tuple[object, ...], int] = {}
-        for device in members(self._all):
+        for device in set_bits(self._all):
             key = tuple(keys[device])
             groups[key] = groups.get(key, 0) | 1 << device
         return list(groups.values())
@@ -321,12 +321,12 @@ def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
 def _alike(out: Graph, devices: int) -> list[object]:
     """A key per device: equal for two devices that can be swapped without changing the graph, linked or not."""
     into = [0] * len(out)
-    for sender in members(devices):
-        for receiver in members(out[sender]):
+    for sender in set_bits(devices):
+        for receiver in set_bits(out[sender]):
             into[receiver] |= 1 << sender
-    closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in members(devices)}
+    closed = {each: (out[each] | 1 << each, into[each] | 1 << each) for each in set_bits(devices)}
     count = Counter(closed.values())
     return [
         (True, *closed[each]) if count[closed[each]] > 1 else (False, out[each], into[each])
-        for each in members(devices)
+        for each in set_bits(devices)
     ]

@@ -19,11 +19,18 @@ from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.cluster import GraphCluster, with_limits
-from coordinator.plan.graph.memory import memory_use
+from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
+from coordinator.plan.graph.memory import memory_by_rank
 from coordinator.plan.graph.methods import GRAPH_METHODS
-from coordinator.plan.graph.price import in_flight, num_stages, peak_bytes, price, tasks_of, transfers_of
-from coordinator.plan.graph.request import GraphRequest, seconds_of
+from coordinator.plan.graph.predict import (
+    num_stages,
+    peak_activation_bytes,
+    predict_segments,
+    request_tasks,
+    requests_in_flight,
+    tensor_transfers,
+)
+from coordinator.plan.graph.request import GraphRequest, objective_seconds
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
 from coordinator.serve.planner_process import solve
@@ -39,7 +46,7 @@ def test_chain_over_two_devices_costs_compute_and_transfer() -> None:
     spec = chain(1, [100, 100, 100, 100])
     cluster = cluster_of(spec, [1.0, 0.5], bytes_per_second=50.0, latency_seconds=0.25)
     segments = cut(spec, [0, 0, 1, 1])
-    priced = price(spec, segments, cluster, [0, 1])
+    priced = predict_segments(spec, segments, cluster, [0, 1])
     assert priced.latency_seconds == pytest.approx(2 * 1.0 + 100 / 50 + 0.25 + 2 * 2.0)
     assert (priced.bottleneck, priced.bottleneck_seconds) == (compute_resources(1), pytest.approx(4.0))
     assert priced.busy_seconds == pytest.approx((2.0, 4.0))
@@ -49,7 +56,7 @@ def test_busiest_link_is_the_bottleneck() -> None:
     spec = chain(1, [100, 100])
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=10.0)
     for congestion in (True, False):
-        priced = price(spec, cut(spec, [0, 1]), cluster, [0, 1], congestion)
+        priced = predict_segments(spec, cut(spec, [0, 1]), cluster, [0, 1], congestion)
         assert priced.bottleneck_seconds == pytest.approx(10.0)
         assert priced.bottleneck == (send_resources(0) if congestion else transfer_resources(0, 1))
 
@@ -58,10 +65,10 @@ def test_branches_overlap_and_tensors_are_sent_once_per_device() -> None:
     spec = two_branches()
     cluster = cluster_of(spec, [1.0, 1.0], bytes_per_second=1000.0)
     segments = cut(spec, [0, 0, 0, 1, 1, 0], eager=True)
-    assert [(each.tensor, each.source, each.target) for each in transfers_of(spec, segments)] == [
+    assert [(each.tensor, each.source, each.target) for each in tensor_transfers(spec, segments)] == [
         ("op0", 0, 1), ("op4", 1, 0),
     ]  # fmt: skip
-    assert price(spec, segments, cluster, [0, 1]).latency_seconds == pytest.approx(1 + 0.1 + 2 + 0.1 + 1)
+    assert predict_segments(spec, segments, cluster, [0, 1]).latency_seconds == pytest.approx(1 + 0.1 + 2 + 0.1 + 1)
 
 
 def test_encryption_cost_counts_as_device_compute() -> None:
@@ -70,9 +77,9 @@ def test_encryption_cost_counts_as_device_compute() -> None:
     wire = WireCost(encrypted_seconds_per_byte=0.01, seconds_per_message=0.5)
     costly = replace(plain, devices=tuple(replace(device, wire=wire) for device in plain.devices))
     segments = cut(spec, [0, 1])
-    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((2.5, 2.5))
-    assert price(spec, segments, plain, [0, 1]).latency_seconds == pytest.approx(3.0)
-    assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(6.0)
+    assert predict_segments(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((2.5, 2.5))
+    assert predict_segments(spec, segments, plain, [0, 1]).latency_seconds == pytest.approx(3.0)
+    assert predict_segments(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(6.0)
 
 
 @st.composite
@@ -100,10 +107,10 @@ def test_throughput_never_exceeds_the_bottleneck(spec: GraphSpec, data: st.DataO
     assignment = data.draw(st.lists(st.integers(0, 2), min_size=spec.num_operators, max_size=spec.num_operators))
     used = list(dict.fromkeys(assignment))
     segments = cut(spec, [used.index(device) for device in assignment])
-    priced = price(spec, segments, cluster, used)
+    priced = predict_segments(spec, segments, cluster, used)
     assert priced.latency_seconds >= max(priced.busy_seconds) - 1e-9
     count = 30
-    timeline = simulate(tasks_of(spec, segments, cluster, used, num_requests=count))
+    timeline = simulate(request_tasks(spec, segments, cluster, used, num_requests=count))
     assert timeline.makespan >= count * priced.bottleneck_seconds - 1e-6
     assert timeline.makespan <= count * priced.latency_seconds + 1e-6
 
@@ -112,10 +119,10 @@ def test_full_pipeline_completes_one_request_per_bottleneck_time() -> None:
     spec = chain(1, [100] * 6)
     cluster = cluster_of(spec, [1.0, 1.0, 1.0], bytes_per_second=100.0)
     segments = cut(spec, [0, 0, 1, 1, 2, 2])
-    priced = price(spec, segments, cluster, [0, 1, 2])
-    timeline = simulate(tasks_of(spec, segments, cluster, [0, 1, 2], num_requests=50))
+    priced = predict_segments(spec, segments, cluster, [0, 1, 2])
+    timeline = simulate(request_tasks(spec, segments, cluster, [0, 1, 2], num_requests=50))
     assert timeline.makespan == pytest.approx(priced.latency_seconds + 49 * priced.bottleneck_seconds)
-    assert (num_stages(segments), in_flight(segments)) == (3, 9)
+    assert (num_stages(segments), requests_in_flight(segments)) == (3, 9)
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------------
@@ -123,9 +130,9 @@ def test_full_pipeline_completes_one_request_per_bottleneck_time() -> None:
 
 def test_peak_bytes_count_live_tensors() -> None:
     spec = chain(1, [10, 20, 30, 40])
-    assert peak_bytes(spec, range(4)) == 70  # 30 is read while 40 is written
-    assert peak_bytes(spec, [1]) == 30  # 10 is an input of the segment
-    assert peak_bytes(two_branches(out_bytes=10), range(6)) == 30
+    assert peak_activation_bytes(spec, range(4)) == 70  # 30 is read while 40 is written
+    assert peak_activation_bytes(spec, [1]) == 30  # 10 is an input of the segment
+    assert peak_activation_bytes(two_branches(out_bytes=10), range(6)) == 30
 
 
 def test_all_bytes_of_a_worker_count_on_profiled_devices() -> None:
@@ -134,11 +141,15 @@ def test_all_bytes_of_a_worker_count_on_profiled_devices() -> None:
         spec, [1.0, 1.0], 1e9, process_bytes=1000, load_bytes=800, loading_bytes=40, run_bytes=50
     )  # fmt: skip
     segments = cut(spec, [0, 1])
-    first, second = memory_use(spec, segments, cluster, [0, 1])
+    first, second = memory_by_rank(spec, segments, cluster, [0, 1])
     assert (first.weights, second.weights) == (200, 600)  # profiling showed that weights take twice their bytes
     assert first.workspace == 1000 + 10 + (8 << 20)
-    assert first.activations == 50 // 2 + in_flight(segments) * 2 * 10  # sent tensors and their encrypted copies
-    assert memory_use(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100  # cluster from a file
+    assert (
+        first.activations == 50 // 2 + requests_in_flight(segments) * 2 * 10
+    )  # sent tensors and their encrypted copies
+    assert (
+        memory_by_rank(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100
+    )  # cluster from a file
 
 
 def test_planning_is_repeated_if_activations_do_not_fit() -> None:
@@ -169,11 +180,11 @@ def test_every_strategy_respects_memory_and_dependencies(spec: GraphSpec, object
             continue
         check_segments(spec, each.plan.body.segments)
         assert all(device.memory.total <= device.budget_bytes for device in each.plan.devices)
-        assert seconds_of(each.plan) >= each.solution.bound - 1e-6
+        assert objective_seconds(each.plan) >= each.solution.bound - 1e-6
     chosen = planned.chosen.plan
     assert chosen is not None
-    least = min(seconds_of(each.plan) for each in planned.candidates if each.plan)
-    assert seconds_of(chosen) <= 1.01 * least + 1e-9
+    least = min(objective_seconds(each.plan) for each in planned.candidates if each.plan)
+    assert objective_seconds(chosen) <= 1.01 * least + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,7 @@ def test_auto_uses_two_devices_only_on_fast_links(objective: Any, bytes_per_seco
     assert plan.planner == "local" if num_devices == 1 else plan.planner != "local"
     # The pipeline gives one device the stem and a branch, the other the other branch and the head.
     expected = {("latency", 2): 4.0, ("throughput", 2): 3.0}.get((objective, num_devices), 6.0)
-    assert seconds_of(plan) == pytest.approx(expected, rel=1e-3)
+    assert objective_seconds(plan) == pytest.approx(expected, rel=1e-3)
     assert {"local on a", "local on b"} <= {each.label for each in planned.candidates}
     assert len(plan.alternatives) == len(planned.candidates) - 1
 
@@ -337,7 +348,7 @@ def test_cluster_file_errors_name_their_place(tmp_path: Path, change: dict[str, 
 def test_limits_lower_budgets() -> None:
     spec = chain(1, [1])
     cluster: GraphCluster = cluster_of(spec, [1.0, 1.0], 1.0, 100 << 20)
-    limited = with_limits(cluster, [parse_limit("b=25%"), parse_limit("id-a=2MiB")])
+    limited = graph_cluster_with_limits(cluster, [parse_limit("b=25%"), parse_limit("id-a=2MiB")])
     assert [device.budget_bytes for device in limited.devices] == [2 << 20, 25 << 20]
 
 
@@ -391,10 +402,12 @@ def test_stage_with_more_transfers_gets_less_compute(seconds_of_an_end: float) -
     assert solution is not None
     assert plan is not None
     least = min(
-        price(spec, cut(spec, [0] * a + [1] * (b - a) + [2] * (14 - b)), cluster, [0, 1, 2]).bottleneck_seconds
+        predict_segments(
+            spec, cut(spec, [0] * a + [1] * (b - a) + [2] * (14 - b)), cluster, [0, 1, 2]
+        ).bottleneck_seconds
         for a in range(1, 13)
         for b in range(a + 1, 14)
     )
     assert solution.value == pytest.approx(least)
-    assert seconds_of(plan) == pytest.approx(least)
+    assert objective_seconds(plan) == pytest.approx(least)
     assert 14 / 3 <= solution.bound <= least

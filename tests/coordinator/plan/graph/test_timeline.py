@@ -14,7 +14,7 @@ from support.graphs import cluster_of, save_two_branch_model, two_branches
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.graph.price import in_flight, predicted_timeline
+from coordinator.plan.graph.predict import predicted_graph_timeline, requests_in_flight
 from coordinator.plan.graph.request import GraphRequest
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
@@ -43,7 +43,7 @@ def test_timeline_ends_at_the_predicted_time(fields: dict[str, Any], congestion:
     spec = two_branches(flops=1e6, out_bytes=100_000)
     cluster = cluster_of(spec, (1e8, 0.7e8), 1e8, latency_seconds=1e-4, **fields)
     plan = planned(spec, cluster, strategy="heft", congestion=congestion)
-    traces = predicted_timeline(spec, plan, cluster, congestion)
+    traces = predicted_graph_timeline(spec, plan, cluster, congestion)
     assert end_of(traces) == pytest.approx(plan.predicted.latency_seconds)
     assert [trace.device for trace in traces[:2]] == [device.name for device in plan.devices]
     bars = chrome_trace(traces)["traceEvents"]
@@ -58,8 +58,8 @@ def test_throughput_timeline_shows_a_full_pipeline() -> None:
     spec = two_branches(flops=1e6, out_bytes=1000)
     cluster = cluster_of(spec, (1e8, 0.7e8), 1e8)
     plan = planned(spec, cluster, objective="throughput", strategy="pipeline-exact")
-    traces = predicted_timeline(spec, plan, cluster)
-    num_requests = in_flight(plan.body.segments)
+    traces = predicted_graph_timeline(spec, plan, cluster)
+    num_requests = requests_in_flight(plan.body.segments)
     assert {event.tile for trace in traces for event in trace.events} == set(range(num_requests))
     least = num_requests * plan.predicted.bottleneck_seconds
     assert least <= end_of(traces) < least + 2 * plan.predicted.latency_seconds
@@ -89,7 +89,7 @@ def test_timeline_has_segments_and_transfers_of_a_measured_trace(tmp_path: Path)
             done, _ = engines.answer(1, rank)
             assert isinstance(done, RunDone)
             measured.append(DeviceTrace(device="", rank=rank, events=done.trace))
-    predicted = parts(predicted_timeline(spec, plan, cluster))
+    predicted = parts(predicted_graph_timeline(spec, plan, cluster))
     assert predicted == parts(measured)
     assert predicted[1]
     assert all(bar.kind in (Work.SEGMENT, Phase.TENSOR) for trace in measured for bar in trace.events)

@@ -14,9 +14,9 @@ from support.graphs import chain, cluster_of
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
-from coordinator.plan.graph.price import price, transfers_of
+from coordinator.plan.graph.predict import predict_segments, tensor_transfers
 from coordinator.plan.graph.request import GraphRequest
-from coordinator.plan.graph.wire import num_converted, on_wire, wire_bytes
+from coordinator.plan.graph.wire import num_converted, wire_bytes, with_wire_sizes
 from coordinator.plan.simulator import receive_resources
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.parts import WireFormat
@@ -52,8 +52,10 @@ def test_half_size_wire_format_makes_a_large_cut_worthwhile() -> None:
     assert planned(WireFormat()) == pytest.approx(4.0)  # 4 s of transfer, longer than 3 s of compute
     assert planned(WireFormat(values="fp16")) == pytest.approx(3.0)
     segments = cut(spec, [0, 0, 0, 1, 1, 1])
-    assert [each.num_bytes for each in transfers_of(spec, segments, "fp16")] == [200]
-    assert price(on_wire(spec, "fp16"), segments, cluster, [0, 1]).bottleneck_seconds == pytest.approx(3.0)
+    assert [each.num_bytes for each in tensor_transfers(spec, segments, "fp16")] == [200]
+    assert predict_segments(
+        with_wire_sizes(spec, "fp16"), segments, cluster, [0, 1]
+    ).bottleneck_seconds == pytest.approx(3.0)
 
 
 def test_conversion_costs_compute_at_both_ends() -> None:
@@ -62,9 +64,11 @@ def test_conversion_costs_compute_at_both_ends() -> None:
     wire = WireCost(convert_seconds_per_value={"fp16": 0.02})
     costly = replace(cluster, devices=tuple(replace(device, wire=wire) for device in cluster.devices))
     segments = cut(spec, [0, 1])
-    assert price(spec, segments, costly, [0, 1], values="fp16").busy_seconds == pytest.approx((2.0, 2.0))
-    assert price(spec, segments, costly, [0, 1], values="fp16").latency_seconds == pytest.approx(1 + 2 + 2 + 1)
-    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((1.0, 1.0))
+    assert predict_segments(spec, segments, costly, [0, 1], values="fp16").busy_seconds == pytest.approx((2.0, 2.0))
+    assert predict_segments(spec, segments, costly, [0, 1], values="fp16").latency_seconds == pytest.approx(
+        1 + 2 + 2 + 1
+    )
+    assert predict_segments(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx((1.0, 1.0))
 
 
 def with_input(num_bytes: int) -> GraphSpec:
@@ -79,22 +83,22 @@ def test_graph_inputs_and_outputs_use_links_of_profiled_devices_only() -> None:
     spec = with_input(500)
     segments = cut(spec, [0, 1])
     out_of_a_file = cluster_of(spec, [1.0, 1.0], bytes_per_second=100.0)
-    assert price(spec, segments, out_of_a_file, [0, 1]).latency_seconds == pytest.approx(1 + 2 + 1)
+    assert predict_segments(spec, segments, out_of_a_file, [0, 1]).latency_seconds == pytest.approx(1 + 2 + 1)
     live = replace(out_of_a_file, measured=True)
-    priced = price(spec, segments, live, [0, 1])
+    priced = predict_segments(spec, segments, live, [0, 1])
     assert priced.latency_seconds == pytest.approx(5 + 1 + 2 + 1 + 1)
     assert (priced.bottleneck, priced.bottleneck_seconds) == (receive_resources(0), pytest.approx(5.0))
     wire = WireCost(encrypted_seconds_per_byte=0.001, plain_seconds_per_byte=0.0005, seconds_per_message=0.1)
     costly = replace(live, devices=tuple(replace(device, wire=wire) for device in live.devices))
     # Input, transfer and output, in small pieces. Traffic with the coordinator passes the daemon, as does the request.
-    assert price(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx(
+    assert predict_segments(spec, segments, costly, [0, 1]).busy_seconds == pytest.approx(
         (
             1 + (500 * (4 * 0.001 + 0.001) + 0.3) + (200 * 4 * 0.001 + 0.1) + 3.6,
             1 + (200 * 4 * 0.001 + 0.1) + (100 * (4 * 0.001 + 0.001) + 0.3) + 3.6,
         )
     )
     # A single request waits for the last piece only.
-    assert price(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
+    assert predict_segments(spec, segments, costly, [0, 1]).latency_seconds == pytest.approx(
         (5 + 500 * 0.002 + 0.3) + 1 + (2 + 2 * (200 * 0.001 + 0.1)) + 1 + (1 + 100 * 0.002 + 0.3)
     )
 
@@ -114,4 +118,4 @@ def test_device_that_receives_the_inputs_computes_less() -> None:
 def test_inputs_cost_no_time_without_a_link() -> None:
     spec = with_input(500)
     alone = replace(cluster_of(spec, [1.0], bytes_per_second=100.0), measured=True)
-    assert price(spec, cut(spec, [0, 0]), alone, [0]).latency_seconds == pytest.approx(2.0)
+    assert predict_segments(spec, cut(spec, [0, 0]), alone, [0]).latency_seconds == pytest.approx(2.0)
