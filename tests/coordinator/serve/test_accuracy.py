@@ -1,4 +1,4 @@
-"""The accuracy budget: how an error is measured, which format is chosen, and that a step can be run in any format."""
+"""The accuracy budget: measurement of errors, choice of the value format, and steps in another format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(seed: int, num_rows: int = 5, width: int = 8) -> Array:
 
 
 @given(st.integers(0, 1000), st.floats(0, 0.5), st.integers(0, 4))
-def test_the_error_is_that_of_the_worst_row(seed: int, size: float, row: int) -> None:
+def test_error_is_that_of_the_worst_row(seed: int, size: float, row: int) -> None:
     exact = rows(seed)
     other = exact.astype(np.float64)
     other[row] *= 1 + size
@@ -52,13 +52,13 @@ def test_the_error_is_that_of_the_worst_row(seed: int, size: float, row: int) ->
 
 
 @given(st.integers(0, 1000), st.floats(1e-3, 1e3), st.floats(0, 1))
-def test_the_error_knows_no_scale(seed: int, scale: float, size: float) -> None:
+def test_error_is_scale_invariant(seed: int, scale: float, size: float) -> None:
     exact, noise = rows(seed).astype(np.float64), rows(seed + 1)
     plain = relative_error(exact, exact + size * noise)
     assert relative_error(scale * exact, scale * (exact + size * noise)) == pytest.approx(plain, abs=1e-12)
 
 
-def test_what_is_no_number_is_an_infinite_error_and_zero_rows_are_no_trap() -> None:
+def test_nan_is_an_infinite_error_and_zero_rows_are_allowed() -> None:
     exact = rows(0)
     exact[2] = 0
     assert relative_error(exact, exact) == 0.0
@@ -84,7 +84,7 @@ POSITIVE = st.floats(1e-6, 10)
     st.lists(POSITIVE, min_size=4, max_size=4), st.lists(st.floats(0, 1) | st.just(np.inf), min_size=3, max_size=3),
     st.floats(1e-6, 1),
 )  # fmt: skip
-def test_the_choice_is_within_the_budget_and_none_within_gains_more(
+def test_chosen_format_is_the_fastest_within_the_budget(
     seconds: list[float], errors: list[float], budget: float
 ) -> None:
     measured = [Measured(*each) for each in zip(FORMATS, [0.0, *errors], seconds, strict=True)]
@@ -95,11 +95,11 @@ def test_the_choice_is_within_the_budget_and_none_within_gains_more(
     for each in measured:
         if each.error * SAFETY_FACTOR <= budget and each.seconds <= (1 - MIN_GAIN) * exact.seconds:
             assert chosen.seconds <= each.seconds
-    assert choose(measured, 2 * budget).seconds <= chosen.seconds  # more room never makes it slower
+    assert choose(measured, 2 * budget).seconds <= chosen.seconds  # a larger budget never makes it slower
     assert f"travel as {chosen.values} " in describe(measured, chosen, budget)
 
 
-def test_exact_wins_when_nothing_is_gained_or_nothing_is_good_enough() -> None:
+def test_exact_is_chosen_if_nothing_is_faster_or_accurate_enough() -> None:
     same = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 1.0)]
     assert choose(same, 0.1).values == "exact"
     hardly = [Measured("exact", 0.0, 1.0), Measured("int8", 1e-3, 0.96)]
@@ -117,7 +117,7 @@ def test_exact_wins_when_nothing_is_gained_or_nothing_is_good_enough() -> None:
 
 
 @given(st.integers(1, 60_000), st.integers(1, 600))
-def test_calibration_batches_are_valid_and_the_same_every_time(vocab_size: int, seq_len: int) -> None:
+def test_calibration_batches_are_valid_and_deterministic(vocab_size: int, seq_len: int) -> None:
     found = calibration_batches(vocab_size, seq_len)
     again = calibration_batches(vocab_size, seq_len)
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
@@ -128,14 +128,14 @@ def test_calibration_batches_are_valid_and_the_same_every_time(vocab_size: int, 
     assert len(lengths) == 3 or seq_len < 8
 
 
-def test_calibration_takes_the_worst_error_and_the_median_time() -> None:
+def test_calibration_uses_the_worst_error_and_the_median_time() -> None:
     errors = {"exact": 0.0, "bf16": 0.01, "fp16": 0.001, "int8": 0.1}
     steps: list[tuple[Values, int]] = []
 
     async def run(values: Values, ids: Array) -> tuple[Array, float]:
         steps.append((values, len(ids)))
         exact = np.ones((len(ids), 4), np.float32) * (ids[:, None] + 1)
-        worst = 3.0 if len(ids) == 32 else 1.0  # a batch of middle length errs most
+        worst = 3.0 if len(ids) == 32 else 1.0  # batches of middle length have the largest error
         late = 5.0 if steps.count((values, 64)) == 2 else 0.0
         return exact * (1 + worst * errors[values]), 1.0 + FORMATS.index(values) + late
 
@@ -156,13 +156,13 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("bert"), small_bert())
 
 
-def test_the_formats_are_those_of_a_plan() -> None:
+def test_calibrated_formats_equal_the_plan_formats() -> None:
     assert get_args(WireFormat.model_fields["values"].annotation) == FORMATS
 
 
 @pytest.mark.parametrize("strategy", ["hmp", "sp", "megatron-tp"])
 @pytest.mark.parametrize("lz4", ["off", "on", "auto"])
-def test_a_step_in_another_format_equals_a_plan_of_that_format(strategy: Any, lz4: Any, bert: Path) -> None:
+def test_step_in_another_format_equals_a_plan_in_that_format(strategy: Any, lz4: Any, bert: Path) -> None:
     from support.engines import EngineCluster
 
     spec = read_spec(bert)
@@ -192,8 +192,8 @@ def test_a_step_in_another_format_equals_a_plan_of_that_format(strategy: Any, lz
             assert np.array_equal(run(cluster, step, values), expected[values or "bf16"]), values
 
 
-def test_what_was_calibrated_holds_on_sentences_that_were_not() -> None:
-    """A trained model, calibrated on random tokens as the coordinator does; its real inputs err within the safety factor."""
+def test_calibrated_error_holds_on_real_sentences() -> None:
+    """A trained model, calibrated on random tokens: errors on real inputs are within the safety factor."""
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     from support.engines import EngineCluster
 
@@ -226,11 +226,11 @@ def test_what_was_calibrated_holds_on_sentences_that_were_not() -> None:
             assert 0 < relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
 
 
-def test_waiting_for_a_slow_peer_is_no_compute_time(bert: Path) -> None:
+def test_waiting_for_a_slow_peer_is_not_compute_time(bert: Path) -> None:
     from support.engines import EngineCluster
 
     spec = read_spec(bert)
     with EngineCluster(bert, make_plan(spec, "hmp", (1, 1)), bytes_per_second=100e3) as cluster:
         _, answers = cluster.run([list(range(60))])
-    for answer in answers:  # each tile of 30 rows travels for over 100 ms
+    for answer in answers:  # each tile of 30 rows takes over 100 ms to transfer
         assert sum(answer.compute_seconds) < (answer.ended_seconds - answer.began_seconds) / 2

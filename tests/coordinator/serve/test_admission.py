@@ -1,4 +1,4 @@
-"""Admission to a deployment: order, room, exclusive maintenance, deadlines, refusal."""
+"""Admission to a deployment: order, capacity, exclusive maintenance, deadlines, refusal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FOREVER = 60.0
 STOPPING = NotServing(state="stopping")
 
 
-def door(capacity: int = 1, most_waiting: int = 3) -> Admission[str]:
+def open_admission(capacity: int = 1, most_waiting: int = 3) -> Admission[str]:
     admission: Admission[str] = Admission(most_waiting)
     admission.open("one", capacity)
     return admission
 
 
-async def turns(count: int = 5) -> None:
-    """Let everything happen that can."""
+async def let_tasks_run(count: int = 5) -> None:
+    """Run all tasks that can run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -36,38 +36,38 @@ async def enter(admission: Admission[str], order: list[object], number: object) 
     order.append((number, await admission.enter(FOREVER)))
 
 
-def test_requests_are_admitted_in_their_order_and_refused_when_too_many_wait() -> None:
+def test_admission_is_fifo_and_rejects_when_the_queue_is_full() -> None:
     async def main() -> None:
-        admission, order = door(capacity=2), list[object]()
+        admission, order = open_admission(capacity=2), list[object]()
         tasks = [asyncio.create_task(enter(admission, order, number)) for number in range(5)]
-        await turns()
+        await let_tasks_run()
         assert (order, admission.waiting, admission.running) == ([(0, "one"), (1, "one")], 3, 2)
         with pytest.raises(QueueFull) as full:
             await admission.enter(FOREVER)
         assert full.value.limit == 3
         admission.leave()
-        await turns()
+        await let_tasks_run()
         assert order[2:] == [(2, "one")]
         tasks[3].cancel()
-        await turns()
+        await let_tasks_run()
         assert admission.waiting == 1
         admission.leave()
-        await turns()
+        await let_tasks_run()
         assert (order[3:], admission.waiting, admission.running) == ([(4, "one")], 0, 2)
 
     scenario(main)
 
 
-def test_a_newcomer_does_not_overtake() -> None:
+def test_new_request_does_not_overtake_a_waiting_one() -> None:
     async def main() -> None:
-        admission, order = door(capacity=2), list[object]()
+        admission, order = open_admission(capacity=2), list[object]()
         for _ in range(2):
             await admission.enter(FOREVER)
         waiting = asyncio.create_task(enter(admission, order, "first"))
-        await turns()
+        await let_tasks_run()
         admission.leave()
         newcomer = asyncio.create_task(enter(admission, order, "second"))
-        await turns()
+        await let_tasks_run()
         assert order == [("first", "one")]
         newcomer.cancel()
         await asyncio.gather(waiting, newcomer, return_exceptions=True)
@@ -75,13 +75,13 @@ def test_a_newcomer_does_not_overtake() -> None:
     scenario(main)
 
 
-def test_a_turn_that_comes_in_the_moment_of_giving_up_is_handed_on() -> None:
+def test_slot_granted_to_a_cancelled_request_goes_to_the_next() -> None:
     async def main() -> None:
-        admission, order = door(), list[object]()
+        admission, order = open_admission(), list[object]()
         await admission.enter(FOREVER)
         first, second = (asyncio.create_task(enter(admission, order, number)) for number in (1, 2))
-        await turns()
-        admission.leave()  # the first one's turn, which it has not yet seen
+        await let_tasks_run()
+        admission.leave()  # grants the slot to the first task, which has not run yet
         first.cancel()
         await asyncio.wait({first, second}, timeout=1)
         assert (order, admission.running) == ([(2, "one")], 1)
@@ -89,12 +89,12 @@ def test_a_turn_that_comes_in_the_moment_of_giving_up_is_handed_on() -> None:
     scenario(main)
 
 
-def test_while_it_is_closed_requests_wait_for_the_next_deployment() -> None:
+def test_requests_wait_for_the_next_deployment_while_closed() -> None:
     async def main() -> None:
-        admission, order = door(), list[object]()
+        admission, order = open_admission(), list[object]()
         admission.close()
         waiting = asyncio.create_task(enter(admission, order, 1))
-        await turns()
+        await let_tasks_run()
         assert (order, admission.waiting) == ([], 1)
         with pytest.raises(asyncio.TimeoutError):
             await admission.enter(0.001)
@@ -106,18 +106,18 @@ def test_while_it_is_closed_requests_wait_for_the_next_deployment() -> None:
     scenario(main)
 
 
-def test_a_refusal_reaches_those_that_wait_and_those_that_come() -> None:
+def test_refusal_ends_waiting_and_new_requests() -> None:
     async def main() -> None:
-        admission = door()
+        admission = open_admission()
         await admission.enter(FOREVER)
         waiting = asyncio.create_task(admission.enter(FOREVER))
-        await turns()
+        await let_tasks_run()
         admission.close(STOPPING)
         for request in (waiting, asyncio.create_task(admission.enter(FOREVER))):
             with pytest.raises(NotServing, match="stopping"):
                 await request
         drained = asyncio.create_task(admission.drained())
-        await turns()
+        await let_tasks_run()
         assert not drained.done()
         admission.leave()
         await drained
@@ -125,9 +125,9 @@ def test_a_refusal_reaches_those_that_wait_and_those_that_come() -> None:
     scenario(main)
 
 
-def test_what_is_exclusive_runs_alone_and_in_its_turn() -> None:
+def test_exclusive_maintenance_runs_alone_and_in_order() -> None:
     async def main() -> None:
-        admission, order = door(capacity=9), list[object]()
+        admission, order = open_admission(capacity=9), list[object]()
 
         async def exclusive() -> None:
             async with admission.exclusively():
@@ -140,15 +140,15 @@ def test_what_is_exclusive_runs_alone_and_in_its_turn() -> None:
         await admission.enter(FOREVER)
         await admission.enter(FOREVER)
         maintenance = asyncio.create_task(exclusive())
-        await turns()
+        await let_tasks_run()
         late = asyncio.create_task(enter(admission, order, "late"))
-        await turns()
+        await let_tasks_run()
         assert (order, admission.waiting) == ([], 1)
         admission.leave()
-        await turns()
+        await let_tasks_run()
         assert order == []
         admission.leave()
-        await turns()
+        await let_tasks_run()
         assert order == ["began"]
         release.set()
         await asyncio.gather(maintenance, late)
@@ -158,9 +158,9 @@ def test_what_is_exclusive_runs_alone_and_in_its_turn() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "timed out"])
-def test_maintenance_that_is_given_up_holds_up_nobody(how: str) -> None:
+def test_abandoned_maintenance_blocks_no_requests(how: str) -> None:
     async def main() -> None:
-        admission, order = door(capacity=9), list[object]()
+        admission, order = open_admission(capacity=9), list[object]()
 
         async def exclusive() -> None:
             with pytest.raises(asyncio.TimeoutError if how == "timed out" else asyncio.CancelledError):
@@ -169,9 +169,9 @@ def test_maintenance_that_is_given_up_holds_up_nobody(how: str) -> None:
 
         await admission.enter(FOREVER)
         maintenance = asyncio.create_task(exclusive())
-        await turns()
+        await let_tasks_run()
         late = asyncio.create_task(enter(admission, order, "late"))
-        await turns()
+        await let_tasks_run()
         if how == "cancelled":
             maintenance.cancel()
         await late
@@ -185,9 +185,9 @@ def test_maintenance_that_is_given_up_holds_up_nobody(how: str) -> None:
     st.lists(st.sampled_from(["enter", "exclusive", "leave", "cancel", "close", "open"]), max_size=60),
     st.integers(1, 3),
 )
-def test_never_more_than_the_capacity_and_nothing_beside_what_is_exclusive(steps: list[str], capacity: int) -> None:
+def test_random_sequences_respect_capacity_and_exclusiveness(steps: list[str], capacity: int) -> None:
     async def main() -> None:
-        admission = door(capacity, most_waiting=100)
+        admission = open_admission(capacity, most_waiting=100)
         inside: list[str] = []
         asked: list[asyncio.Task[None]] = []
 
@@ -222,7 +222,7 @@ def test_never_more_than_the_capacity_and_nothing_beside_what_is_exclusive(steps
                 admission.close()
             elif step == "open":
                 admission.open("next", capacity)
-            await turns(5 + 3 * len(asked))  # all that wait may come and go, one after the other
+            await let_tasks_run(5 + 3 * len(asked))  # enough iterations for all waiting requests to enter and leave
             assert admission.running == len(inside) <= capacity
             assert len(inside) == 1 or "exclusive" not in inside
         admission.open("last", capacity)

@@ -1,4 +1,4 @@
-"""App keys: admitted, revoked, remembered."""
+"""App keys: admission, revocation, persistence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coordinator.serve.apps import AppRegistry, Apps
 from hearth.errors import BadRequest, BadSetting
 
 
-def test_apps_are_admitted_revoked_and_remembered(tmp_path: Path) -> None:
+def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
     apps = AppRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     assert "k1" in AppRegistry(tmp_path / "apps.json").current().keys
@@ -25,7 +25,7 @@ def test_apps_are_admitted_revoked_and_remembered(tmp_path: Path) -> None:
     assert apps.current() == Apps(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
 
 
-def test_a_change_of_the_file_counts_at_the_next_request(tmp_path: Path) -> None:
+def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
     first, second = (AppRegistry(tmp_path / "apps.json") for _ in range(2))
     first.add("lamp", "k1")
     assert "k1" in second.current().keys

@@ -1,4 +1,4 @@
-"""A controller of either kind of model: errors that end it, planned stops, re-planning of graphs, its history."""
+"""The controller, for both kinds of model: fatal errors, planned stops, re-planning of graphs, its history."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
 
 
 class Case:
-    """One kind of model: a goal, a fleet, and a request of a client."""
+    """One kind of model: a goal, a fleet, and a client request."""
 
     def __init__(self, kind: str, folder: Path, graph: Graph, names: str = "ab") -> None:
         self.goal: Goal
@@ -72,15 +72,15 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's process is tested with the plans."""
+    """Plan in this process; the planner process is tested with the plans."""
 
     async def here(request: GraphRequest) -> PlanningResult[GraphPlan]:
-        return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
+        return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)
 
 
-# ---- errors that end it, and those that it waits out ----------------------------------------------------------------
+# ---- fatal and temporary errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,7 @@ def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_contradictions_end_it(
+def test_only_contradictions_end_the_controller(
     kind: str, error: Exception, ends: bool, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
@@ -151,7 +151,7 @@ async def stopping(case: Case, folder: Path, **settings: Any) -> AsyncIterator[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stop_lets_running_requests_finish_and_refuses_all_others(kind: str, tmp_path: Path, graph: Graph) -> None:
+def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: Graph) -> None:
     async def main() -> None:
         case = Case(kind, tmp_path, graph)
         async with stopping(case, tmp_path) as (home, running):
@@ -161,7 +161,7 @@ def test_a_stop_lets_running_requests_finish_and_refuses_all_others(kind: str, t
             await home.until(lambda: case.fleet.running.total() == 2 * room)
             home.controller.stop()
             with pytest.raises(NotServing, match="stopping: running requests finish, new ones are refused"):
-                await asked.pop()  # it waited for a place
+                await asked.pop()  # it was queued
             with pytest.raises(NotServing, match="stopping"):
                 await case.ask(home)
             await turns()
@@ -175,7 +175,7 @@ def test_a_stop_lets_running_requests_finish_and_refuses_all_others(kind: str, t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("twice", [True, False], ids=["told twice", "after the deadline"])
-def test_a_stop_ends_requests_that_take_too_long(kind: str, twice: bool, tmp_path: Path, graph: Graph) -> None:
+def test_stop_ends_requests_that_exceed_the_drain_timeout(kind: str, twice: bool, tmp_path: Path, graph: Graph) -> None:
     async def main() -> None:
         case = Case(kind, tmp_path, graph)
         async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
@@ -191,7 +191,7 @@ def test_a_stop_ends_requests_that_take_too_long(kind: str, twice: bool, tmp_pat
     asyncio.run(main())
 
 
-def test_a_stop_before_it_serves_ends_it_at_once(tmp_path: Path, graph: Graph) -> None:
+def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: Graph) -> None:
     async def main() -> None:
         for begun in (True, False):
             home = House(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
@@ -206,7 +206,7 @@ def test_a_stop_before_it_serves_ends_it_at_once(tmp_path: Path, graph: Graph) -
     asyncio.run(main())
 
 
-def test_work_that_ends_in_the_moment_of_a_stop_changes_nothing(tmp_path: Path, graph: Graph) -> None:
+def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: Graph) -> None:
     async def main() -> None:
         case = Case("transformer", tmp_path, graph)
         settling, settled = asyncio.Event(), asyncio.Event()
@@ -227,7 +227,7 @@ def test_work_that_ends_in_the_moment_of_a_stop_changes_nothing(tmp_path: Path, 
     asyncio.run(main())
 
 
-# ---- graphs are watched and re-planned as transformers are ------------------------------------------------------------
+# ---- drift and re-planning of graphs ----------------------------------------------------------------------------------
 
 
 def operators_of(home: House) -> dict[str, int]:
@@ -238,9 +238,7 @@ def operators_of(home: House) -> dict[str, int]:
     }
 
 
-def test_a_device_that_becomes_slow_gets_less_of_a_graph(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         case = Case("graph", tmp_path, graph)
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
@@ -251,7 +249,7 @@ def test_a_device_that_becomes_slow_gets_less_of_a_graph(
             await home.until_replanned(lambda: case.ask(home))
             assert home.said("a takes 3.00x its time: changing the plan") == 1
             assert operators_of(home)["a"] < share["a"]
-            case.fleet.slow["a"] = 1.0  # against the plan, which knows of it now
+            case.fleet.slow["a"] = 1.0  # relative to the plan, which now includes the slowdown
             home.now += 2 * REPLAN_SECONDS
             for _ in range(20):
                 await case.ask(home)
@@ -261,7 +259,7 @@ def test_a_device_that_becomes_slow_gets_less_of_a_graph(
     asyncio.run(main())
 
 
-def test_a_device_that_comes_joins_a_graph_while_requests_go_on(
+def test_new_device_joins_a_graph_without_failing_requests(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -291,7 +289,7 @@ def test_a_device_that_comes_joins_a_graph_while_requests_go_on(
     asyncio.run(main())
 
 
-def test_the_history_is_told_in_words(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_described(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         case = Case("transformer", tmp_path, graph)
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:

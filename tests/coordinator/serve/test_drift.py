@@ -1,4 +1,4 @@
-"""Drift: what counts as one, when a new plan is made, and a server that moves to it while it serves."""
+"""Drift: detection, the decision to plan again, and a controller that changes its plan while serving."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def planned(*compute_seconds: float, total: float = TOTAL) -> TransformerPlan:
 
 
 class Steps:
-    """Feeds a monitor: `slow` multiplies each rank's time, `total` the whole step's; `bias` is what was always so."""
+    """Feeds a monitor: `slow` multiplies each rank's time, `total` the step's time, `bias` all times of all steps."""
 
     def __init__(self, monitor: DriftMonitor, compute: Sequence[float], bias: float = 1.0, seed: int = 0) -> None:
         self.monitor = monitor
@@ -79,7 +79,7 @@ class Steps:
     def run(
         self, count: int, slow: Sequence[float] = (), total: float = 1.0, rows: int = SEQ_LEN, noise: float = 0.0
     ) -> Finding | None:
-        """The first finding of `count` steps."""
+        """The first finding within `count` steps."""
         slow = slow or [1.0] * len(self.compute)
         found = None
         for _ in range(count):
@@ -97,12 +97,12 @@ def steps(*compute: float, **kwargs: Any) -> Steps:
 
 
 @given(st.integers(1, 5), st.floats(0.1, 10), st.integers(0, 1000))
-def test_steady_steps_are_no_drift_however_wrong_the_prediction(num_devices: int, bias: float, seed: int) -> None:
+def test_constant_prediction_error_is_no_drift(num_devices: int, bias: float, seed: int) -> None:
     assert steps(*[0.5] * num_devices, bias=bias, seed=seed).run(60, noise=0.1) is None
 
 
 @given(st.integers(2, 5), st.floats(1.5, 20), st.booleans(), st.integers(0, 1000))
-def test_a_device_that_changes_is_found_soon_and_measured_well(n: int, change: float, faster: bool, seed: int) -> None:
+def test_changed_device_is_found_soon_and_measured_accurately(n: int, change: float, faster: bool, seed: int) -> None:
     factor = 1 / change if faster else change
     feed = steps(*[0.5] * n, seed=seed)
     assert feed.run(BASELINE_STEPS + 5, noise=0.03) is None
@@ -112,13 +112,13 @@ def test_a_device_that_changes_is_found_soon_and_measured_well(n: int, change: f
     assert found.factors["id0"] == pytest.approx(factor, rel=0.1)
     assert all(found.factors[f"id{rank}"] == pytest.approx(1.0, rel=0.1) for rank in range(1, n))
     feed.monitor.rebase()
-    assert feed.run(30, [factor] + [1.0] * (n - 1), noise=0.03) is None  # the new normal
+    assert feed.run(30, [factor] + [1.0] * (n - 1), noise=0.03) is None  # the new baseline
     back = feed.run(SUSTAINED_STEPS + 4, noise=0.03)
     assert back is not None
     assert back.factors["id0"] == pytest.approx(1 / factor, rel=0.15)
 
 
-def test_devices_that_move_apart_drift_though_each_alone_does_not() -> None:
+def test_opposite_changes_of_two_devices_are_drift() -> None:
     feed = steps(0.5, 0.5)
     feed.run(10)
     assert feed.run(50, [1.15, 1.0]) is None
@@ -126,17 +126,17 @@ def test_devices_that_move_apart_drift_though_each_alone_does_not() -> None:
 
 
 @given(st.floats(1.45, 10), st.booleans())
-def test_a_step_that_drifts_without_its_devices_makes_the_links_suspect(change: float, faster: bool) -> None:
+def test_step_drift_without_device_drift_makes_links_suspect(change: float, faster: bool) -> None:
     feed = steps(0.3, 0.3)
     feed.run(10)
     assert feed.run(12, total=1 / change if faster else change) == Finding(links_suspect=True)
     alone = steps(0.3)
     alone.run(10)
-    assert alone.run(20, total=change) is None  # it has no links
+    assert alone.run(20, total=change) is None  # a single device has no links
 
 
 @given(st.floats(1.4, 5))
-def test_a_slow_device_that_slows_the_step_does_not_make_the_links_suspect(change: float) -> None:
+def test_slow_device_that_slows_the_step_does_not_make_links_suspect(change: float) -> None:
     feed = steps(0.9, 0.3)
     feed.run(10)
     found = feed.run(20, [change, 1.0], total=change)
@@ -145,19 +145,19 @@ def test_a_slow_device_that_slows_the_step_does_not_make_the_links_suspect(chang
 
 
 @given(st.floats(2, 1e6), st.integers(0, 40))
-def test_one_outlier_is_no_drift(size: float, when: int) -> None:
+def test_single_outlier_is_no_drift(size: float, when: int) -> None:
     feed = steps(0.5, 0.5)
     feed.run(1 + when)
     assert feed.run(1, [size, 1.0], total=size) is None
     assert feed.run(30) is None
 
 
-def test_short_steps_and_the_first_do_not_count_and_a_drift_that_passes_is_forgotten() -> None:
+def test_short_and_first_steps_are_ignored_and_temporary_drift_expires() -> None:
     feed = steps(0.5, 0.5)
     assert feed.run(1, [50.0, 50.0], total=50.0) is None
     assert feed.run(100, [9.0, 1.0], rows=SEQ_LEN // 2 - 1) is None
     assert feed.run(BASELINE_STEPS + 1) is None
-    assert feed.run(3, [2.0, 1.0]) is None  # the weighted drift outlasts it, but not long enough
+    assert feed.run(3, [2.0, 1.0]) is None  # the weighted drift lasts longer than the slowdown, but not long enough
     assert feed.run(10) is None
     assert feed.run(20, [2.0, 1.0], rows=SEQ_LEN // 2) is not None
     for _ in range(20):
@@ -165,21 +165,21 @@ def test_short_steps_and_the_first_do_not_count_and_a_drift_that_passes_is_forgo
     assert feed.monitor.finding is None
 
 
-def test_times_that_nobody_reports_or_predicts_are_left_out() -> None:
+def test_times_that_are_not_reported_or_predicted_are_ignored() -> None:
     monitor = DriftMonitor(planned(0.0, 0.5, total=0.0))
     for _ in range(50):
         assert monitor.observe(1.0, (0.3, 0.0), 1.0) is None
 
 
-# ---- when to plan anew ----------------------------------------------------------------------------------------------
+# ---- when to plan again ---------------------------------------------------------------------------------------------
 
 
-def test_a_device_joins_after_it_stayed_and_no_sooner() -> None:
+def test_device_joins_only_after_the_stay_time() -> None:
     watch = Watch()
     watch.planned(["a"], 0.0)
     assert watch.due(["a"], None, 100.0) is None
     assert watch.due(["a", "b"], None, 101.0) is None
-    assert watch.due(["a"], None, 105.0) is None  # it went, so the time begins anew
+    assert watch.due(["a"], None, 105.0) is None  # the device left, so the time starts again
     assert watch.due(["a", "b"], None, 106.0) is None
     assert watch.due(["a", "b"], None, 105.9 + STAY_SECONDS) is None
     assert watch.due(["a", "b"], None, 106.0 + STAY_SECONDS) == Reasons(frozenset("b"))
@@ -187,10 +187,10 @@ def test_a_device_joins_after_it_stayed_and_no_sooner() -> None:
     assert watch.due(["a", "b"], None, 1000.0) is None
     assert watch.due(["a"], None, 1001.0) is None
     assert watch.due(["a", "b"], None, 1002.0) is None
-    assert watch.due(["a", "b"], None, 1012.0) == Reasons(frozenset("b"))  # back again
+    assert watch.due(["a", "b"], None, 1012.0) == Reasons(frozenset("b"))  # the device came back
 
 
-def test_a_device_that_was_left_out_as_slow_is_looked_at_again() -> None:
+def test_device_left_out_as_slow_is_reconsidered_later() -> None:
     watch = Watch()
     watch.planned(["a", "b"], 0.0, slow=["b"])
     assert watch.due(["a", "b"], None, LOOK_AGAIN_SECONDS) is None
@@ -198,7 +198,7 @@ def test_a_device_that_was_left_out_as_slow_is_looked_at_again() -> None:
 
 
 @given(st.integers(1, 12))
-def test_a_device_that_is_lost_again_and_again_must_stay_longer(losses: int) -> None:
+def test_stay_time_doubles_with_each_loss(losses: int) -> None:
     watch = Watch()
     watch.planned(["a"], 0.0)
     for _ in range(losses):
@@ -210,7 +210,7 @@ def test_a_device_that_is_lost_again_and_again_must_stay_longer(losses: int) -> 
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.booleans(), st.sets(st.sampled_from("abc"))), max_size=60))
-def test_never_more_often_than_the_pause(looks: list[tuple[float, bool, set[str]]]) -> None:
+def test_replanning_is_never_more_frequent_than_the_pause(looks: list[tuple[float, bool, set[str]]]) -> None:
     watch, now, answered = Watch(), 0.0, []
     for pause, drifted, devices in looks:
         now += pause
@@ -221,19 +221,19 @@ def test_never_more_often_than_the_pause(looks: list[tuple[float, bool, set[str]
     assert all(b - a >= REPLAN_SECONDS for a, b in zip(answered, answered[1:], strict=False))
 
 
-def test_the_reasons_are_said_in_names() -> None:
+def test_reasons_are_described_with_device_names() -> None:
     names = {"a": "attic", "b": "barn"}
     assert explain(Reasons(frozenset("ba")), names) == "attic can join, barn can join"
     assert explain(Reasons(finding=Finding(links_suspect=True)), names) == "the links have changed"
     assert explain(Reasons(finding=Finding({"a": 2.0, "b": 1.02})), names) == "attic takes 2.00x its time"
 
 
-def test_a_new_plan_must_gain_a_tenth() -> None:
+def test_new_plan_must_gain_a_tenth() -> None:
     assert pays(0.9, 1.0)
     assert not pays(0.91, 1.0)
 
 
-# ---- a house that re-plans ------------------------------------------------------------------------------------------
+# ---- a controller that re-plans -------------------------------------------------------------------------------------
 
 
 def transformers(folder: Path, **wishes: Any) -> TransformerGoal:
@@ -253,12 +253,12 @@ async def house(
 
 
 async def ask(home: House, count: int) -> None:
-    """Requests of full length."""
+    """Send requests of full length."""
     for _ in range(count):
         assert (await home.hidden_states(16)).shape == (16, 24)
 
 
-def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
             await ask(home, 10)
@@ -267,8 +267,8 @@ def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch:
             assert home.plan.body.heads == (0, 3)
             assert home.said("a takes 8.00x its time: changing the plan") == 1
             assert home.tools.profiler.slowdown("a") == pytest.approx(8.0)
-            # What the new plan predicts holds, so nothing more is done.
-            home.fleet.slow["a"] = 1.0  # (the fake's factor is against the plan, which knows of it now)
+            # The new plan's prediction holds, so nothing more is done.
+            home.fleet.slow["a"] = 1.0  # the fake's factor is relative to the plan, which now includes the slowdown
             home.now += 2 * REPLAN_SECONDS
             await ask(home, 30)
             await home.looks()
@@ -277,7 +277,7 @@ def test_a_device_that_becomes_slow_gets_less_to_do(tmp_path: Path, monkeypatch:
     asyncio.run(main())
 
 
-def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
+def test_slow_device_that_was_left_out_is_measured_again_and_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -298,7 +298,7 @@ def test_a_device_that_was_left_out_as_slow_is_measured_again_and_comes_back(
     asyncio.run(main())
 
 
-def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
+def test_drifted_links_are_measured_again_and_the_best_plan_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -310,7 +310,7 @@ def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
             await home.until(lambda: home.said("the links have changed: the plan stays"))
             rates = {link.bytes_per_second for link in home.tools.profiler.links.values()}
             assert rates == {home.fleet.link_bytes_per_second / 2}
-            await ask(home, BASELINE_STEPS)  # the new normal
+            await ask(home, BASELINE_STEPS)  # the new baseline
             home.fleet.link_factor = 4.0
             await ask(home, 30)
             await home.looks()
@@ -322,9 +322,7 @@ def test_links_that_drift_are_measured_anew_and_a_plan_that_stays_best_stays(
     asyncio.run(main())
 
 
-def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
             there = home.fleet.devices["b"]
@@ -347,7 +345,7 @@ def test_a_device_that_comes_back_joins_by_itself_while_requests_go_on(
     asyncio.run(main())
 
 
-def test_an_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch, exclude=("c",)) as home:
             home.fleet.add("c")
@@ -359,12 +357,13 @@ def test_an_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
-def test_a_given_plan_is_kept_whoever_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path / "free", monkeypatch, "a") as free:
             plan = free.plan
             async with house(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
-                for name, members in (("b", "ab"), ("c", "abc")):  # the free home shows how long it takes to join
+                # the harness without a given plan shows how long joining takes
+                for name, members in (("b", "ab"), ("c", "abc")):
                     for home in (free, kept):
                         home.fleet.add(name)
                     await free.looks()
@@ -376,7 +375,7 @@ def test_a_given_plan_is_kept_whoever_comes(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
+def test_limits_apply_to_every_plan_and_unknown_names_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
@@ -392,12 +391,12 @@ def test_limits_hold_for_every_plan_and_a_name_that_is_not_there_is_told(
             await home.looks()
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "abc" and home.ready)
-            assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of that again
+            assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
 
     asyncio.run(main())
 
 
-def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
         async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
             return home.plan, home.said("the given plan is not used: a ")
@@ -414,7 +413,7 @@ def test_a_given_plan_that_breaks_a_limit_is_not_used(tmp_path: Path, monkeypatc
         assert said == refused
 
 
-def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
+def test_device_that_cannot_be_measured_does_not_disturb_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -440,12 +439,12 @@ def test_a_device_that_cannot_be_measured_does_not_disturb_what_is_served(
 
 
 @pytest.mark.parametrize(("budget", "chosen"), [(0.2, "int8"), (0.01, "bf16"), (0.005, "fp16"), (1e-4, "exact")])
-def test_the_fastest_format_within_the_budget_is_measured_and_used(
+def test_fastest_format_within_the_budget_is_measured_and_used(
     budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch, accuracy_budget=budget) as home:
-            await ask(home, 1)  # it is served at once, exactly
+            await ask(home, 1)  # served immediately, in the exact format
             await home.until(lambda: home.said(f"activations travel as {chosen} "))
             home.fleet.asked.clear()
             await ask(home, 30)
@@ -456,7 +455,7 @@ def test_the_fastest_format_within_the_budget_is_measured_and_used(
     asyncio.run(main())
 
 
-def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path / "plain", monkeypatch) as home:
             await ask(home, 2)
@@ -470,9 +469,7 @@ def test_without_a_budget_or_a_wire_nothing_is_calibrated(tmp_path: Path, monkey
     asyncio.run(main())
 
 
-def test_requests_and_messages_of_a_change_of_plan_are_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with house(tmp_path, monkeypatch) as home:
             await ask(home, 10)
@@ -483,7 +480,7 @@ def test_requests_and_messages_of_a_change_of_plan_are_in_order(
             await asking
             kinds = [type(message) for _, message in home.fleet.asked]
             unload = kinds.index(Unload)
-            assert FindMissing in kinds[kinds.index(Run) : unload]  # the weights went ahead
+            assert FindMissing in kinds[kinds.index(Run) : unload]  # weights were sent before the old plan was unloaded
             assert kinds[unload:].index(Load) < kinds[unload:].index(ConnectPeers)
             assert kinds[unload:].index(ConnectPeers) < kinds[unload:].index(Run)
 
@@ -499,7 +496,7 @@ def test_requests_and_messages_of_a_change_of_plan_are_in_order(
         (("MODEL", "--accuracy-budget", "0.1", "--wire", "int8"), "omit --wire"),
     ],
 )
-def test_a_budget_that_makes_no_sense_is_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_invalid_accuracy_budget_is_one_clear_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     write_model(tmp_path / "MODEL")

@@ -1,4 +1,4 @@
-"""Answers token by token, with a scripted deployment: failover, stop texts, limits; and the client that reads them."""
+"""Token streams of a scripted deployment: failover, stop texts, limits; the client library and its commands."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ ERRORS_OF_A_REQUEST = (BadRequest(reason="no"), FrameTooLarge(num_bytes=2, cap_b
 MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
 
 
-def following(ids: Sequence[int]) -> int:
+def next_token(ids: Sequence[int]) -> int:
     """The scripted model: the next token depends on every token and on its position."""
     value = sum((index + 1) * token for index, token in enumerate(ids)) + len(ids)
     return 10 + value % (VOCAB - 10)
@@ -100,7 +100,7 @@ def following(ids: Sequence[int]) -> int:
 def expected(prompt: Sequence[int], count: int) -> list[int]:
     ids = list(prompt)
     for _ in range(count):
-        ids.append(following(ids))
+        ids.append(next_token(ids))
     return ids[len(prompt) :]
 
 
@@ -115,12 +115,12 @@ class Request:
 
 @dataclass
 class Script:
-    """A stand-in for Deployment. `fails` gives, for each request in turn, after how many tokens it gets which error."""
+    """A stand-in for Deployment. `fails` lists, for each request, the number of tokens before an error, and the error."""
 
     plan: TransformerPlan = PLAN
     fails: list[tuple[int, HearthError]] = field(default_factory=list)
-    tokens: Sequence[int] = ()  # instead of the scripted model's
-    at_once: int = 1  # tokens in one message
+    tokens: Sequence[int] = ()  # used in place of the scripted model's, if given
+    at_once: int = 1  # tokens per message
     silent_after: int | None = None
     requests: list[Request] = field(default_factory=list)
     open_now: int = 0
@@ -150,7 +150,7 @@ class Script:
                     raise error
                 if count == self.silent_after:
                     await asyncio.Event().wait()
-                token = self.tokens[first_index + count] if self.tokens else following(ids)
+                token = self.tokens[first_index + count] if self.tokens else next_token(ids)
                 ids.append(token)
                 batch.append(token)
                 count += 1
@@ -171,7 +171,7 @@ class Script:
 
 
 class Host(Requests[Any]):
-    """Real admission; the deployment that failed is replaced by the next one, a moment later."""
+    """Real admission; a failed deployment is replaced by the next one after a pause."""
 
     def __init__(self, *deployments: Script, pause_seconds: float = 0.0) -> None:
         super().__init__(99, lambda: "planning again", self._lost)
@@ -222,7 +222,7 @@ async def read(generations: Generations, model: TextModel, token_ids: Sequence[i
 # ---- on one plan ----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_comes_back_token_by_token_with_its_figures() -> None:
+def test_tokens_are_streamed_and_end_with_usage() -> None:
     script = Script()
     found = asyncio.run(ask(Host(script), max_tokens=6, sampling=SamplingChoice(temperature=0.5, seed=3)))
     assert found.tokens == expected((1, 2, 3), 6)
@@ -233,7 +233,7 @@ def test_a_request_comes_back_token_by_token_with_its_figures() -> None:
     assert end.queued_seconds >= 0.5
 
 
-def test_a_seed_that_nobody_names_is_another_one_each_time() -> None:
+def test_random_seeds_differ_between_requests() -> None:
     script = Script()
     for _ in range(2):
         asyncio.run(ask(Host(script), max_tokens=1))
@@ -241,12 +241,12 @@ def test_a_seed_that_nobody_names_is_another_one_each_time() -> None:
     assert first != second
 
 
-def test_the_tokens_that_end_a_text_are_passed_on() -> None:
+def test_stop_ids_are_passed_to_the_deployment() -> None:
     found = asyncio.run(ask(Host(Script(tokens=[20, 21, END_TOKEN])), max_tokens=9))
     assert (found.tokens, found.end.reason, found.end.num_tokens) == ([20, 21, END_TOKEN], "stop", 3)
 
 
-def test_without_a_wish_an_answer_is_as_long_as_the_model_says_and_the_context_has_room() -> None:
+def test_default_length_is_limited_by_model_and_context() -> None:
     async def length(token_ids: Sequence[int], **defaults: Any) -> int:
         model = replace(MODEL, defaults=GenerationDefaults(**defaults))
         return len((await ask(Host(Script()), model=model, token_ids=token_ids)).tokens)
@@ -257,7 +257,7 @@ def test_without_a_wish_an_answer_is_as_long_as_the_model_says_and_the_context_h
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, None), (63, 2), (1, 64), (80, None), (81, 1)])
-def test_what_has_no_room_in_the_context_is_refused_with_the_numbers(num_prompt: int, max_tokens: int | None) -> None:
+def test_request_above_the_context_is_rejected_with_numbers(num_prompt: int, max_tokens: int | None) -> None:
     script = Script()
     with pytest.raises(ContextTooLong) as error:
         asyncio.run(ask(Host(script), token_ids=[1] * num_prompt, max_tokens=max_tokens))
@@ -268,7 +268,7 @@ def test_what_has_no_room_in_the_context_is_refused_with_the_numbers(num_prompt:
     assert not script.requests
 
 
-def test_a_plan_for_no_decoder_is_a_bad_plan() -> None:
+def test_encoder_plan_is_a_bad_plan() -> None:
     with pytest.raises(BadPlan):
         context_tokens(with_generation(PLAN, None))
 
@@ -287,7 +287,7 @@ def test_a_plan_for_no_decoder_is_a_bad_plan() -> None:
         ({}, [[1]], "a list of 32-bit integers"),
     ],
 )
-def test_a_bad_request_is_told_before_anything_runs(fields: dict[str, Any], token_ids: Any, said: str) -> None:
+def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_ids: Any, said: str) -> None:
     host = Host(Script())
     with pytest.raises(BadRequest) as error:
         asyncio.run(ask(host, token_ids=token_ids, **fields))
@@ -296,7 +296,7 @@ def test_a_bad_request_is_told_before_anything_runs(fields: dict[str, Any], toke
     assert not host.deployments[0].requests
 
 
-def test_more_requests_than_allowed_are_refused_at_once() -> None:
+def test_requests_above_the_limit_are_rejected_immediately() -> None:
     async def main() -> None:
         generations = Generations(Host(Script(silent_after=1)), 2)
         async with aclosing(generations.run(MODEL, Generate(), np.ones(1, np.int32))) as one:
@@ -310,7 +310,7 @@ def test_more_requests_than_allowed_are_refused_at_once() -> None:
     asyncio.run(main())
 
 
-def test_a_request_has_its_own_deadline_and_ends_no_plan_with_it() -> None:
+def test_request_deadline_does_not_end_the_plan() -> None:
     async def main() -> None:
         script = Script(silent_after=2)
         host = Host(script)
@@ -339,10 +339,10 @@ def test_closing_the_answer_ends_the_sequence() -> None:
     asyncio.run(main())
 
 
-def test_a_warm_up_fits_into_any_context() -> None:
+def test_warm_up_fits_into_any_context() -> None:
     for context in (1, 2, 3, 9, 64):
-        promise = GenerationLimits(kv_tokens=context, max_sequences=1, prefill_rows=1)
-        script = Script(plan=with_generation(PLAN, promise))
+        limits = GenerationLimits(kv_tokens=context, max_sequences=1, prefill_rows=1)
+        script = Script(plan=with_generation(PLAN, limits))
         asyncio.run(warm_up(script))
         (request,) = script.requests
         assert 1 <= len(request.ids) <= 8
@@ -362,7 +362,7 @@ def test_a_warm_up_fits_into_any_context() -> None:
     ],
     ids=lambda error: error.code,
 )
-def test_when_a_plan_fails_the_next_one_goes_on_where_it_was(error: HearthError) -> None:
+def test_generation_resumes_on_the_next_plan_after_a_failure(error: HearthError) -> None:
     first, second = Script(fails=[(4, error)]), Script()
     host = Host(first, second, pause_seconds=0.05)
     found = asyncio.run(ask(host, max_tokens=10, sampling=SamplingChoice(temperature=1.0)))
@@ -375,7 +375,7 @@ def test_when_a_plan_fails_the_next_one_goes_on_where_it_was(error: HearthError)
 
 
 @given(st.lists(st.integers(0, 12), max_size=3), st.integers(1, 12), st.integers(1, 5))
-def test_however_often_and_wherever_plans_fail_the_answer_is_the_same(
+def test_tokens_are_independent_of_number_and_place_of_failures(
     limits: list[int], max_tokens: int, at_once: int
 ) -> None:
     scripts = [*(Script(fails=[(limit, DIED)], at_once=at_once) for limit in limits), Script(at_once=at_once)]
@@ -384,7 +384,7 @@ def test_however_often_and_wherever_plans_fail_the_answer_is_the_same(
     assert all(script.open_now == 0 for script in scripts)
 
 
-def test_after_three_failures_one_more_is_told() -> None:
+def test_fourth_failure_is_reported() -> None:
     scripts = [Script(fails=[(1, WorkerDied(device=f"device{index}", reason="again"))]) for index in range(5)]
     host = Host(*scripts)
     with pytest.raises(WorkerDied, match="device3"):
@@ -401,16 +401,16 @@ def test_internal_and_request_errors_are_not_retried(error: HearthError) -> None
 
 
 @pytest.mark.parametrize(("tokens", "reason"), [([20, 21, 22], "length"), ([20, END_TOKEN, 0], "stop")])
-def test_when_only_the_word_of_the_end_was_lost_nothing_is_asked_again(tokens: list[int], reason: str) -> None:
+def test_lost_end_message_causes_no_new_request(tokens: list[int], reason: str) -> None:
     count = 2 if reason == "stop" else 3
     first, second = Script(tokens=tokens, fails=[(count, DIED)]), Script()
     found = asyncio.run(ask(Host(first, second), max_tokens=3))
     assert (found.tokens, found.end.reason, second.requests) == (tokens[:count], reason, [])
 
 
-def test_a_smaller_plan_ends_an_answer_that_named_no_length_and_refuses_one_that_did() -> None:
-    promise = GenerationLimits(kv_tokens=20, max_sequences=1, prefill_rows=8)
-    small = with_generation(PLAN, promise)
+def test_smaller_plan_truncates_default_length_and_rejects_explicit_length() -> None:
+    limits = GenerationLimits(kv_tokens=20, max_sequences=1, prefill_rows=8)
+    small = with_generation(PLAN, limits)
 
     def scripts() -> tuple[Script, Script]:
         return Script(fails=[(8, DIED)]), Script(plan=small)
@@ -420,7 +420,7 @@ def test_a_smaller_plan_ends_an_answer_that_named_no_length_and_refuses_one_that
         asyncio.run(ask(Host(*scripts()), max_tokens=40))
 
 
-def test_a_change_of_plan_waits_for_running_answers_and_new_ones_wait_for_the_next_plan() -> None:
+def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
     async def main() -> None:
         host = Host(Script(silent_after=2), Script())
         generations = Generations(host, 9)
@@ -447,7 +447,7 @@ def test_a_change_of_plan_waits_for_running_answers_and_new_ones_wait_for_the_ne
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    """Every byte a token, as GPT-2 has it, and two that are special."""
+    """Every byte is a token, as in GPT-2, plus two special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -462,15 +462,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(folder)
 
 
-def saying(tokenizer: TextTokenizer, text: str, **more: Any) -> tuple[Script, TextModel]:
-    """A deployment that says a text, and then its end."""
+def script_of_text(tokenizer: TextTokenizer, text: str, **more: Any) -> tuple[Script, TextModel]:
+    """A deployment that generates a text and its end token."""
     end = tokenizer.encode("</s>")[0]
     script = Script(tokens=[*tokenizer.encode(text), end], **more)
     return script, TextModel(SPEC, tokenizer, GenerationDefaults(stop_ids=(end,)))
 
 
-def test_a_prompt_or_a_chat_is_answered_with_text(tokenizer: TextTokenizer) -> None:
-    script, model = saying(tokenizer, "Grüße! 🙂")
+def test_prompt_or_chat_is_answered_with_text(tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "Grüße! 🙂")
     found = asyncio.run(ask(Host(script), model=model, token_ids=None, prompt="Hi"))
     assert (found.text, found.end.text, found.end.reason) == ("Grüße! 🙂", "", "stop")
     chat = (ChatMessage(role="user", content="Hi"),)
@@ -481,8 +481,8 @@ def test_a_prompt_or_a_chat_is_answered_with_text(tokenizer: TextTokenizer) -> N
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 100])
-def test_a_stop_text_ends_the_answer_and_the_sequence(at_once: int, tokenizer: TextTokenizer) -> None:
-    script, model = saying(tokenizer, "one two three four", at_once=at_once)
+def test_stop_text_ends_the_answer_and_the_sequence(at_once: int, tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "one two three four", at_once=at_once)
     found = asyncio.run(ask(Host(script), model=model, stop=("thr", "nothing"), max_tokens=18))
     assert (found.text, found.end.reason, found.end.num_tokens) == ("one two ", "stop", 11)
     assert found.tokens == script.tokens[:11]
@@ -490,26 +490,26 @@ def test_a_stop_text_ends_the_answer_and_the_sequence(at_once: int, tokenizer: T
     assert script.tokens_given < 11 + at_once
 
 
-def test_what_was_held_back_comes_at_the_end(tokenizer: TextTokenizer) -> None:
-    script, model = saying(tokenizer, "one two th")
+def test_withheld_text_is_sent_at_the_end(tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "one two th")
     found = asyncio.run(ask(Host(script), model=model, stop=("thr",), max_tokens=10))
     assert (found.text, found.end.text, found.end.reason) == ("one two th", "th", "length")
-    script, model = saying(tokenizer, "a€")
+    script, model = script_of_text(tokenizer, "a€")
     found = asyncio.run(ask(Host(script), model=model, max_tokens=3))
-    assert (found.text, found.end.text) == ("a\ufffd", "\ufffd")  # cut in the middle of a character
+    assert (found.text, found.end.text) == ("a\ufffd", "\ufffd")  # cut inside a character
 
 
 @given(limits=st.lists(st.integers(0, 20), max_size=3))
-def test_a_text_goes_on_over_failures_at_any_byte(limits: list[int], tokenizer: TextTokenizer) -> None:
-    script, model = saying(tokenizer, "Grüße! 🙂 END more")
+def test_text_resumes_after_failures_at_any_byte(limits: list[int], tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "Grüße! 🙂 END more")
     script.fails = [(limit, DIED) for limit in limits]
     found = asyncio.run(ask(Host(script), model=model, stop=("END",)))
     assert found.text == "Grüße! 🙂 "
 
 
 @pytest.mark.parametrize("stop", ["", "x" * 1001])
-def test_a_stop_text_has_a_length(stop: str, tokenizer: TextTokenizer) -> None:
-    script, model = saying(tokenizer, "a")
+def test_stop_text_must_not_be_empty(stop: str, tokenizer: TextTokenizer) -> None:
+    script, model = script_of_text(tokenizer, "a")
     with pytest.raises(BadRequest, match="1 to 1000 characters"):
         asyncio.run(ask(Host(script), model=model, stop=(stop,)))
 
@@ -518,7 +518,7 @@ def test_a_stop_text_has_a_length(stop: str, tokenizer: TextTokenizer) -> None:
 
 
 class Agents:
-    """A fleet whose rank 0 streams a script, and whose other ranks answer Abort with what they know."""
+    """A fleet whose rank 0 streams a script, and whose other ranks answer Abort with the errors they know."""
 
     holder = "test"
 
@@ -561,7 +561,7 @@ async def deployed(
     return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), Sampling(), 9, (), 0, 5.0)
 
 
-def test_a_deployment_streams_from_its_first_rank() -> None:
+def test_deployment_streams_from_rank_0() -> None:
     async def main() -> None:
         script = Script()
         deployment, answers = await deployed(Agents(script))
@@ -573,7 +573,7 @@ def test_a_deployment_streams_from_its_first_rank() -> None:
     asyncio.run(main())
 
 
-def test_the_error_at_the_bottom_is_found_and_all_ranks_are_told_to_abort() -> None:
+def test_root_cause_is_found_and_all_ranks_are_aborted() -> None:
     async def main() -> None:
         agents = Agents(Script(fails=[(2, StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
         _, answers = await deployed(agents)
@@ -585,7 +585,7 @@ def test_the_error_at_the_bottom_is_found_and_all_ranks_are_told_to_abort() -> N
     asyncio.run(main())
 
 
-def test_a_lost_device_ends_the_stream_at_once() -> None:
+def test_device_loss_ends_the_stream_immediately() -> None:
     async def main() -> None:
         script = Script(silent_after=2)
         deployment, answers = await deployed(Agents(script))
@@ -604,7 +604,7 @@ def test_a_lost_device_ends_the_stream_at_once() -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-def test_an_error_of_one_request_leaves_the_deployment_alone(error: HearthError) -> None:
+def test_request_error_does_not_end_the_deployment(error: HearthError) -> None:
     async def main() -> None:
         agents = Agents(Script(fails=[(0, error)]))
         deployment, answers = await deployed(agents)
@@ -615,7 +615,7 @@ def test_an_error_of_one_request_leaves_the_deployment_alone(error: HearthError)
     asyncio.run(main())
 
 
-def test_a_stream_that_is_given_up_ends_at_the_agent() -> None:
+def test_abandoned_stream_is_closed_at_the_agent() -> None:
     async def main() -> None:
         script = Script(silent_after=2)
         _, answers = await deployed(Agents(script))
@@ -685,10 +685,8 @@ def test_only_errors_beyond_the_request_end_the_deployment(
     asyncio.run(main())
 
 
-def test_at_a_change_of_plan_a_long_answer_goes_on_with_the_next_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets some time to finish first; after that it moves, and no token is lost or repeated."""
+def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running answer gets time to finish; after that it moves to the new plan, without lost or repeated tokens."""
 
     async def main() -> None:
         script = Script()
@@ -697,7 +695,7 @@ def test_at_a_change_of_plan_a_long_answer_goes_on_with_the_next_plan(
         async with serving(monkeypatch, fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
             script.silent_after = 2
             asking = asyncio.create_task(tokens_of(home, max_tokens=6))
-            await home.until(lambda: script.tokens_given == 2 + 2)  # two of the warm-up
+            await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
             home.fleet.add("b")
             await home.looks()
             home.now += STAY_SECONDS
@@ -709,7 +707,7 @@ def test_at_a_change_of_plan_a_long_answer_goes_on_with_the_next_plan(
     asyncio.run(main())
 
 
-def test_a_model_is_asked_only_for_what_it_can(tmp_path: Path) -> None:
+def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
     async def main() -> None:
         decoder, encoder = (
             House(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
@@ -736,7 +734,7 @@ KEY = new_home_key()
 
 
 class Coordinator:
-    """The client plane of a coordinator, over a scripted deployment."""
+    """The client interface of a coordinator, with a scripted deployment."""
 
     def __init__(self, script: Script, model: TextModel) -> None:
         self.script = script
@@ -775,7 +773,7 @@ async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -
         finally:
             await server.close()
             gatekeeper.stop()
-            await turns()  # its task ends, before another socket takes its file descriptor
+            await turns()  # lets its task end before another socket reuses its file descriptor
 
 
 def access(key: HomeKey = KEY) -> Access:
@@ -783,9 +781,9 @@ def access(key: HomeKey = KEY) -> Access:
     return Access(keys, keys.public)
 
 
-def test_an_app_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
+def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
     async def main() -> None:
-        script, model = saying(tokenizer, "Grüße END", at_once=2)
+        script, model = script_of_text(tokenizer, "Grüße END", at_once=2)
         async with coordinator(script, model) as (_, server):
             async with AsyncHome(access(), f"127.0.0.1:{server.port}", None) as home:
                 answer = home.generate("Hi", stop="END")
@@ -829,7 +827,7 @@ def test_an_app_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> None:
         ({"prompt": None, "token_ids": ["a"]}, "32-bit integers"),
     ],
 )
-def test_a_value_out_of_range_is_named_before_anything_is_sent(fields: dict[str, Any], said: str) -> None:
+def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], said: str) -> None:
     async def main() -> None:
         async with AsyncHome(access(), "127.0.0.1:1", None) as home:
             with pytest.raises(BadRequest) as error:
@@ -839,7 +837,7 @@ def test_a_value_out_of_range_is_named_before_anything_is_sent(fields: dict[str,
     asyncio.run(main())
 
 
-def test_a_setting_that_does_not_exist_is_a_type_error() -> None:
+def test_unknown_setting_is_a_type_error() -> None:
     async def main() -> None:
         async with AsyncHome(access(), "127.0.0.1:1", None) as home:
             with pytest.raises(TypeError, match="temprature"):
@@ -848,7 +846,7 @@ def test_a_setting_that_does_not_exist_is_a_type_error() -> None:
     asyncio.run(main())
 
 
-def test_leaving_an_answer_ends_it_in_the_home() -> None:
+def test_leaving_an_answer_ends_it_at_the_coordinator() -> None:
     async def main() -> None:
         script = Script(silent_after=9)
         async with coordinator(script) as (_, server):
@@ -860,7 +858,7 @@ def test_leaving_an_answer_ends_it_in_the_home() -> None:
                 answer = home.generate(token_ids=[1])
                 reading = asyncio.create_task(answer.text())
                 await until("the silence", lambda: len(answer.token_ids) == 9)
-                await answer.aclose()  # while it is read elsewhere
+                await answer.aclose()  # while another task reads it
                 await until("the end after closing", lambda: not script.open_now)
                 await asyncio.wait({reading})
                 reading = asyncio.create_task(home.generate(token_ids=[1]).text())
@@ -875,7 +873,7 @@ def test_leaving_an_answer_ends_it_in_the_home() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
+def test_request_is_retried_only_before_its_first_token() -> None:
     async def main() -> None:
         async with AsyncExitStack() as clients:
             await ask(clients)
@@ -905,11 +903,11 @@ def test_an_answer_is_asked_again_only_before_its_first_token() -> None:
     asyncio.run(main())
 
 
-# ---- programs without an event loop ---------------------------------------------------------------------------------
+# ---- synchronous client ---------------------------------------------------------------------------------------------
 
 
 class Background:
-    """A coordinator in a thread of its own."""
+    """A coordinator in its own thread."""
 
     def __init__(self, script: Script, model: TextModel = MODEL) -> None:
         self.script = script
@@ -941,7 +939,7 @@ class Background:
         wait_for("the end of the sequence", lambda: not self.script.open_now)
 
 
-def test_an_answer_is_a_plain_iterator() -> None:
+def test_answer_is_a_plain_iterator() -> None:
     with Background(Script()) as served, served.connect() as home:
         answer = home.generate(token_ids=[1, 2, 3], max_tokens=5)
         tokens = [token for token in answer]  # noqa: C416 (a for loop is what is tested)
@@ -957,13 +955,13 @@ def test_an_answer_is_a_plain_iterator() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """It interrupts, also where the tests were started by what ignores it."""
+    """Function that sends SIGINT, which is enabled even if the tests were started with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_loop_that_is_left_ends_the_answer() -> None:
+def test_leaving_a_loop_ends_the_answer() -> None:
     with Background(Script(silent_after=9)) as served, served.connect() as home:
         for _ in home.generate(token_ids=[1]):
             break
@@ -975,7 +973,7 @@ def test_a_loop_that_is_left_ends_the_answer() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_the_answer_and_the_connection_lives() -> None:
+def test_ctrl_c_ends_the_answer_but_not_the_connection() -> None:
     with Background(Script(silent_after=3)) as served, served.connect() as home:
         interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         interrupt.start()
@@ -992,7 +990,7 @@ def test_ctrl_c_ends_the_answer_and_the_connection_lives() -> None:
         assert len(list(home.generate(token_ids=[1], max_tokens=2))) == 2
 
 
-def test_threads_share_a_home_and_none_waits_for_ever_when_it_is_closed() -> None:
+def test_threads_share_a_client_and_none_hangs_when_it_is_closed() -> None:
     with Background(Script(silent_after=20)) as served, served.connect() as home:
         found: list[Any] = []
 
@@ -1032,8 +1030,8 @@ def command(served: Background, key: str, *arguments: str, text: str | None = No
     return result
 
 
-def test_generate_prints_the_text_and_one_line_of_usage(tokenizer: TextTokenizer, key: str) -> None:
-    with Background(*saying(tokenizer, "Grüße! 🙂")) as served:
+def test_generate_prints_text_and_usage(tokenizer: TextTokenizer, key: str) -> None:
+    with Background(*script_of_text(tokenizer, "Grüße! 🙂")) as served:
         result = command(served, key, "generate", "Hi")
         assert result.stdout == "Grüße! 🙂\n"
         assert "2 tokens in, 14 out (stopped); first token after" in " ".join(result.stderr.split())
@@ -1044,7 +1042,7 @@ def test_generate_prints_the_text_and_one_line_of_usage(tokenizer: TextTokenizer
         assert "top_p must be a number above 0 and at most 1" in " ".join(refused.stderr.split())
 
 
-def test_generate_takes_and_prints_token_ids(key: str) -> None:
+def test_generate_reads_and_prints_token_ids(key: str) -> None:
     with Background(Script()) as served:
         result = command(served, key, "generate", "--token-ids", "1, 2,3", "--max-tokens", "4")
         assert [int(text) for text in result.stdout.split()] == expected((1, 2, 3), 4)
@@ -1052,8 +1050,8 @@ def test_generate_takes_and_prints_token_ids(key: str) -> None:
         assert "no tokenizer.json" in " ".join(refused.stderr.split())
 
 
-def test_a_chat_keeps_its_history_until_it_is_reset(tokenizer: TextTokenizer, key: str) -> None:
-    script, model = saying(tokenizer, "Yo!")
+def test_chat_keeps_its_history_until_reset(tokenizer: TextTokenizer, key: str) -> None:
+    script, model = script_of_text(tokenizer, "Yo!")
     with Background(script, model) as served:
         lines = "one\n\n/help\ntwo\n/reset\nthree\n/exit\nfour\n"
         result = command(served, key, "chat", "--system", "Be.", "--max-tokens", "9", text=lines)
@@ -1065,16 +1063,16 @@ def test_a_chat_keeps_its_history_until_it_is_reset(tokenizer: TextTokenizer, ke
         ]
         assert result.stdout.count("Yo!\n") == 3
         lines = "x" * 100 + "\nshort\n"
-        result = command(served, key, "chat", text=lines)  # ends with the input, as with Ctrl-D
+        result = command(served, key, "chat", text=lines)  # ends at the end of input, as with Ctrl-D
         assert "prompt tokens and 1 to generate exceed the plan's context" in " ".join(result.stderr.split())
         assert result.stdout.count("Yo!\n") == 1
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_in_a_chat_ends_the_answer_and_keeps_the_chat(
+def test_ctrl_c_in_a_chat_ends_only_the_answer(
     tokenizer: TextTokenizer, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script, model = saying(tokenizer, "one two")
+    script, model = script_of_text(tokenizer, "one two")
     script.silent_after = 3
     lines = iter(["a", "b"])
 

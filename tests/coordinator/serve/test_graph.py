@@ -1,4 +1,4 @@
-"""Serving a graph: its inputs, the pieces of its segments, clients' load; then a controller on a fleet in this process."""
+"""Serving a graph: inputs, chunks of segments, load statistics; then a controller on a fleet in this process."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ WANTED = (Tensor("image", 24, None, (0,), "float32", (2, 3)), Tensor("mask", 2, 
         ),
     ],
 )
-def test_an_input_that_does_not_fit_is_named(given: dict[str, Any], reason: str) -> None:
+def test_invalid_input_is_named(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
         check_inputs(WANTED, given)
 
 
-def test_arrays_come_in_two_frames_each_and_by_one_name() -> None:
+def test_arrays_have_two_frames_each_and_unique_names() -> None:
     frames = [frame for value in (1.5, 2.5) for frame in pack_array(np.array([value], np.float32))]
     found = arrays_of(("x", "y"), frames)
     assert {name: array.tolist() for name, array in found.items()} == {"x": [1.5], "y": [2.5]}
@@ -79,7 +79,7 @@ def test_arrays_come_in_two_frames_each_and_by_one_name() -> None:
         arrays_of(("x", "x"), frames)
 
 
-def test_random_inputs_have_the_models_types_and_are_indices_nearly_everywhere() -> None:
+def test_random_inputs_have_the_models_types_and_small_integers() -> None:
     infos = [ArrayInfo(name="x", dtype="float16", shape=(2, 3)), ArrayInfo(name="ids", dtype="int64", shape=(9,))]
     found = random_inputs(infos)
     assert (found["x"].dtype, found["x"].shape) == (np.float16, (2, 3))
@@ -87,7 +87,7 @@ def test_random_inputs_have_the_models_types_and_are_indices_nearly_everywhere()
     assert set(found["ids"].tolist()) <= {0, 1}
 
 
-def test_load_is_told_by_rate_and_percentiles() -> None:
+def test_load_is_described_by_rate_and_percentiles() -> None:
     load = clients.Load(4, 10.0, tuple(index / 100 for index in range(1, 101)), Counter(QueueFull=2))
     assert load.per_second == 10.0
     assert [load.percentile(percent) for percent in (50, 90, 99, 100)] == [0.5, 0.9, 0.99, 1.0]
@@ -103,7 +103,7 @@ def test_load_is_told_by_rate_and_percentiles() -> None:
 # ---- the model's file -------------------------------------------------------------------------------------------------
 
 
-def test_what_a_model_is_shows_in_its_file(tmp_path: Path) -> None:
+def test_model_kind_is_detected_from_the_file(tmp_path: Path) -> None:
     for name, content, kind in (
         ("a.json", '{"K": 2, "devices": []}', "instance"), ("b.json", '{"nodes": []}', "graph"), ("c.onnx", "", "onnx"),
     ):  # fmt: skip
@@ -117,7 +117,7 @@ def test_what_a_model_is_shows_in_its_file(tmp_path: Path) -> None:
         kind_of(tmp_path / "a.json")
 
 
-def test_dimensions_are_read_and_named_where_they_are_none() -> None:
+def test_dimensions_are_parsed_and_errors_named() -> None:
     assert parse_dims(["batch=1", "x = 20"]) == {"batch": 1, "x": 20}
     for text in ("batch", "batch=0", "=1", "batch=one"):
         with pytest.raises(BadSetting, match="--dim"):
@@ -129,7 +129,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     return open_graph(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
 
 
-def test_chunks_are_small_named_by_content_and_the_same_for_every_cut(
+def test_chunks_are_small_content_named_and_independent_of_the_cut(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coordinator.deploy import graph_chunks as module
@@ -151,12 +151,12 @@ def test_chunks_are_small_named_by_content_and_the_same_for_every_cut(
                 arrays[array.name] = b"".join(content[name] for name in array.chunks)
                 assert len(arrays[array.name]) == int(np.prod(array.shape)) * np.dtype(array.dtype).itemsize
         weights.append(arrays)
-    assert weights[0]  # some are too large to stay in the protobuf
+    assert weights[0]  # some are too large for the protobuf
     assert any(len(data) > 10_000 for data in weights[0].values())
     assert weights[0] == weights[1]
 
 
-# ---- a house that serves a graph ----------------------------------------------------------------------------------------
+# ---- a controller that serves a graph -----------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -167,7 +167,7 @@ async def house(
     async def here(
         request: GraphRequest,
     ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
-        return plan_graph(request, lambda: 0.0)  # ended by its proof, however busy the machine
+        return plan_graph(request, lambda: 0.0)  # stops when proven, however busy the machine
 
     monkeypatch.setattr(graph_kind, "solve", here)
     fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 60.0, **wishes}
@@ -181,20 +181,20 @@ def ask(home: House, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
     return asyncio.create_task(home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload))
 
 
-def places(home: House) -> int:
-    """Requests that run at once."""
+def num_slots(home: House) -> int:
+    """Number of requests that run at once."""
     deployment = home.controller.deployment
     assert deployment is not None
     return home.kind.capacity(deployment)
 
 
-def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
+def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
             assert home.plan.num_ranks == 3
-            room = places(home)
+            room = num_slots(home)
             assert room == 3 * len(home.plan.body.segments)
             home.fleet.released.clear()
             asked = [ask(home) for _ in range(room + 5)]
@@ -210,12 +210,12 @@ def test_the_pipeline_is_filled_and_no_more_and_what_comes_beyond_is_refused(
     asyncio.run(main())
 
 
-def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by_the_others(
+def test_device_loss_fails_running_requests_and_queued_ones_succeed(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
-            room = places(home)
+            room = num_slots(home)
             home.fleet.released.clear()
             asked = [ask(home) for _ in range(room + 2)]
             await home.until(lambda: home.fleet.running.total() == 3 * room)
@@ -223,14 +223,14 @@ def test_a_device_that_is_lost_fails_what_is_in_flight_and_the_rest_is_served_by
             home.fleet.released.set()
             results = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(each) for each in results[:room]] == [DeviceLost] * room
-            assert all(unpack_array(each.payload).shape == (1, 40) for each in results[room:])  # they had only waited
+            assert all(unpack_array(each.payload).shape == (1, 40) for each in results[room:])  # they were only queued
             assert home.names() == "ac"
             assert home.plan.epoch == 2
 
     asyncio.run(main())
 
 
-def test_values_that_no_segment_can_compute_do_not_end_the_plan_and_a_plan_that_computes_nothing_does(
+def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -240,7 +240,7 @@ def test_values_that_no_segment_can_compute_do_not_end_the_plan_and_a_plan_that_
             with pytest.raises(StepFailed):
                 await ask(home)
             await home.until(lambda: sum(isinstance(message, Run) for _, message in home.fleet.asked) == 2 * 3)
-            await ask(home)  # the probe, a request that is known to run, changed nothing
+            await ask(home)  # the probe, a request known to work, has changed nothing
             assert (home.plan.epoch, home.ready) == (1, True)
             home.fleet.broken = StepFailed(device="rank 1", reason="the tensor had not come")
             with pytest.raises(StepFailed):
@@ -253,7 +253,7 @@ def test_values_that_no_segment_can_compute_do_not_end_the_plan_and_a_plan_that_
     asyncio.run(main())
 
 
-def test_a_client_that_gives_up_frees_its_place_only_when_the_devices_are_done(
+def test_timed_out_request_keeps_its_slot_until_devices_finish(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -271,7 +271,7 @@ def test_a_client_that_gives_up_frees_its_place_only_when_the_devices_are_done(
     asyncio.run(main())
 
 
-def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
+def test_saved_plan_is_reused_for_the_same_graph_only(
     tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -294,13 +294,13 @@ def test_a_plan_is_taken_up_again_if_it_is_for_this_graph(
     asyncio.run(main())
 
 
-def test_a_graph_that_no_request_can_feed_is_refused(tmp_path: Path) -> None:
+def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
     goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
     with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
         House(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
 
 
-def test_a_graph_without_weights_is_refused(tmp_path: Path) -> None:
+def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
     from support.graphs import save_graph
 
     async def main() -> None:

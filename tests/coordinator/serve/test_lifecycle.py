@@ -1,4 +1,4 @@
-"""The state machine of a deployment: its table, move by move, and what no sequence of events can break."""
+"""The state machine of a deployment: its table of transitions, and invariants under random events."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WRONG = BadSetting(setting="--strategy", reason="no")
 
 @dataclass(frozen=True)
 class FakePlan:
-    """All that the machine looks at."""
+    """The interface of a plan that the state machine uses."""
 
     name: str
     epoch: int = 0
@@ -61,7 +61,7 @@ def plan(name: str = "p", epoch: int = 0) -> Any:
 
 
 def run(*events: Event, state: Lifecycle | None = None) -> tuple[Lifecycle, list[Actions]]:
-    """The state after events that come a second apart, and the actions of each."""
+    """The state after these events, one second apart, and the actions of each."""
     state = state or Lifecycle()
     taken = []
     for now, event in enumerate(events, start=1):
@@ -77,7 +77,7 @@ UP_TO_SWAP = (*UP_TO_SERVING, BetterPlanMade(plan("better"), 1, 0))
 UP_TO_STOP = (*UP_TO_SERVING, StopRequested())
 
 
-def test_a_first_start_goes_through_every_phase_with_one_action_each() -> None:
+def test_first_start_passes_every_phase_with_one_action_each() -> None:
     state, taken = run(*UP_TO_SERVING)
     assert [move.phase for move in state.history] == [
         "settling", "profiling", "planning", "pushing", "loading", "warming", "serving",
@@ -87,7 +87,7 @@ def test_a_first_start_goes_through_every_phase_with_one_action_each() -> None:
     assert (state.epoch, state.has_served, [move.at for move in state.history]) == (1, True, [1, 2, 3, 4, 5, 6, 7])
 
 
-# (events so far, event, phase after, actions, the plan of the deployment after)
+# (earlier events, event, phase afterwards, actions, plan of the deployment afterwards)
 TABLE: list[tuple[tuple[Event, ...], Event, Phase, Actions, Any]] = [
     ((), GoalSet(plan("old", 7)), "settling", ("await_devices",), None),
     ((GoalSet(plan("old", 7)),), PlanRestored(41), "pushing", ("push",), plan("old", 42)),
@@ -121,7 +121,9 @@ TABLE: list[tuple[tuple[Event, ...], Event, Phase, Actions, Any]] = [
     TABLE,
     ids=[f"{run(*before)[0].phase}-{type(event).__name__}" for before, event, *_ in TABLE],
 )
-def test_the_table(before: tuple[Event, ...], event: Event, phase: Phase, actions: Actions, deployed: Any) -> None:
+def test_transition_table(
+    before: tuple[Event, ...], event: Event, phase: Phase, actions: Actions, deployed: Any
+) -> None:
     state, _ = run(*before)
     after, taken = step(state, event, float(len(before) + 1))
     assert (after.phase, taken, after.plan) == (phase, actions, deployed)
@@ -130,7 +132,7 @@ def test_the_table(before: tuple[Event, ...], event: Event, phase: Phase, action
     assert after.has_served == (before[: len(UP_TO_SERVING)] == UP_TO_SERVING)
 
 
-def test_epochs_grow_beyond_what_any_agent_has_seen() -> None:
+def test_epochs_exceed_all_epochs_known_to_agents() -> None:
     state, _ = run(*UP_TO_PLANNING, PlanMade(plan(), last_epoch=30))
     assert state.epoch == 31
     state, _ = run(ChunksPushed(31), WorkersLoaded(31), WarmedUp(31), DeploymentLost(31, LOST), state=state)
@@ -139,13 +141,13 @@ def test_epochs_grow_beyond_what_any_agent_has_seen() -> None:
     assert state.epoch == 32
 
 
-def test_an_event_of_an_earlier_deployment_changes_nothing() -> None:
+def test_events_of_earlier_deployments_are_ignored() -> None:
     serving, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), DevicesSettled(()), DevicesProfiled(""))
     for event in (DeploymentLost(1, LOST), WarmedUp(1), BetterPlanMade(plan(), 1, 0)):
         assert step(serving, event, 99.0) == (serving, ())
 
 
-def test_an_illegal_move_raises_with_the_history() -> None:
+def test_illegal_transition_raises_with_the_history() -> None:
     state, _ = run(*UP_TO_PLANNING)
     with pytest.raises(IllegalMove) as error:
         step(state, RetryDue(), 9.0)
@@ -153,7 +155,7 @@ def test_an_illegal_move_raises_with_the_history() -> None:
     assert "2.000 profiling x1: DevicesSettled(devices=('a',))" in str(error.value)
 
 
-def test_after_a_contradiction_or_a_stop_nothing_moves() -> None:
+def test_contradiction_and_stop_are_final() -> None:
     contradicted, _ = run(*UP_TO_PLANNING, WorkFailed(WRONG))
     stopped, _ = run(StopRequested())
     for state in (contradicted, stopped):
@@ -164,12 +166,12 @@ def test_after_a_contradiction_or_a_stop_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize("error", [WRONG, BadPlan(reason="for another model")])
-def test_errors_that_contradict_end_and_others_are_tried_again(error: HearthError) -> None:
+def test_contradictions_are_final_and_other_errors_are_retried(error: HearthError) -> None:
     state, taken = run(*UP_TO_PLANNING, WorkFailed(error))
     assert (state.finished, state.error, taken[-1][-1]) == (True, error, "finish")
 
 
-def test_hours_of_the_same_failure_are_one_move_of_the_history() -> None:
+def test_repeated_failures_are_merged_in_the_history() -> None:
     attempt = (RetryDue(), DevicesSettled(("a",)), WorkFailed(NoDevices(seconds=0)))
     state, _ = run(*UP_TO_SERVING, DeploymentLost(1, LOST), WorkFailed(NoDevices(seconds=0)), *attempt * 1000)
     assert [(move.phase, move.times) for move in state.history[-3:]] == [
@@ -183,7 +185,7 @@ def test_hours_of_the_same_failure_are_one_move_of_the_history() -> None:
     ]  # fmt: skip
 
 
-def test_the_history_is_bounded() -> None:
+def test_history_is_bounded() -> None:
     again = (DeploymentLost, DevicesSettled(()), DevicesProfiled(""), PlanMade(plan(), 0))
     state, _ = run(*UP_TO_SERVING)
     for _ in range(30):
@@ -195,19 +197,19 @@ def test_the_history_is_bounded() -> None:
     assert state.history[-1].phase == "serving"
 
 
-def test_every_event_has_its_words() -> None:
+def test_every_event_has_a_description() -> None:
     examples: dict[type[Any], Event] = {
         PlanSetAside: PlanSetAside("gone"), DevicesSettled: DevicesSettled((ready_device("a"),)),
         PlanMade: PlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 0), WorkFailed: WorkFailed(FULL),
         BetterPlanMade: BetterPlanMade(make_plan(BERT_LARGE, "hmp", (1, 1)), 1, 0), DeploymentLost: DeploymentLost(1, LOST),
     }  # fmt: skip
     found = {kind: describe_cause(examples.get(kind) or object.__new__(kind)) for kind in get_args(Event)}
-    assert len(set(found.values())) == len(found) - 1  # both plans are described alike
+    assert len(set(found.values())) == len(found) - 1  # both plans have the same description
     assert found[PlanSetAside] == "the last plan is not used: gone"
     assert found[WorkersLoaded] == "workers are loaded and connected"
 
 
-# ---- any sequence of events -----------------------------------------------------------------------------------------
+# ---- random events --------------------------------------------------------------------------------------------------
 
 EPOCHS = st.integers(1, 6)
 PLANS = st.sampled_from("xyz").map(plan)
@@ -251,14 +253,14 @@ def reports(state: Lifecycle) -> list[Event]:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
+def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
     state = Lifecycle()
-    completed: list[type[Event]] = []  # of the present epoch
+    completed: list[type[Event]] = []  # of the current epoch
     epochs: list[int] = []
     admitting = worker_runs = False
     lost_plan: Any = None
     for now in range(data.draw(st.integers(1, 60))):
-        # Mostly what the executor would report, so that sequences get far; or a completion out of turn.
+        # Mostly reports of the executor, so that sequences reach late phases; or a completion at a wrong time.
         epoch = state.epoch or 1
         present = [ChunksPushed(epoch), WorkersLoaded(epoch), WarmedUp(epoch), DeploymentLost(epoch, LOST)]
         event = data.draw(st.sampled_from(reports(state)) | st.sampled_from(present) | EVENTS)
@@ -271,14 +273,14 @@ def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
             assert after is state
             continue
 
-        # Each phase is entered with the one action that leads out of it, the last one.
+        # The last action on entering a phase is the one that leads out of it.
         assert actions[-1] in WORK[after.phase]
         assert not any(action in work for action in actions[:-1] for work in WORK.values())
         assert ("finish" in actions) == after.finished
         assert after.history[-1].phase == after.phase
         assert len(after.history) <= HISTORY_LENGTH
 
-        # Requests run only while serving, and the first thing that happens when it ends is that none is admitted.
+        # Requests run only while serving, and the first action after serving stops admission.
         for action in actions:
             if action == "serve":
                 admitting = True
@@ -293,7 +295,7 @@ def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
             elif action == "load":
                 worker_runs = True
             elif action == "push":
-                assert not worker_runs  # the workers of the plan before are gone
+                assert not worker_runs  # the workers of the previous plan have stopped
                 assert after.epoch is not None
                 epochs.append(after.epoch)
                 completed = []
@@ -301,7 +303,7 @@ def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
         assert admitting == (after.phase == "serving")
 
         if state.phase == "serving" and isinstance(event, DeploymentLost):
-            # What was lost is not deployed again as it was: devices are looked for and a plan is made.
+            # A lost plan is not deployed again unchanged: the coordinator looks for devices and plans.
             assert after.phase == "settling"
             assert (after.plan, after.saved, after.following) == (None, None, None)
             lost_plan = state.plan
@@ -313,7 +315,7 @@ def test_no_sequence_of_events_breaks_an_invariant(data: st.DataObject) -> None:
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_every_state_that_is_not_the_end_can_still_be_stopped_and_can_still_serve(events: list[Event]) -> None:
+def test_every_unfinished_state_can_stop_and_can_reach_serving(events: list[Event]) -> None:
     state = Lifecycle()
     for now, event in enumerate(events):
         try:

@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates, incremental decoding, stop texts, and what generation_config.json says."""
+"""Tokenizers, chat templates, incremental decoding, stop texts, and generation_config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPLATE = (
 
 
 def save_byte_level(directory: Path, adds_bos: bool = True) -> Path:
-    """A GPT-2-like tokenizer: every byte a token, a few merges, four special tokens."""
+    """A GPT-2-like tokenizer: every byte is a token, a few merges, four special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -45,7 +45,7 @@ def save_byte_level(directory: Path, adds_bos: bool = True) -> Path:
 
 
 def save_metaspace(directory: Path) -> Path:
-    """A Llama-like tokenizer: words that begin with a mark, bytes for what it does not know."""
+    """A Llama-like tokenizer: words start with a marker, bytes for unknown characters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     words = ["▁", "▁the", "▁light", "▁is", "▁on", "s", "t", "a", "é", "."]
@@ -91,9 +91,7 @@ def pushed(stream: TextStream, ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "metaspace"])
-def test_a_text_decoded_as_it_comes_is_the_text_decoded_at_once(
-    kind: str, tokenizers: dict[str, TextTokenizer]
-) -> None:
+def test_incremental_decoding_equals_decoding_at_once(kind: str, tokenizers: dict[str, TextTokenizer]) -> None:
     tokenizer = tokenizers[kind]
 
     @given(st.text(max_size=40))
@@ -107,21 +105,21 @@ def test_a_text_decoded_as_it_comes_is_the_text_decoded_at_once(
 
 
 @given(ids=st.lists(st.integers(0, 264), max_size=60))
-def test_bytes_that_are_no_text_come_out_too(ids: list[int], tokenizers: dict[str, TextTokenizer]) -> None:
+def test_invalid_utf8_is_decoded_with_replacements(ids: list[int], tokenizers: dict[str, TextTokenizer]) -> None:
     tokenizer = tokenizers["byte level"]
     assert "".join(pushed(tokenizer.stream(), ids)) == tokenizer.decode(ids)
 
 
-def test_a_character_comes_with_its_last_byte(tokenizers: dict[str, TextTokenizer]) -> None:
+def test_character_is_sent_with_its_last_byte(tokenizers: dict[str, TextTokenizer]) -> None:
     tokenizer = tokenizers["byte level"]
     ids = tokenizer.encode("a€🙂")[1:]
     assert len(ids) == 8
     assert pushed(tokenizer.stream(), ids) == ["a", "", "", "€", "", "", "", "🙂", ""]
     assert pushed(tokenizer.stream(), ids[:-1])[-1] == "\ufffd"
-    assert pushed(tokenizer.stream(ids[:2]), ids[2:4]) == ["", "€", ""]  # begun by the prompt
+    assert pushed(tokenizer.stream(ids[:2]), ids[2:4]) == ["", "€", ""]  # started by the prompt
 
 
-def test_after_a_prompt_the_space_between_words_is_kept(tmp_path: Path) -> None:
+def test_space_between_prompt_and_answer_is_kept(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(save_metaspace(tmp_path))
     ids = token_ids_of(tmp_path, "▁the", "▁light", "▁is", "</s>")
     assert pushed(tokenizer.stream(), ids) == ["the", " light", " is", "", ""]
@@ -133,7 +131,7 @@ def test_after_a_prompt_the_space_between_words_is_kept(tmp_path: Path) -> None:
 
 
 def cut_at_first(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """By the definition: characters are added one by one until a stop text stands at the end."""
+    """By definition: characters are added one by one until the text ends with a stop text."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -145,18 +143,18 @@ _LETTERS = st.text("ab", max_size=30)
 
 
 @given(_LETTERS, st.lists(st.text("ab", min_size=1, max_size=5), max_size=4), st.lists(st.integers(0, 6), max_size=30))
-def test_a_stop_text_is_found_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_text_is_found_however_the_text_is_divided(text: str, stops: list[str], cuts: list[int]) -> None:
     expected, is_found = cut_at_first(text, stops)
     filter_, out, rest = StopTexts(stops), "", text
     for cut in [*cuts, len(text)]:
         out += filter_.push(rest[:cut])
         rest = rest[cut:]
-        assert expected.startswith(out)  # nothing that has to be taken back
+        assert expected.startswith(out)  # text that was sent is never withdrawn
     out += filter_.flush()
     assert (out, filter_.found) == (expected, is_found)
 
 
-def test_only_what_may_begin_a_stop_text_is_held_back() -> None:
+def test_only_possible_starts_of_a_stop_text_are_withheld() -> None:
     stops = StopTexts(["\nUser:", "END"])
     assert [stops.push(text) for text in ("Hi", "\n", "Us", "a", "EN")] == ["Hi", "", "", "\nUsa", ""]
     assert (stops.flush(), stops.found) == ("EN", False)
@@ -179,7 +177,7 @@ def rendered(directory: Path, template: Any = TEMPLATE, messages: Sequence[ChatM
     return text
 
 
-def test_a_chat_becomes_what_its_template_writes_and_no_more(tmp_path: Path) -> None:
+def test_chat_template_is_rendered_without_extra_tokens(tmp_path: Path) -> None:
     assert rendered(tmp_path) == "<s><|user|>hello <&></s><|assistant|>"
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     assert rendered(tmp_path, named) == "<s><|user|>hello <&></s><|assistant|>"
@@ -190,7 +188,7 @@ def test_a_chat_becomes_what_its_template_writes_and_no_more(tmp_path: Path) -> 
     assert rendered(tmp_path) == "y"
 
 
-def test_a_chat_reads_as_transformers_has_it(tmp_path: Path) -> None:
+def test_rendered_chats_equal_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     write_config(
         save_byte_level(tmp_path), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>",
@@ -217,15 +215,13 @@ def test_a_chat_reads_as_transformers_has_it(tmp_path: Path) -> None:
         ("{% for i in range(10 ** 9) %}{% endfor %}", "too big"),
     ],
 )
-def test_a_template_that_is_missing_refuses_or_breaks_out_is_a_bad_request(
-    template: Any, said: str, tmp_path: Path
-) -> None:
+def test_missing_failing_or_escaping_template_is_a_bad_request(template: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="template") as error:
         rendered(tmp_path, template)
     assert said in str(error.value)
 
 
-def test_prompts_are_neither_cut_nor_padded_and_damaged_files_are_named(tmp_path: Path) -> None:
+def test_prompts_are_not_truncated_or_padded_and_damaged_files_are_named(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(save_byte_level(tmp_path))
     assert len(tokenizer.encode("x" * 100)) == 101
     assert tokenizer.encode("") == token_ids_of(tmp_path, "<s>")
@@ -247,7 +243,7 @@ def defaults(directory: Path, config: dict[str, Any] | None = None, **generation
     return read_generation_defaults(directory)
 
 
-def test_without_do_sample_the_likeliest_token_is_taken(tmp_path: Path) -> None:
+def test_decoding_is_greedy_without_do_sample(tmp_path: Path) -> None:
     assert defaults(tmp_path) == GenerationDefaults()
     assert defaults(tmp_path, temperature=0.6).sampling.temperature == 0.0
     assert defaults(tmp_path, do_sample=True).sampling.temperature == 1.0
@@ -255,14 +251,14 @@ def test_without_do_sample_the_likeliest_token_is_taken(tmp_path: Path) -> None:
     assert found.sampling == Sampling(temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.1)
 
 
-def test_a_request_overrides_what_it_names(tmp_path: Path) -> None:
+def test_request_overrides_the_defaults_it_sets(tmp_path: Path) -> None:
     found = defaults(tmp_path, do_sample=True, temperature=0.6, top_k=20)
     assert found.merged(SamplingChoice(), 7) == Sampling(temperature=0.6, top_k=20, seed=7)
     chosen = SamplingChoice(temperature=0.0, top_p=0.5, seed=3)
     assert found.merged(chosen, 7) == Sampling(temperature=0.0, top_k=20, top_p=0.5, seed=3)
 
 
-def test_the_tokens_that_end_a_text_are_one_or_several(tmp_path: Path) -> None:
+def test_eos_token_may_be_one_id_or_several(tmp_path: Path) -> None:
     assert defaults(tmp_path, {"eos_token_id": 2}).stop_ids == (2,)
     assert defaults(tmp_path, {"eos_token_id": 2}, eos_token_id=[5, 6]).stop_ids == (5, 6)
     assert defaults(tmp_path, {"eos_token_id": None}, eos_token_id=None).stop_ids == ()
@@ -270,7 +266,7 @@ def test_the_tokens_that_end_a_text_are_one_or_several(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_p", 2.0), ("eos_token_id", "x"), ("max_new_tokens", -1)])
-def test_a_value_out_of_range_names_the_file_and_the_field(name: str, value: Any, tmp_path: Path) -> None:
+def test_value_out_of_range_names_the_file_and_the_field(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"generation_config\.json") as error:
         defaults(tmp_path, **{name: value})
     assert ("max_tokens" if name == "max_new_tokens" else name) in str(error.value)

@@ -17,7 +17,7 @@ runner = CliRunner()
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
-def test_batches_keep_the_order_and_the_bound(lengths: list[int], max_rows: int) -> None:
+def test_batches_keep_order_and_limit(lengths: list[int], max_rows: int) -> None:
     found = batches(lengths, max_rows)
     assert [i for batch in found for i in batch] == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in batch) <= max_rows or len(batch) == 1 for batch in found)
@@ -30,7 +30,7 @@ def test_sums_become_normalised_means() -> None:
     assert pooled.tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0.0, 0.0]]
 
 
-def test_texts_that_are_too_long_are_an_error_not_cut(tmp_path: Path) -> None:
+def test_long_texts_raise_an_error_instead_of_truncation(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))

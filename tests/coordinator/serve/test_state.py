@@ -17,7 +17,7 @@ from hearth.plan.plan import is_graph_plan, plan_from_json
 runner = CliRunner()
 
 
-def test_state_survives_and_damage_is_kept_aside(tmp_path: Path) -> None:
+def test_state_persists_and_damaged_files_are_renamed(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
     assert file.load() == SavedState()
     first = SavedDeployment(goal=TransformerGoal(model_dir="/m"), plan=make_plan(BERT_LARGE, "hmp", (1, 1)))
@@ -32,8 +32,8 @@ def test_state_survives_and_damage_is_kept_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "graph"])
-def test_the_state_file_of_version_1_is_read_with_its_plan(tmp_path: Path, kind: str) -> None:
-    """`states_v1.json` was made by the last commit that wrote plans of version 1 (ab74c37)."""
+def test_v1_state_file_is_read_with_its_plan(tmp_path: Path, kind: str) -> None:
+    """`states_v1.json` was written by the last commit with plans of version 1 (ab74c37)."""
     old = json.loads((Path(__file__).parent / "states_v1.json").read_text())[kind]
     (tmp_path / "serving.json").write_text(json.dumps(old))
     state = StateFile(tmp_path).load()
