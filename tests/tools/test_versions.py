@@ -6,11 +6,10 @@ import inspect
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from hearth.errors import BadSetting
+from tools.bench.experiment import Context, make_experiment, read_settings
 from tools.bench.versions import Round, VersionsRow, compare
-
-ROOT = Path(__file__).parents[2]
 
 
 def measured(old: list[float], new: list[float], outputs: tuple[object, object] = (None, None)) -> VersionsRow:
@@ -29,8 +28,8 @@ def measured(old: list[float], new: list[float], outputs: tuple[object, object] 
 
 def test_rounds_alternate_and_ratios_are_paired() -> None:
     row = measured([9.0, 1.0, 2.0, 4.0, 8.0], [9.0, 1.1, 2.2, 4.4, 8.8])
-    assert row.ratio == row.low == row.high == pytest.approx(1.1)
-    assert (row.old_median, row.rounds, row.same_output) == (3.0, 4, None)
+    assert row.ratio == pytest.approx((1.1, 1.1, 1.1))
+    assert (row.old_seconds, row.same_output) == ((1.0, 2.0, 4.0, 8.0), None)
     assert not row.holds
 
 
@@ -48,7 +47,8 @@ def test_what_holds(ratios: list[float], outputs: tuple[str, str], holds: bool) 
     row = measured([1.0] * 4, [1.0, *ratios], outputs)
     assert row.holds == holds
     assert row.same_output == (outputs[0] == outputs[1])
-    assert ("DOES NOT HOLD" in str(row)) != holds
+    experiment = make_experiment(read_settings("versions"))
+    assert bool(experiment.summary([row]).failure) != holds
 
 
 def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> None:
@@ -71,10 +71,7 @@ def test_the_requests_of_runners_stay_what_another_version_of_them_takes() -> No
         assert set(required) <= {"self", *parameters}
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(("nothing",), "'nothing' is none of"), ((), "is not a checkout")])
-def test_mistakes_are_named(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    from tools.bench.__main__ import app
-
-    result = CliRunner().invoke(app, ["versions", *arguments, "--old", str(tmp_path), "--new", str(ROOT)])
-    assert result.exit_code == 1
-    assert said in " ".join(result.output.split())
+def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    experiment = make_experiment(read_settings("versions", [f"old={tmp_path}"]))
+    with pytest.raises(BadSetting, match="is not a checkout"):
+        next(experiment.measure(Context(tmp_path, lambda step: None)))

@@ -18,7 +18,6 @@ from tools.bench import (
     moirai_command,
     partition_command,
     proofs,
-    versions,
 )
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
@@ -129,7 +128,6 @@ app.command()(handles_errors(partition_command.partition))
 app.command()(handles_errors(moirai_command.moirai))
 app.command()(handles_errors(moirai_coarsening.coarsening))
 app.command()(handles_errors(graphs_command.graphs))
-app.command()(handles_errors(versions.versions))
 for proof in (proofs.push, proofs.capacity, proofs.soak):
     app.command()(proof)
 

@@ -26,6 +26,7 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 KINDS: dict[str, tuple[str, str]] = {
     "strategies": ("strategies", "Strategies"),
     "generation": ("generation", "Generation"),
+    "versions": ("versions", "Versions"),
 }
 
 

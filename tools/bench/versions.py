@@ -1,4 +1,4 @@
-"""`python -m tools.bench versions --old DIR --new DIR`: compares the speed of two checkouts. Needs root.
+"""Kind `versions`: the speed of two checkouts, for instance before and after a change of structure.
 
 Each side runs the programs of its checkout on its own testbed, with the same devices, cores, quotas and link rates. Both
 sides stay loaded, and one works at a time in the order A B B A A B B A, so that background load affects both. Both sides
@@ -8,7 +8,7 @@ and files. Both run the same plan, made by the old checkout; the new one must re
 
 from __future__ import annotations
 
-import json as _json
+import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +16,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Optional
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-import typer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.cli.output import err, out
 from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadSetting, InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
+from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA, save_random_decoder
 from tools.bench.graphs_command import hub_scenario
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
-from tools.bench.proofs import agents, reporter, working
-from tools.bench.results import check_files
+from tools.bench.proofs import agents
+from tools.bench.results import Summary, Table
 from tools.bench.shapes import find_shape
-from tools.bench.stats import paired_ratio
+from tools.bench.stats import Ratio, paired_ratio
 from tools.graph_models import Size, build, export
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import wait_until
@@ -76,7 +75,8 @@ class Steps:
 
 
 PIPELINE = "resnet50"
-STEPS = {
+Case = Literal["galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50"]
+STEPS: dict[str, Steps] = {
     "galaxy-a": Steps("galaxy-a", "hmp"),
     "galaxy-c": Steps("galaxy-c", "hmp"),
     "slow-hmp": Steps("galaxy-c", "hmp", 60.0),
@@ -84,22 +84,16 @@ STEPS = {
     "generate-local": Steps("whole-cores", "local", 500.0, generates=True),
     "generate-hmp": Steps("whole-cores", "hmp", 500.0, generates=True),
 }
-CASES = (*STEPS, PIPELINE)
 
 
 class VersionsRow(BaseModel):
-    """One figure of one case. Seconds are by round; `low` and `high`: 95 % confidence interval of the ratio."""
+    """One figure of one case. Seconds are by round."""
 
     model_config = ConfigDict(frozen=True)
 
     case: str
     figure: str
-    rounds: int
-    old_median: float
-    new_median: float
-    ratio: float  # median over rounds of new / old
-    low: float
-    high: float
+    ratio: Ratio  # over rounds, new / old
     same_output: bool | None  # bit-equal in all rounds; None: nothing to compare
     distrust: str  # background load of the machine; empty if it was small
     old_seconds: tuple[float, ...]
@@ -107,48 +101,44 @@ class VersionsRow(BaseModel):
 
     @property
     def holds(self) -> bool:
-        return self.ratio <= MOST_RATIO and self.low <= 1.0 and self.same_output is not False
+        return self.ratio.median <= MOST_RATIO and self.ratio.low <= 1.0 and self.same_output is not False
 
-    def __str__(self) -> str:
-        outputs = {None: "", True: ", outputs equal", False: ", OUTPUTS DIFFER"}[self.same_output]
-        distrust = f" (untrusted: {self.distrust})" if self.distrust else ""
-        return (
-            f"{self.case} {self.figure}: new/old {self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}], medians "
-            f"{1e3 * self.old_median:.2f} ms and {1e3 * self.new_median:.2f} ms, {self.rounds} rounds{outputs}: "
-            f"{'holds' if self.holds else 'DOES NOT HOLD'}{distrust}"
+
+class Versions(Experiment):
+    """The speed of two checkouts, in alternating rounds. Does not hold if the new one is slower."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(VersionsRow)
+
+    old: Path  # checkouts of Hearth
+    new: Path = Path()
+    cases: tuple[Case, ...] = get_args(Case)
+    rounds: int = Field(15, ge=2)  # of each side and case
+
+    def measure(self, context: Context) -> Iterator[VersionsRow]:
+        trees = Trees(_checkout("old", self.old), _checkout("new", self.new))
+        for name in self.cases:
+            at = context.folder / name
+            at.mkdir()
+            sides = steps(name, trees, at, context.report) if name in STEPS else pipeline(trees, at, context.report)
+            with sides as works:
+                yield from compare(name, works, self.rounds, context.report)
+
+    def summary(self, rows: Sequence[VersionsRow]) -> Summary:
+        slower = [f"{row.case} {row.figure}" for row in rows if not row.holds]
+        columns = ("case", "figure", "old", "new", "new / old", "95 %", "rounds", "outputs", "holds", "disturbed by")
+        return Summary(
+            tables=(Table.of("A ratio below 1 means that the new version is faster", columns, map(_cells, rows)),),
+            failure=f"not shown to be as fast as the old version: {', '.join(slower)}" if slower else "",
         )
 
 
-def versions(
-    case: Annotated[
-        Optional[list[str]],  # noqa: UP045 (typer reads the annotation on Python 3.10)
-        typer.Argument(help=f"Cases, from {', '.join(CASES)}. Default: all.", show_default=False),
-    ] = None,
-    old: Annotated[Path, typer.Option(help="The old checkout of Hearth.", metavar="DIR")] = Path(),
-    new: Annotated[Path, typer.Option(help="The new checkout.", metavar="DIR")] = Path(),
-    rounds: Annotated[int, typer.Option(help="Rounds of each side and case.", min=2)] = 15,
-    json: Annotated[Optional[Path], typer.Option(help="Save all rows to this file.", metavar="FILE")] = None,  # noqa: UP045
-) -> None:
-    """Compare the speed of two checkouts in alternating rounds; exits with 1 if the new one is slower."""
-    if unknown := [each for each in case or () if each not in CASES]:
-        raise BadSetting(setting="CASE", reason=f"'{unknown[0]}' is none of {', '.join(CASES)}")
-    trees = Trees(_checkout("--old", old), _checkout("--new", new))
-    check_files(json, None)
-    rows: list[VersionsRow] = []
-    with working() as (folder, status):
-        report = reporter(status)
-        for name in case or CASES:
-            at = folder / name
-            at.mkdir()
-            with steps(name, trees, at, report) if name in STEPS else pipeline(trees, at, report) as sides:
-                found = compare(name, sides, rounds, report)
-            rows += found
-            out.print("\n".join(map(str, found)), soft_wrap=True, markup=False)
-            if json is not None:
-                json.write_text(_json.dumps([row.model_dump() for row in rows], indent=1))
-    if not all(row.holds for row in rows):
-        err.print("[red]error:[/] the new checkout is not shown to be as fast as the old one")
-        raise typer.Exit(1)
+def _cells(row: VersionsRow) -> tuple[str, ...]:
+    old, new = (f"{1e3 * statistics.median(seconds):.1f} ms" for seconds in (row.old_seconds, row.new_seconds))
+    return (
+        row.case, row.figure, old, new, f"{row.ratio.median:.3f}", f"{row.ratio.low:.3f} to {row.ratio.high:.3f}",
+        str(len(row.old_seconds)), {None: "-", True: "equal", False: "**differ**"}[row.same_output],
+        "yes" if row.holds else "**no**", row.distrust or "-",
+    )  # fmt: skip
 
 
 def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[VersionsRow]:
@@ -165,15 +155,14 @@ def compare(name: str, sides: Sides, rounds: int, report: Report) -> list[Versio
         spans.append((before, snapshot()))
     first = found[0][0]
     same = None if first.output is None else all(each.output == first.output for each in (*found[0], *found[1]))
+    distrust = load_between(spans, os.getpid()).distrust
     rows = []
     for figure in first.seconds:
         old, new = (tuple(each.seconds[figure] for each in side) for side in found)
-        ratio = paired_ratio(new, old)
         rows.append(
             VersionsRow(
-                case=name, figure=figure, rounds=rounds, old_median=statistics.median(old),
-                new_median=statistics.median(new), ratio=ratio.median, low=ratio.low, high=ratio.high, same_output=same,
-                distrust=load_between(spans, os.getpid()).distrust, old_seconds=old, new_seconds=new,
+                case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=distrust,
+                old_seconds=old, new_seconds=new,
             )
         )  # fmt: skip
     return rows
@@ -272,7 +261,7 @@ def _on_quietest_core(devices: Sequence[Device]) -> Iterator[None]:
 
 
 def _device_id(home: Testbed, name: str) -> str:
-    return str(_json.loads((home.folder / name / "state" / "identity.json").read_text())["device_id"])
+    return str(json.loads((home.folder / name / "state" / "identity.json").read_text())["device_id"])
 
 
 def _is_ready(home: Testbed) -> bool:
@@ -286,7 +275,7 @@ def _is_ready(home: Testbed) -> bool:
 def _load(home: Testbed, at_once: int) -> Work:
     def load() -> Round:
         options = ("--concurrency", str(at_once), "--seconds", str(_LOAD_SECONDS), "--json")
-        found = _json.loads(home.hearth("bench-model", *options))
+        found = json.loads(home.hearth("bench-model", *options))
         if failed := found["alone"]["errors"] or found["load"]["errors"]:
             raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
         return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
