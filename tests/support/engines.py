@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.memory_transport import MemoryHub
 
 from agent.daemon.store import ShardStore
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
@@ -38,7 +39,6 @@ from hearth.wire.messages import (
     Sampling,
     TokensGenerated,
 )
-from tools.testbed.memory import MemoryHub
 
 TOKEN = bytes(range(16))
 

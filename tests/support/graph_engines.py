@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 from support.graph_plans import make_graph_plan
+from support.memory_transport import MemoryHub
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import GraphEngine
@@ -25,7 +26,6 @@ from hearth.plan.plan import GraphPlan
 from hearth.wire.codec import Codec
 from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.messages import ArrayChunks, Failed, Message, Run, RunDone, SegmentFiles
-from tools.testbed.memory import MemoryHub
 
 Array = np.ndarray[Any, Any]
 

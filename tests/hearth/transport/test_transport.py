@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
+from support.memory_transport import MemoryHub
 
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, new_keypair, secure_client
 from hearth.transport.base import Transport
 from hearth.transport.sockets import MAX_FRAMES, SocketTransport
 from hearth.wire.messages import Peer
-from tools.testbed.memory import MemoryHub
 
 
 def peer_of(rank: int, transport: SocketTransport) -> Peer:
