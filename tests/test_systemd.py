@@ -14,7 +14,7 @@ import pytest
 
 from agent.daemon.config import PREFIX as AGENT_PREFIX
 from agent.daemon.config import AgentSettings
-from agent.daemon.config import load_settings as load_agent
+from agent.daemon.config import load_agent_settings as load_agent
 from coordinator.serve.config import PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.config import load_settings as load_coordinator

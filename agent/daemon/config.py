@@ -76,7 +76,7 @@ class AgentSettings(BaseModel, frozen=True):
         return value
 
 
-def defaults(environ: Mapping[str, str]) -> dict[str, Any]:
+def default_directories(environ: Mapping[str, str]) -> dict[str, Any]:
     """Default directories: those set by systemd, else those of the XDG base directory specification."""
     home = environ.get("HOME", ".")
     state = environ.get("XDG_STATE_HOME") or f"{home}/.local/state"
@@ -99,6 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, metavar="VALUE", default=None, help=f"{field.description}{shown}")
 
 
-def load_settings(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentSettings:
+def load_agent_settings(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> AgentSettings:
     """Read the settings: flags override variables, variables override defaults. Raises BadSetting that names the setting."""
-    return read_settings(AgentSettings, PREFIX, environ, vars(arguments), defaults(environ))
+    return read_settings(AgentSettings, PREFIX, environ, vars(arguments), default_directories(environ))

@@ -19,7 +19,7 @@ import zmq.asyncio
 import hearth
 from agent.daemon.config import AgentSettings
 from agent.daemon.identity import Identity
-from agent.daemon.lease import Lease, acquire, require
+from agent.daemon.lease import Lease, acquire_lease, require_lease
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
 from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
@@ -58,8 +58,8 @@ class AgentDaemon:
         self._leases: dict[str, Lease] = {}  # keyed by deployment, like the following
         self._workers: dict[str, WorkerProcess] = {}
         self._last_epochs: dict[str, int] = {}
-        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._busy_measuring = asyncio.Lock()  # one measurement at a time: they disturb each other
+        self._load_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._measurement_lock = asyncio.Lock()  # one measurement at a time: they disturb each other
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class AgentDaemon:
         if caller.public_key != self._coordinator_public_key:
             raise NotAuthorised(role="admin", action=f"send {type(message).__name__} to an agent")
         if isinstance(message, wire.Command) and not isinstance(message, wire.AcquireLease):
-            require(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
+            require_lease(self._leases.get(message.deployment), self.name, message.holder, time.monotonic())
         return await self._execute(message, payload)
 
     async def _execute(self, message: wire.Message, payload: Sequence[Any]) -> Response:
@@ -94,7 +94,7 @@ class AgentDaemon:
             case wire.OpenLinkProbe():
                 self._links.open(message)
             case wire.MeasureLink():
-                async with self._busy_measuring:
+                async with self._measurement_lock:
                     return await measure_link(message, self._identity.keypair)
             case wire.Profile():
                 return await self._profile(message, payload)
@@ -124,7 +124,7 @@ class AgentDaemon:
                 raise BadRequest(reason=f"an agent does not take {type(message).__name__}")
         return wire.Done()
 
-    async def watch_lease(self) -> None:
+    async def watch_leases(self) -> None:
         """Stop the workers of expired leases, until cancelled."""
         while True:
             await asyncio.sleep(_LEASE_CHECK_SECONDS)
@@ -155,7 +155,7 @@ class AgentDaemon:
 
     async def _acquire_lease(self, message: wire.AcquireLease) -> wire.Message:
         previous = self._leases.get(message.deployment)
-        self._leases[message.deployment] = acquire(
+        self._leases[message.deployment] = acquire_lease(
             previous, self.name, message.holder, message.holder_name, message.seconds, time.monotonic()
         )
         if previous is not None and previous.holder != message.holder:
@@ -183,7 +183,7 @@ class AgentDaemon:
                     deployment=deployment,
                     state=worker.state,
                     epoch=worker.epoch,
-                    failure=_why(worker.failure) if worker.failure else "",
+                    failure=_failure_reason(worker.failure) if worker.failure else "",
                     peak_bytes=worker.peak_bytes,
                 )
                 for deployment, worker in self._workers.items()
@@ -207,7 +207,7 @@ class AgentDaemon:
                 compute_device=device.compute_device,
             )
             module = "agent.worker.transformer.profiler" if of_blocks else "agent.worker.graph.profiler"
-            async with self._busy_measuring:
+            async with self._measurement_lock:
                 return await run_child(module, start, message.timeout_seconds, device=self.name)
 
     # ---- the worker -----------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class AgentDaemon:
             num_threads=device.num_threads,
             compute_device=device.compute_device,
         )
-        async with self._loading[deployment]:
+        async with self._load_locks[deployment]:
             await self._stop_worker(deployment)
             self._last_epochs[deployment] = plan.epoch
             self._store.pin(deployment, message.parts.hashes)
@@ -250,6 +250,6 @@ class AgentDaemon:
             await worker.stop()
 
 
-def _why(failure: HearthError) -> str:
+def _failure_reason(failure: HearthError) -> str:
     """The cause of a worker's failure, without the advice."""
     return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()

@@ -65,19 +65,19 @@ class GpuReader:
         )
 
     def _may_have_cuda(self) -> bool:
-        signs = ("dev/nvidiactl", "dev/nvhost-gpu", "dev/nvgpu", "proc/driver/nvidia/version")
-        return any((self._root / sign).exists() for sign in signs)
+        device_files = ("dev/nvidiactl", "dev/nvhost-gpu", "dev/nvgpu", "proc/driver/nvidia/version")
+        return any((self._root / path).exists() for path in device_files)
 
 
 async def probe_cuda() -> Gpu | None:
     """Ask torch in a child process. None if torch is missing, has no CUDA device, or does not answer in time."""
     try:
-        ended = await run_module("agent.worker.probe", b"", _PROBE_SECONDS, listen=lambda line: None)
+        ended = await run_module("agent.worker.probe", b"", _PROBE_SECONDS, on_stderr_line=lambda line: None)
     except asyncio.TimeoutError:
         log.warning("the GPU did not answer within %g s; computing on the CPU", _PROBE_SECONDS)
         return None
     if ended.code != 0:
-        log.info("no GPU: %s", ended.last_lines[-1] if ended.last_lines else f"the probe {ended.cause}")
+        log.info("no GPU: %s", ended.stderr_tail[-1] if ended.stderr_tail else f"the probe {ended.cause}")
         return None
     try:
         answer = json.loads(ended.output)

@@ -49,17 +49,17 @@ def hardware_fingerprint(root: Path = Path("/")) -> str:
 
     Wireless addresses are excluded, because network managers randomise them.
     """
-    facts = [_read(root / name) for name in _HARDWARE_FILES]
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    identifiers = [_read_text(root / name) for name in _HARDWARE_FILES]
+    for line in _read_text(root / "proc/cpuinfo").splitlines():
         if line.lower().startswith("serial"):
-            facts.append(line)
+            identifiers.append(line)
     for interface in sorted((root / "sys/class/net").glob("*")):
         bus = (interface / "device/subsystem").resolve().name  # virtual interfaces have no device
         wireless = (interface / "phy80211").exists() or (interface / "wireless").exists()
-        permanent = _read(interface / "addr_assign_type") == _PERMANENT_ADDRESS
+        permanent = _read_text(interface / "addr_assign_type") == _PERMANENT_ADDRESS
         if bus in _BUILT_IN_BUSES and permanent and not wireless:
-            facts.append(_read(interface / "address"))
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+            identifiers.append(_read_text(interface / "address"))
+    return hashlib.sha256("\n".join(identifiers).encode()).hexdigest()
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
         try:
             os.truncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-            identity = _load_or_make(state_dir / "identity.json", hardware_fingerprint(root))
+            identity = _load_or_create(state_dir / "identity.json", hardware_fingerprint(root))
         except OSError as error:
             raise BadSetting(setting="--state-dir", reason=str(error)) from None
         yield identity
@@ -90,7 +90,7 @@ def load_identity(state_dir: Path, root: Path = Path("/")) -> Iterator[Identity]
         os.close(lock)
 
 
-def _load_or_make(path: Path, hardware: str) -> Identity:
+def _load_or_create(path: Path, hardware: str) -> Identity:
     try:
         saved = Identity.model_validate_json(path.read_bytes())
         if saved.hardware == hardware:
@@ -103,12 +103,12 @@ def _load_or_make(path: Path, hardware: str) -> Identity:
         log.warning("%s cannot be read and was kept aside; this device gets a new identity", path)
         path.replace(path.with_suffix(".unreadable"))
     public, secret = new_keypair()
-    made = Identity(device_id=secrets.token_hex(8), hardware=hardware, public_key=public, secret_key=secret)
-    write_atomically(path, made.model_dump_json(), private=True)
-    return made
+    created = Identity(device_id=secrets.token_hex(8), hardware=hardware, public_key=public, secret_key=secret)
+    write_atomically(path, created.model_dump_json(), private=True)
+    return created
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip("\0\n ")
     except OSError:

@@ -23,14 +23,16 @@ class Lease:
         return Lease(self.holder, self.holder_name, self.seconds, now + self.seconds)
 
 
-def acquire(current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float) -> Lease:
+def acquire_lease(
+    current: Lease | None, device: str, holder: str, holder_name: str, seconds: float, now: float
+) -> Lease:
     """Return a new lease. Raises AgentBusy if another coordinator holds a lease that has not expired."""
     if current is not None and current.holder != holder and now < current.expires:
         raise AgentBusy(device=device, holder=current.holder_name)
     return Lease(holder, holder_name, seconds, now + seconds)
 
 
-def require(current: Lease | None, device: str, holder: str, now: float) -> Lease:
+def require_lease(current: Lease | None, device: str, holder: str, now: float) -> Lease:
     """Return the lease if `holder` has it. Raises LeaseLost if it has expired or belongs to another holder."""
     if current is None or current.holder != holder or now >= current.expires:
         raise LeaseLost(device=device)

@@ -31,7 +31,7 @@ ZAP_DOMAIN = "link"
 _FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure per-frame overhead
 _PINGS = 7  # empty bursts, whose median is the round trip
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
-_AGREE = 0.05  # the rate is stable if the last bursts agree within this fraction
+_RATE_TOLERANCE = 0.05  # the rate is stable if the last bursts agree within this fraction
 _AGREEING_BURSTS = 3
 _CHUNKS_IN_FLIGHT = 4  # hides the round trip; limits memory
 _MAX_FRAMES_PER_BURST = 60  # a burst is one message, for which the rpc layer allows 64 frames
@@ -71,15 +71,17 @@ class LinkServer(RpcServer):
         return Done()  # the burst has arrived
 
 
-async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, Buffer], None]) -> tuple[str, ...]:
-    """Fetch chunks from another agent and pass each to `keep`. Returns the hashes of missing and of damaged chunks.
+async def fetch_chunks(
+    request: FetchChunks, own_keypair: KeyPair, store_chunk: Callable[[str, Buffer], None]
+) -> tuple[str, ...]:
+    """Fetch chunks from another agent and pass each to `store_chunk`. Returns the hashes of missing and of damaged chunks.
 
-    Raises the errors of `keep`, except ChunkCorrupt.
+    Raises the errors of `store_chunk`, except ChunkCorrupt.
     """
     missing: list[str] = []
     in_flight = asyncio.Semaphore(_CHUNKS_IN_FLIGHT)
     deadline = time.monotonic() + request.seconds
-    async with _client(request, own) as client:
+    async with _link_client(request, own_keypair) as client:
 
         async def fetch(chunk: str) -> None:
             async with in_flight:
@@ -87,15 +89,15 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
                 try:
                     payload = (await client.call(GetChunk(hash=chunk), timeout_seconds=remaining)).payload
                 except HearthError as error:  # whatever the cause, this chunk did not arrive
-                    return lacks(chunk, str(error))
+                    return mark_missing(chunk, str(error))
                 if len(payload) != 1:
-                    return lacks(chunk, f"it came as {len(payload)} frames")
+                    return mark_missing(chunk, f"it came as {len(payload)} frames")
                 try:
-                    await asyncio.to_thread(keep, chunk, payload[0])
+                    await asyncio.to_thread(store_chunk, chunk, payload[0])
                 except ChunkCorrupt as error:
-                    lacks(chunk, str(error))
+                    mark_missing(chunk, str(error))
 
-        def lacks(chunk: str, reason: str) -> None:
+        def mark_missing(chunk: str, reason: str) -> None:
             log.info("the chunk %s did not come from %s: %s", chunk[:12], request.host, reason)
             missing.append(chunk)
 
@@ -103,18 +105,18 @@ async def fetch_chunks(request: FetchChunks, own: KeyPair, keep: Callable[[str, 
     return tuple(missing)
 
 
-async def measure_link(request: MeasureLink, own: KeyPair) -> LinkMeasured:
+async def measure_link(request: MeasureLink, own_keypair: KeyPair) -> LinkMeasured:
     """Measure the link from this device to the requested one. Raises Unreachable, WrongKey or DeadlineExceeded."""
-    async with _client(request, own) as client:
-        return await _measure(client, request)
+    async with _link_client(request, own_keypair) as client:
+        return await _measure_rate(client, request)
 
 
 @asynccontextmanager
-async def _client(request: FetchChunks | MeasureLink, own: KeyPair) -> AsyncIterator[RpcClient]:
+async def _link_client(request: FetchChunks | MeasureLink, own_keypair: KeyPair) -> AsyncIterator[RpcClient]:
     """A client of another agent's link port."""
     context = zmq.asyncio.Context()
     host = f"[{request.host}]" if ":" in request.host else request.host
-    access = Access(own, request.peer_public_key)
+    access = Access(own_keypair, request.peer_public_key)
     client = RpcClient(context, f"tcp://{host}:{request.port}", access, name="link")
     try:
         yield client
@@ -123,7 +125,7 @@ async def _client(request: FetchChunks | MeasureLink, own: KeyPair) -> AsyncIter
         context.destroy(linger=0)
 
 
-async def _measure(client: RpcClient, request: MeasureLink) -> LinkMeasured:
+async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured:
     deadline = time.monotonic() + request.max_seconds
 
     async def burst(num_frames: int) -> float:
@@ -143,7 +145,7 @@ async def _measure(client: RpcClient, request: MeasureLink) -> LinkMeasured:
         if seconds >= _MIN_BURST_SECONDS or num_frames == _MAX_FRAMES_PER_BURST:
             rates.append(num_frames * _FRAME_BYTES / transfer)
         last = rates[-_AGREEING_BURSTS:]
-        stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _AGREE * max(last)
+        stable = len(last) == _AGREEING_BURSTS and max(last) - min(last) <= _RATE_TOLERANCE * max(last)
         next_bytes = num_frames * _FRAME_BYTES
         if stable or time.monotonic() + seconds > deadline or sent + next_bytes > request.max_bytes:
             break

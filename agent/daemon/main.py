@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 
 import zmq.asyncio
 
-from agent.daemon.config import AgentSettings, add_arguments, load_settings
+from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.gpu import GpuReader
 from agent.daemon.identity import load_identity
@@ -80,7 +80,7 @@ async def run_agent(settings: AgentSettings) -> None:
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)
         tasks = [
-            asyncio.create_task(daemon.watch_lease()),
+            asyncio.create_task(daemon.watch_leases()),
             asyncio.create_task(notifier.keep_alive(daemon.status_line)),
         ]
         await stop.wait()
@@ -96,7 +96,7 @@ def main() -> None:
     )
     add_arguments(parser)
     try:
-        settings = load_settings(parser.parse_args(), os.environ)
+        settings = load_agent_settings(parser.parse_args(), os.environ)
         logging.basicConfig(level=settings.log_level.upper(), format="%(name)s %(levelname)s %(message)s")
         asyncio.run(run_agent(settings))
     except HearthError as error:

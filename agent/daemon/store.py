@@ -54,8 +54,8 @@ class ShardStore:
         with self._lock:
             absent = []
             for chunk in hashes:
-                if self._holds(chunk):
-                    self._touch(chunk)
+                if self._has_chunk(chunk):
+                    self._mark_used(chunk)
                 else:
                     absent.append(chunk)
             return tuple(absent)
@@ -65,8 +65,8 @@ class ShardStore:
         if hashlib.sha256(data).hexdigest() != chunk:
             raise ChunkCorrupt(chunk=chunk[:12], where=f"the way to {self._device}")
         with self._lock:
-            if self._holds(chunk):
-                self._touch(chunk)
+            if self._has_chunk(chunk):
+                self._mark_used(chunk)
                 return
             self._make_room(len(data))
             self._writing_bytes += len(data)
@@ -88,7 +88,7 @@ class ShardStore:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 with self._lock:
-                    raise self._full(len(data)) from None
+                    raise self._store_full(len(data)) from None
             raise
 
     def verify(self, chunk: str) -> None:
@@ -111,9 +111,9 @@ class ShardStore:
     def path_of(self, chunk: str) -> Path:
         """The path of a chunk's file; counts as use. Raises ChunkMissing."""
         with self._lock:
-            if not self._holds(chunk):
+            if not self._has_chunk(chunk):
                 raise ChunkMissing(chunk=chunk[:12], device=self._device)
-            self._touch(chunk)
+            self._mark_used(chunk)
             return self._file(chunk)
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
@@ -124,8 +124,8 @@ class ShardStore:
         with self._lock:
             self._pinned[deployment] = frozenset(hashes)
             for chunk in self._pinned[deployment]:
-                if self._holds(chunk):
-                    self._touch(chunk)
+                if self._has_chunk(chunk):
+                    self._mark_used(chunk)
                     with suppress(OSError):  # a wrong time only changes the order of evictions
                         written_ns = self._file(chunk).stat().st_mtime_ns  # not changed by the use
                         os.utime(self._file(chunk), ns=(time.time_ns(), written_ns))
@@ -142,7 +142,7 @@ class ShardStore:
     def _file(self, chunk: str) -> Path:
         return self.path / chunk[:2] / chunk
 
-    def _holds(self, chunk: str) -> bool:
+    def _has_chunk(self, chunk: str) -> bool:
         """Whether the chunk is stored and its file still exists."""
         if chunk not in self._sizes:
             return False
@@ -156,22 +156,24 @@ class ShardStore:
         self._sizes.pop(chunk, None)
         self._verified.discard(chunk)
 
-    def _touch(self, chunk: str) -> None:
+    def _mark_used(self, chunk: str) -> None:
         self._sizes[chunk] = self._sizes.pop(chunk)
 
     def _make_room(self, num_bytes: int) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         evictable = self._evictable()
         freeable = sum(self._sizes[chunk] for chunk in evictable)
-        to_come = self._writing_bytes + num_bytes
+        incoming_bytes = self._writing_bytes + num_bytes
         if (
-            self.total_bytes - freeable + to_come > self._max_bytes
-            or self._disk_free() + freeable < to_come + _RESERVE_BYTES
+            self.total_bytes - freeable + incoming_bytes > self._max_bytes
+            or self._disk_free() + freeable < incoming_bytes + _RESERVE_BYTES
         ):
-            raise self._full(num_bytes)  # raised before evicting chunks in vain
-        while self.total_bytes + to_come > self._max_bytes or self._disk_free() < to_come + _RESERVE_BYTES:
+            raise self._store_full(num_bytes)  # raised before evicting chunks in vain
+        while (
+            self.total_bytes + incoming_bytes > self._max_bytes or self._disk_free() < incoming_bytes + _RESERVE_BYTES
+        ):
             if not evictable:
-                raise self._full(num_bytes)
+                raise self._store_full(num_bytes)
             chunk = evictable.pop(0)
             self._file(chunk).unlink(missing_ok=True)
             self._forget(chunk)
@@ -180,7 +182,7 @@ class ShardStore:
         pinned = frozenset[str]().union(*self._pinned.values())
         return [chunk for chunk in self._sizes if chunk not in pinned]
 
-    def _full(self, num_bytes: int) -> StoreFull:
+    def _store_full(self, num_bytes: int) -> StoreFull:
         pinned_bytes = self.total_bytes - sum(self._sizes[chunk] for chunk in self._evictable())
         free = min(self._max_bytes - pinned_bytes, max(self._disk_free() - _RESERVE_BYTES, 0))
         return StoreFull(device=self._device, needed_bytes=num_bytes, free_bytes=max(free, 0))

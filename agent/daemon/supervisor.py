@@ -13,10 +13,10 @@ from typing import Any
 
 import zmq.asyncio
 
-from agent.daemon.worker_state import WorkerEvent, WorkerLife
+from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.child import cause_of_death, run_module
+from hearth.platform.child import describe_exit, run_module
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
@@ -38,17 +38,17 @@ class WorkerProcess:
         self.epoch = 0
         self.failure: HearthError | None = None
         self._device = device
-        self._life = WorkerLife()
+        self._state_machine = WorkerStateMachine()
         self._folder = tempfile.TemporaryDirectory(prefix="hearth-worker-")  # mode 0700: only this user has access
         self._client = RpcClient(
             context, f"ipc://{Path(self._folder.name) / 'worker'}", None, f"the worker on {device}"
         )
         self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> wire.WorkerState:
-        return self._life.state
+        return self._state_machine.state
 
     @property
     def pid(self) -> int | None:
@@ -67,25 +67,25 @@ class WorkerProcess:
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         """Start the process and load the shard or the segments. Raises WorkerDied, DeadlineExceeded, or the worker's error."""
         self.epoch = request.load.plan.epoch
-        self._move("start_requested")
+        self._transition("start_requested")
         level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agent.worker.main", self._client.endpoint, level, stdin=asyncio.subprocess.DEVNULL
         )
-        self._move("spawned")
-        self._watching = asyncio.create_task(self._watch(self._process))
+        self._transition("spawned")
+        self._watch_task = asyncio.create_task(self._watch(self._process))
         try:
             reply = await self._client.call(request, timeout_seconds=LOAD_SECONDS)
             bound = wire.expected(reply.message, wire.WorkerBound, "a worker")
         except HearthError as error:
             self._fail(error)
             raise
-        self._move("loaded")
+        self._transition("loaded")
         return bound
 
     async def connect(self, request: wire.ConnectPeers) -> None:
         await self._client.call(request, timeout_seconds=_CONNECT_SECONDS)
-        self._move("connected")
+        self._transition("connected")
 
     async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:
         """Run one request. Raises the worker's error, WorkerDied if it dies, DeadlineExceeded."""
@@ -101,7 +101,7 @@ class WorkerProcess:
             request,
             payload,
             timeout_seconds=request.timeout_seconds,
-            next_seconds=_TOKEN_SECONDS,
+            next_timeout_seconds=_TOKEN_SECONDS,
             last=wire.GenerationEnded,
         )
 
@@ -111,7 +111,7 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Stop the process and release its socket and folder."""
-        self._move("stopped")
+        self._transition("stopped")
         process = self._process
         if process is not None and process.returncode is None:
             process.terminate()
@@ -120,8 +120,8 @@ class WorkerProcess:
             except asyncio.TimeoutError:
                 process.kill()
                 await process.wait()
-        if self._watching is not None:
-            await cancel_all([self._watching])
+        if self._watch_task is not None:
+            await cancel_all([self._watch_task])
         self._client.fail(WorkerDied(device=self._device, reason="it was stopped"))
         await self._client.close()
         self._folder.cleanup()
@@ -129,18 +129,18 @@ class WorkerProcess:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if self.state != "stopped":
-            self._fail(WorkerDied(device=self._device, reason=cause_of_death(code)))
+            self._fail(WorkerDied(device=self._device, reason=describe_exit(code)))
 
     def _fail(self, error: HearthError) -> None:
         if self.state in ("failed", "stopped"):
             return  # the first failure is the cause of later ones
         log.warning("%s", error)
         self.failure = error
-        self._move("failed")
+        self._transition("failed")
         self._client.fail(error)
 
-    def _move(self, event: WorkerEvent) -> None:
-        self._life = self._life.after(event)
+    def _transition(self, event: WorkerEvent) -> None:
+        self._state_machine = self._state_machine.after(event)
 
 
 async def run_child(module: str, request: wire.Message, timeout_seconds: float, device: str) -> wire.Message:

@@ -58,8 +58,8 @@ class TelemetryReader:
 
     def _memory_percent(self) -> float | None:
         """The memory limit in per cent. `percent` also limits memory unless a memory limit is set."""
-        said = self._settings.memory_bytes or self._settings.memory_percent
-        return self._settings.memory_percent if said else self._settings.percent
+        explicit_limit = self._settings.memory_bytes or self._settings.memory_percent
+        return self._settings.memory_percent if explicit_limit else self._settings.percent
 
 
 def num_threads(num_cores: int, threads: int | None, percent: float | None) -> int:
@@ -90,9 +90,9 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
     host = psutil.virtual_memory()
     total, available = host.total, host.available
     for cgroup, limit_name, usage_name, prefix in _cgroups(root):
-        limit = _number(cgroup / limit_name)
+        limit = _read_int(cgroup / limit_name)
         if limit is not None and 0 < limit < host.total:
-            used = max((_number(cgroup / usage_name) or 0) - _page_cache(cgroup, prefix), 0)
+            used = max((_read_int(cgroup / usage_name) or 0) - _page_cache(cgroup, prefix), 0)
             total = min(total, limit)
             available = min(available, max(limit - used, 0))
     return total, available
@@ -133,8 +133,8 @@ def _page_cache(cgroup: Path, prefix: str) -> int:
 
 def disk_free(path: Path) -> int:
     """Free bytes on the disk of `path`, or of its nearest existing parent if it was deleted."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(there).free
+    nearest = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(nearest).free
 
 
 def cpu_model(root: Path = Path("/")) -> str:
@@ -157,7 +157,7 @@ def temperature(root: Path = Path("/")) -> float | None:
     readings = [
         millidegrees / 1000
         for zone in (root / "sys/class/thermal").glob("thermal_zone*/temp")
-        if (millidegrees := _number(zone)) is not None and -40_000 < millidegrees < 150_000
+        if (millidegrees := _read_int(zone)) is not None and -40_000 < millidegrees < 150_000
     ]
     return max(readings, default=None)
 
@@ -181,7 +181,7 @@ def _frequency() -> float | None:
     return frequency.current if frequency else None
 
 
-def _number(path: Path) -> int | None:
+def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):

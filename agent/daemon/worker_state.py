@@ -21,20 +21,22 @@ TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
 }
 
 
-class IllegalMove(Exception):
+class IllegalWorkerTransition(Exception):
     """A programming error: an event that is not possible in the current state."""
 
 
 @dataclass(frozen=True)
-class WorkerLife:
+class WorkerStateMachine:
     """The current state of a worker process, and how it got there."""
 
     state: WorkerState = "none"
     history: tuple[str, ...] = ()  # all transitions so far
 
-    def after(self, event: WorkerEvent) -> WorkerLife:
+    def after(self, event: WorkerEvent) -> WorkerStateMachine:
         """Apply an event. Raises IllegalMove, with the history."""
-        to = TRANSITIONS.get((self.state, event))
-        if to is None:
-            raise IllegalMove(f"a worker that is {self.state} cannot be {event}; so far: {', '.join(self.history)}")
-        return WorkerLife(to, (*self.history, f"{self.state} -> {to} ({event})"))
+        next_state = TRANSITIONS.get((self.state, event))
+        if next_state is None:
+            raise IllegalWorkerTransition(
+                f"a worker that is {self.state} cannot be {event}; so far: {', '.join(self.history)}"
+            )
+        return WorkerStateMachine(next_state, (*self.history, f"{self.state} -> {next_state} ({event})"))

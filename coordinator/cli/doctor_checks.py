@@ -27,8 +27,8 @@ from coordinator.serve.config import default_state_dir
 from hearth.client.home import COORDINATOR_PORT
 from hearth.errors import HearthError
 from hearth.platform import security
-from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, Found
-from hearth.platform.interfaces import Interface, choose, interfaces, verify_reachable
+from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, DiscoveredService
+from hearth.platform.interfaces import Interface, choose_interface, interfaces, verify_reachable
 from hearth.platform.units import format_bytes
 from hearth.protocol import PROTOCOL_VERSION
 
@@ -91,7 +91,7 @@ def check_versions() -> Finding:
 def check_interface(found: list[Interface], preferred: str | None) -> Finding:
     """Check the interface that an agent would advertise, and list why the others are skipped."""
     try:
-        chosen = choose(found, preferred)
+        chosen = choose_interface(found, preferred)
         verify_reachable(chosen)
     except HearthError as error:
         return _problem("interface", error)
@@ -227,7 +227,7 @@ async def look_around(
     credential: security.Credential, mdns_interfaces: list[str] | None, look_seconds: float = _LOOK_SECONDS
 ) -> list[Finding]:
     """Search the network for `look_seconds`: check agents (protocol, version, clock) and count coordinators."""
-    coordinators: dict[str, Found] = {}
+    coordinators: dict[str, DiscoveredService] = {}
     home = security.fingerprint(security.coordinator_access(credential).server_public)
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
     findings: list[Finding] = []
@@ -280,7 +280,7 @@ def check_clocks(clocks: Mapping[str, float], now: float) -> Finding:
     return Finding("clock", "ok", "all clocks agree")
 
 
-def check_coordinators(found: list[Found]) -> Finding:
+def check_coordinators(found: list[DiscoveredService]) -> Finding:
     where = ", ".join(f"{coordinator.hosts[0]}:{coordinator.port}" for coordinator in found)
     if len(found) > 1:
         what = f"{len(found)} coordinators of this home are running: {where}"

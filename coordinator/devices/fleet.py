@@ -26,7 +26,7 @@ from hearth.errors import (
     Unreachable,
 )
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.discovery import AGENT_SERVICE, Browser, Found, parse_static_peers
+from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
@@ -203,7 +203,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 
     # ---- one agent ------------------------------------------------------------------------------------------------
 
-    def _on_discovered(self, service: Found) -> None:
+    def _on_discovered(self, service: DiscoveredService) -> None:
         if service.fingerprint != fingerprint(self._access.server_public):
             return  # another home's agent
         self._connect(service.hosts[0], service.port)

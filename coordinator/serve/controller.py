@@ -23,7 +23,7 @@ from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from coordinator.serve.transformer import TransformerKind
 from hearth.errors import BadPlan, DeviceLost, HearthError, NoDevices, NotServing, WorkerDied
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import within
+from hearth.platform.asyncio_tools import with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered
 
@@ -180,7 +180,7 @@ class Controller:
                 return await self._serve(deployment)
             case "drain":
                 try:
-                    await within(tools.settings.drain_seconds, self.requests.admission.drained())
+                    await with_timeout(tools.settings.drain_seconds, self.requests.admission.drained())
                 except asyncio.TimeoutError:
                     return cycle.DrainTimedOut()
                 return cycle.Drained()

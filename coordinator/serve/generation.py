@@ -16,7 +16,7 @@ from coordinator.serve.requests import Requests
 from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded, HearthError, QueueFull
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.platform.asyncio_tools import within
+from hearth.platform.asyncio_tools import with_timeout
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
@@ -102,7 +102,7 @@ class Generations:
                 raise QueueFull(limit=self.limit)
             try:
                 reading = asyncio.to_thread(model.prompt_ids, request, token_ids)
-                prompt = await within(request.timeout_seconds, reading)
+                prompt = await with_timeout(request.timeout_seconds, reading)
             except asyncio.TimeoutError:
                 raise _too_late(request) from None
             answer = _Answer(model, request, prompt, began)
@@ -132,7 +132,7 @@ class Generations:
                 async with aclosing(answer.on(deployment, max_tokens, deadline)) as events:
                     while answer.reason is None:
                         try:
-                            event = await within(max(deadline - loop.time(), 0.001), anext(events))
+                            event = await with_timeout(max(deadline - loop.time(), 0.001), anext(events))
                         except asyncio.TimeoutError:
                             raise _too_late(answer.request) from None
                         except HearthError as error:

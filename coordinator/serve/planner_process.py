@@ -57,7 +57,7 @@ async def solve_instance(goal: GraphGoal, progress: Progress) -> PlanningResult[
 
 
 async def _ask(kind: _Kind, request: Any, time_limit_seconds: float, progress: Progress = lambda line: None) -> Any:
-    def listen(line: str) -> None:
+    def on_stderr_line(line: str) -> None:
         if line.startswith(_MARK):
             progress(line.removeprefix(_MARK))
 
@@ -65,13 +65,13 @@ async def _ask(kind: _Kind, request: Any, time_limit_seconds: float, progress: P
     seconds = _GRACE_FACTOR * time_limit_seconds + _GRACE_SECONDS
     question = json.dumps({"kind": kind, "request": takes.dump_python(request, mode="json")}).encode()
     try:
-        ended = await run_module(__name__, question, seconds, listen)
+        ended = await run_module(__name__, question, seconds, on_stderr_line)
     except asyncio.TimeoutError:
         raise DeadlineExceeded(action="planning", seconds=seconds) from None
     try:
         values = json.loads(ended.output)
     except ValueError:  # the child died, most likely out of memory
-        reason = f"the planner process {ended.cause}: {' '.join(ended.last_lines)}"
+        reason = f"the planner process {ended.cause}: {' '.join(ended.stderr_tail)}"
         raise InternalError(where="the coordinator", reason=reason[:1000]) from None
     if "error" in values:
         raise error_from_wire(values["error"], values["details"])

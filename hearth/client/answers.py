@@ -23,7 +23,7 @@ _CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop
 _M = TypeVar("_M", bound=BaseModel)
 
 Chat = Sequence[ChatMessage | Mapping[str, str]]  # {"role": "user", "content": "..."}
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -110,12 +110,12 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
 class Generation(AbstractContextManager["Generation"], Iterator[Token]):
     """As `AsyncGeneration`, for programs without an event loop. Closing or deleting it, or Ctrl-C, cancels the answer."""
 
-    def __init__(self, answer: AsyncGeneration, run: Run, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, answer: AsyncGeneration, run: RunCoroutine, loop: asyncio.AbstractEventLoop) -> None:
         """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
         self._answer = answer
         self._run = run
         self._loop = loop
-        self._turn = threading.Lock()
+        self._next_lock = threading.Lock()
         self._ended = False
 
     @property
@@ -127,9 +127,9 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         return self._answer.usage
 
     def __next__(self) -> Token:
-        with self._turn:
+        with self._next_lock:
             try:
-                token: Token | None = self._run(self._take())
+                token: Token | None = self._run(self._next_token())
             except HearthError:
                 self._ended = True
                 raise
@@ -169,7 +169,7 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
             closing.close()
             return None
 
-    async def _take(self) -> Token | None:
+    async def _next_token(self) -> Token | None:
         try:
             return await anext(self._answer)
         except StopAsyncIteration:
@@ -179,7 +179,7 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
 # ---- requests and their parts ----------------------------------------------------------------------------------------
 
 
-def parts_of(message: Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
+def stream_parts(message: Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
     """Convert one message of a stream. The text of a message with several tokens is given to the last of them."""
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)

@@ -42,9 +42,9 @@ def array_frames(inputs: Arrays) -> list[Any]:
     return frames
 
 
-def inference_of(message: Message, payload: Sequence[Any]) -> InferenceResult:
+def decode_inference(message: Message, payload: Sequence[Any]) -> InferenceResult:
     """Decode the coordinator's answer. Raises BadMessage."""
     from hearth.wire.framing import unpack_arrays
 
-    told = expected(message, Inferred, "the coordinator")
-    return InferenceResult(unpack_arrays(told.names, payload), told.latency_seconds, told.traces)
+    answer = expected(message, Inferred, "the coordinator")
+    return InferenceResult(unpack_arrays(answer.names, payload), answer.latency_seconds, answer.traces)

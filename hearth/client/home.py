@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import zmq.asyncio
 
 from hearth.client import answers
-from hearth.client.arrays import Arrays, InferenceResult, array_frames, inference_of
+from hearth.client.arrays import Arrays, InferenceResult, array_frames, decode_inference
 from hearth.errors import BadRequest, ConnectionLost, DeadlineExceeded, HearthError, NoCoordinator, Unreachable
-from hearth.platform.asyncio_tools import within
+from hearth.platform.asyncio_tools import with_timeout
 from hearth.platform.security import Access, Credential, coordinator_access, fingerprint, resolve_credential
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
@@ -89,14 +89,14 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, texts: Sequence[str], timeout_seconds: float = 60.0, trace: bool = False
     ) -> Result:
         """As `embed`, but also returns the latency and, with `trace`, each device's timeline."""
-        request = answers.valid(wire.Embed, texts=tuple(texts), **_once(timeout_seconds), trace=trace)
+        request = answers.valid(wire.Embed, texts=tuple(texts), **_request_fields(timeout_seconds), trace=trace)
         return await self._vectors(request, (), timeout_seconds)
 
     async def hidden_states(
         self, token_ids: Sequence[int] | np.ndarray[Any, Any], timeout_seconds: float = 60.0
     ) -> np.ndarray[Any, Any]:
         """Return the last hidden states [T,H], float32, of one sequence of T token ids."""
-        request = answers.valid(wire.GetHiddenStates, **_once(timeout_seconds))
+        request = answers.valid(wire.GetHiddenStates, **_request_fields(timeout_seconds))
         return (await self._vectors(request, answers.token_frames(token_ids), timeout_seconds)).vectors
 
     def generate(
@@ -126,7 +126,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             wire.Generate, prompt=prompt, messages=tuple(answers.chat_message(message) for message in messages or ()),
             sampling=answers.valid(wire.SamplingChoice, **sampling), max_tokens=max_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            **_once(timeout_seconds),
+            **_request_fields(timeout_seconds),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
             raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
@@ -144,9 +144,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, inputs: Arrays, timeout_seconds: float = 60.0, trace: bool = False
     ) -> InferenceResult:
         """As `infer`, but also returns the latency and, with `trace`, each device's timeline."""
-        request = answers.valid(wire.Infer, names=tuple(inputs), **_once(timeout_seconds), trace=trace)
+        request = answers.valid(wire.Infer, names=tuple(inputs), **_request_fields(timeout_seconds), trace=trace)
         reply = await self._call(request, array_frames(inputs), timeout_seconds)
-        return inference_of(reply.message, reply.payload)
+        return decode_inference(reply.message, reply.payload)
 
     async def model_info(self, timeout_seconds: float = CALL_SECONDS) -> wire.ModelInfo:
         """Return the names, dtypes and shapes of the served graph's inputs and outputs."""
@@ -196,11 +196,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.wire.framing import unpack_array
 
         reply = await self._call(request, payload, timeout_seconds)
-        told = wire.expected(reply.message, wire.Vectors, "the coordinator")
-        return Result(unpack_array(reply.payload), told.latency_seconds, told.num_tokens, told.traces)
+        answer = wire.expected(reply.message, wire.Vectors, "the coordinator")
+        return Result(unpack_array(reply.payload), answer.latency_seconds, answer.num_tokens, answer.traces)
 
     async def _ask(self, request: type[wire.Message], answer: type[_M], timeout_seconds: float, **fields: str) -> _M:
-        reply = await self._call(request(**_once(timeout_seconds), **fields), (), timeout_seconds)
+        reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
         return wire.expected(reply.message, answer, "the coordinator")
 
     async def _call(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
@@ -234,7 +234,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                     async for reply in replies:
                         seconds = loop.time() - sent
                         first_token_seconds = first_token_seconds if first_token_seconds is not None else seconds
-                        for part in answers.parts_of(reply.message, seconds, first_token_seconds):
+                        for part in answers.stream_parts(reply.message, seconds, first_token_seconds):
                             yield part
                 return
             except (Unreachable, ConnectionLost):
@@ -258,7 +258,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         if (client := found()) is not None:
             return client
         try:
-            return await within(timeout_seconds + 1.0, find())  # 1 s later than `open`, whose error says more
+            return await with_timeout(timeout_seconds + 1.0, find())  # 1 s later than `open`, whose error says more
         except asyncio.TimeoutError:
             raise NoCoordinator(seconds=timeout_seconds) from None
 
@@ -278,7 +278,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             await client.close()
 
 
-def _once(timeout_seconds: float) -> dict[str, Any]:
+def _request_fields(timeout_seconds: float) -> dict[str, Any]:
     """The common fields of one request: a unique id and its timeout.
 
     The timeout sent is 10 % (at most 1 s) shorter than the caller's, so that the coordinator's error, which says why the

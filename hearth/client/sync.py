@@ -20,29 +20,29 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _waiting(
+def _blocking(
     call: Callable[Concatenate[AsyncHome, _P], Coroutine[Any, Any, _T]],
 ) -> Callable[Concatenate[Home, _P], _T]:
     """Make a blocking method of `Home` from a method of `AsyncHome`, with the same parameters and docstring."""
 
     @functools.wraps(call)
-    def waits(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         return self._run(call(self._home, *args, **kwargs))
 
-    return waits
+    return wrapper
 
 
-def _iterating(
+def _blocking_iterator(
     call: Callable[Concatenate[AsyncHome, _P], AsyncGeneration],
 ) -> Callable[Concatenate[Home, _P], Generation]:
-    """As `_waiting`, for a method that returns an `AsyncGeneration`."""
+    """As `_blocking`, for a method that returns an `AsyncGeneration`."""
 
     @functools.wraps(call)
-    def iterates(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
+    def wrapper(self: Home, /, *args: _P.args, **kwargs: _P.kwargs) -> Generation:
         return Generation(call(self._home, *args, **kwargs), self._run, self._loop)
 
-    iterates.__doc__ = str(call.__doc__).replace("async for", "for")
-    return iterates
+    wrapper.__doc__ = str(call.__doc__).replace("async for", "for")
+    return wrapper
 
 
 class Home(AbstractContextManager["Home"]):
@@ -51,14 +51,14 @@ class Home(AbstractContextManager["Home"]):
     def __init__(self, home: AsyncHome) -> None:
         self._home = home
         self._loop = asyncio.new_event_loop()
-        self._waiting: set[concurrent.futures.Future[Any]] = set()  # results that callers' threads wait for
-        self._ending = threading.Lock()
+        self._pending: set[concurrent.futures.Future[Any]] = set()  # results that callers' threads wait for
+        self._close_lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="hearth-client", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        with self._ending:  # no call may start once the loop is about to stop
+        with self._close_lock:  # no call may start once the loop is about to stop
             already, self._closed = self._closed, True
         if already:
             return
@@ -66,37 +66,37 @@ class Home(AbstractContextManager["Home"]):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        for future in list(self._waiting):
+        for future in list(self._pending):
             future.cancel()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    embed = _waiting(AsyncHome.embed)
-    request_embeddings = _waiting(AsyncHome.request_embeddings)
-    hidden_states = _waiting(AsyncHome.hidden_states)
-    generate = _iterating(AsyncHome.generate)
-    infer = _waiting(AsyncHome.infer)
-    request_inference = _waiting(AsyncHome.request_inference)
-    model_info = _waiting(AsyncHome.model_info)
-    readiness = _waiting(AsyncHome.readiness)
-    ready = _waiting(AsyncHome.ready)
-    wait_ready = _waiting(AsyncHome.wait_ready)
-    devices = _waiting(AsyncHome.devices)
-    status = _waiting(AsyncHome.status)
-    add_app = _waiting(AsyncHome.add_app)
-    revoke_app = _waiting(AsyncHome.revoke_app)
-    apps = _waiting(AsyncHome.apps)
-    _open = _waiting(AsyncHome.open)
+    embed = _blocking(AsyncHome.embed)
+    request_embeddings = _blocking(AsyncHome.request_embeddings)
+    hidden_states = _blocking(AsyncHome.hidden_states)
+    generate = _blocking_iterator(AsyncHome.generate)
+    infer = _blocking(AsyncHome.infer)
+    request_inference = _blocking(AsyncHome.request_inference)
+    model_info = _blocking(AsyncHome.model_info)
+    readiness = _blocking(AsyncHome.readiness)
+    ready = _blocking(AsyncHome.ready)
+    wait_ready = _blocking(AsyncHome.wait_ready)
+    devices = _blocking(AsyncHome.devices)
+    status = _blocking(AsyncHome.status)
+    add_app = _blocking(AsyncHome.add_app)
+    revoke_app = _blocking(AsyncHome.revoke_app)
+    apps = _blocking(AsyncHome.apps)
+    _open = _blocking(AsyncHome.open)
 
     def _run(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the loop's thread and wait for its result. Ctrl-C in the caller cancels it."""
-        with self._ending:
+        with self._close_lock:
             if self._closed:
                 call.close()
                 raise ConnectionLost(endpoint="the coordinator")
             future = asyncio.run_coroutine_threadsafe(call, self._loop)
-            self._waiting.add(future)
+            self._pending.add(future)
         try:
             return future.result()
         except concurrent.futures.CancelledError:  # another thread has closed the connection
@@ -105,7 +105,7 @@ class Home(AbstractContextManager["Home"]):
             future.cancel()
             raise
         finally:
-            self._waiting.discard(future)
+            self._pending.discard(future)
 
     async def _finish(self) -> None:
         """Close the connection and cancel the calls of other threads before the loop stops."""

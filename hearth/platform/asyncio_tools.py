@@ -17,24 +17,24 @@ async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-async def within(timeout_seconds: float | None, call: Awaitable[_T]) -> _T:
+async def with_timeout(timeout_seconds: float | None, awaitable: Awaitable[_T]) -> _T:
     """As `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with the result.
 
     Raises asyncio.TimeoutError.
     """
-    waited = asyncio.ensure_future(call)
+    future = asyncio.ensure_future(awaitable)
     try:
-        await asyncio.wait({waited}, timeout=timeout_seconds)
-        if not waited.done():
+        await asyncio.wait({future}, timeout=timeout_seconds)
+        if not future.done():
             raise asyncio.TimeoutError
-        return waited.result()
+        return future.result()
     finally:
-        await cancel_all([waited])
+        await cancel_all([future])
 
 
-async def all_or_first_error(calls: Any) -> list[Any]:
+async def all_or_first_error(awaitables: Any) -> list[Any]:
     """As `asyncio.gather`, but if one call fails, the others are cancelled and awaited before its error is raised."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

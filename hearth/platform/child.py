@@ -10,67 +10,71 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from hearth.platform.asyncio_tools import within
+from hearth.platform.asyncio_tools import with_timeout
 
-_LAST_LINES = 3  # lines of stderr that are kept: the end of a traceback
+_STDERR_TAIL_LINES = 3  # lines of stderr that are kept: the end of a traceback
 
 
-class Ended(NamedTuple):
+class ChildResult(NamedTuple):
     """The result of a child process that has ended."""
 
     output: bytes  # its stdout
     code: int  # exit status; negative: the signal that killed it
-    last_lines: tuple[str, ...]  # of its stderr, if `run_module` was given `listen`
+    stderr_tail: tuple[str, ...]  # of its stderr, if `run_module` was given `on_stderr_line`
 
     @property
     def cause(self) -> str:
-        return cause_of_death(self.code)
+        return describe_exit(self.code)
 
 
 async def run_module(
-    module: str, given: bytes, timeout_seconds: float, listen: Callable[[str], None] | None = None
-) -> Ended:
-    """Run `python -m MODULE` with `given` as its stdin, and wait for its end.
+    module: str, stdin_bytes: bytes, timeout_seconds: float, on_stderr_line: Callable[[str], None] | None = None
+) -> ChildResult:
+    """Run `python -m MODULE` with `stdin_bytes` as its stdin, and wait for its end.
 
-    `listen` is called with each line of its stderr; without it, the child inherits our stderr. On cancellation or timeout
-    the child is killed. Raises asyncio.TimeoutError.
+    `on_stderr_line` is called with each line of its stderr; without it, the child inherits our stderr. On cancellation or
+    timeout the child is killed. Raises asyncio.TimeoutError.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE if listen else None,
+        stderr=asyncio.subprocess.PIPE if on_stderr_line else None,
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    lines: deque[str] = deque(maxlen=_LAST_LINES)
+    lines: deque[str] = deque(maxlen=_STDERR_TAIL_LINES)
 
-    async def hear(stream: asyncio.StreamReader, listen: Callable[[str], None]) -> None:
+    async def read_stderr(stream: asyncio.StreamReader, on_stderr_line: Callable[[str], None]) -> None:
         async for line in stream:
             text = line.decode(errors="replace").rstrip()
             lines.append(text)
-            listen(text)
+            on_stderr_line(text)
 
-    async def ask(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> bytes:
+    async def exchange(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> bytes:
         with suppress(BrokenPipeError, ConnectionResetError):  # the child ended without reading its input
-            stdin.write(given)
+            stdin.write(stdin_bytes)
             await stdin.drain()
         stdin.close()
         answer = await stdout.read()
         await process.wait()
         return answer
 
-    hearing = asyncio.ensure_future(hear(process.stderr, listen)) if process.stderr and listen else None
+    stderr_task = (
+        asyncio.ensure_future(read_stderr(process.stderr, on_stderr_line))
+        if process.stderr and on_stderr_line
+        else None
+    )
     try:
-        output = await within(timeout_seconds, ask(process.stdin, process.stdout))
+        output = await with_timeout(timeout_seconds, exchange(process.stdin, process.stdout))
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        if hearing is not None:
-            await asyncio.gather(hearing, return_exceptions=True)
-    return Ended(output, process.returncode or 0, tuple(lines))
+        if stderr_task is not None:
+            await asyncio.gather(stderr_task, return_exceptions=True)
+    return ChildResult(output, process.returncode or 0, tuple(lines))
 
 
-def cause_of_death(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe an exit status as `subprocess` reports it."""
     if code == -signal.SIGKILL:
         return "killed (SIGKILL), often by the kernel because memory ran out"

@@ -31,7 +31,7 @@ _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated
 _MAX_FIELD = 64  # bytes kept of one field of a record, which comes from an untrusted sender
 
 
-class Found(NamedTuple):
+class DiscoveredService(NamedTuple):
     """One advertised service. `hosts` are its addresses, IPv4 first."""
 
     id: str
@@ -61,7 +61,7 @@ async def advertised(
         server=f"{random_id}.local.",
         parsed_addresses=list(interfaces or all_addresses()),
     )
-    zeroconf = _open(interfaces)
+    zeroconf = _open_zeroconf(interfaces)
     await (await zeroconf.async_register_service(info, cooperating_responders=True))
     try:
         yield
@@ -74,9 +74,9 @@ class Browser:
     """Browses for services, and calls `on_found` for each new service and each change of a record."""
 
     def __init__(
-        self, service: str, on_found: Callable[[Found], None], interfaces: Sequence[str] | None = None
+        self, service: str, on_found: Callable[[DiscoveredService], None], interfaces: Sequence[str] | None = None
     ) -> None:
-        self.found: dict[str, Found] = {}
+        self.services: dict[str, DiscoveredService] = {}
         self._service = service
         self._on_found = on_found
         self._interfaces = interfaces
@@ -87,7 +87,7 @@ class Browser:
     async def start(self) -> None:
         from zeroconf.asyncio import AsyncServiceBrowser
 
-        self._zeroconf = _open(self._interfaces)
+        self._zeroconf = _open_zeroconf(self._interfaces)
         self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._service, handlers=[self._changed])
 
     async def stop(self) -> None:
@@ -101,7 +101,7 @@ class Browser:
         from zeroconf import ServiceStateChange
 
         if state_change is ServiceStateChange.Removed:
-            self.found.pop(name.partition(".")[0], None)
+            self.services.pop(name.partition(".")[0], None)
             return
         task = asyncio.create_task(self._resolve(zeroconf, name))
         self._tasks.add(task)
@@ -113,19 +113,19 @@ class Browser:
         info = AsyncServiceInfo(self._service, name)
         if not await info.async_request(zeroconf, _RESOLVE_MS):
             return
-        found = _read(info)
-        if found is not None and self.found.get(found.id) != found:
-            self.found[found.id] = found
+        found = _parse_record(info)
+        if found is not None and self.services.get(found.id) != found:
+            self.services[found.id] = found
             self._on_found(found)
 
 
 async def find_coordinator(
     fingerprint: str, timeout_seconds: float, interfaces: Sequence[str] | None = None
-) -> Found | None:
+) -> DiscoveredService | None:
     """Return the first coordinator of this home that answers, or None after the timeout."""
-    answer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+    answer: asyncio.Future[DiscoveredService] = asyncio.get_running_loop().create_future()
 
-    def on_found(found: Found) -> None:
+    def on_found(found: DiscoveredService) -> None:
         if found.fingerprint == fingerprint and not answer.done():
             answer.set_result(found)
 
@@ -160,7 +160,7 @@ def parse_static_peers(text: str, default_port: int = AGENT_PORT) -> tuple[tuple
     return tuple(peers)
 
 
-def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
+def _open_zeroconf(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     from zeroconf import InterfaceChoice, IPVersion
     from zeroconf.asyncio import AsyncZeroconf
 
@@ -169,7 +169,7 @@ def _open(interfaces: Sequence[str] | None) -> AsyncZeroconf:
     return AsyncZeroconf(interfaces=list(interfaces) if interfaces else InterfaceChoice.All)
 
 
-def _read(info: AsyncServiceInfo) -> Found | None:
+def _parse_record(info: AsyncServiceInfo) -> DiscoveredService | None:
     """Parse a record; None if it is not a Hearth record. The content is untrusted: any host on the network can send it."""
     fields = {
         key.decode(errors="replace"): (value or b"")[:_MAX_FIELD].decode(errors="replace")
@@ -182,4 +182,4 @@ def _read(info: AsyncServiceInfo) -> Found | None:
     )
     if not addresses:
         return None
-    return Found(fields["id"], tuple(addresses), info.port, int(fields["v"]), fields["fp"])
+    return DiscoveredService(fields["id"], tuple(addresses), info.port, int(fields["v"]), fields["fp"])

@@ -33,7 +33,7 @@ class Interface(NamedTuple):
     has_default_route: bool = False
 
 
-def why_skipped(name: str, address: str, is_up: bool) -> str:
+def reason_to_skip(name: str, address: str, is_up: bool) -> str:
     """The reason not to choose an interface automatically, or an empty text."""
     ip = ipaddress.ip_address(address.split("%")[0])
     if not is_up:
@@ -79,7 +79,7 @@ def interfaces(sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc")) -
                     address.address,
                     any((sys_root / "class/net" / name / mark).exists() for mark in ("wireless", "phy80211")),
                     stats[name].speed if name in stats else 0,
-                    why_skipped(name, address.address, is_up),
+                    reason_to_skip(name, address.address, is_up),
                     name in with_default_route,
                 )
             )
@@ -96,7 +96,7 @@ def ranked(found: Sequence[Interface]) -> list[Interface]:
     )  # fmt: skip
 
 
-def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
+def choose_interface(found: Sequence[Interface], preferred: str | None) -> Interface:
     """The interface to advertise on: the preferred one (name or address), else the best usable one, else loopback.
 
     Raises BadSetting if the preferred interface does not exist (listing those that do), or if there is none at all.
@@ -116,7 +116,7 @@ def choose(found: Sequence[Interface], preferred: str | None) -> Interface:
 
 def choose_address(preferred: str | None) -> str:
     """The local address to advertise, after a test that it can be bound and connected to. Raises BadSetting."""
-    interface = choose(interfaces(), preferred)
+    interface = choose_interface(interfaces(), preferred)
     if interface.skipped and not preferred:
         log.warning(
             "the only usable interface is %s (%s), and %s", interface.name, interface.address, interface.skipped

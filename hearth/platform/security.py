@@ -101,7 +101,11 @@ class AppKey(BaseModel, frozen=True, hide_input_in_errors=True):
 
 
 Credential: TypeAlias = HomeKey | AdminKey | AppKey
-_BY_PREFIX: dict[str, type[Credential]] = {"hearth-home-1": HomeKey, "hearth-admin-1": AdminKey, "hearth-app-1": AppKey}
+_CREDENTIAL_TYPES: dict[str, type[Credential]] = {
+    "hearth-home-1": HomeKey,
+    "hearth-admin-1": AdminKey,
+    "hearth-app-1": AppKey,
+}
 
 
 def new_home_key() -> HomeKey:
@@ -129,7 +133,7 @@ def format_credential(credential: Credential) -> str:
 def parse_credential(text: str, source: str) -> Credential:
     """Parse a credential from one line. Raises BadKey with the reason; its text never contains the key."""
     prefix, _, encoded = text.strip().partition(":")
-    kind = _BY_PREFIX.get(prefix)
+    kind = _CREDENTIAL_TYPES.get(prefix)
     if kind is None:
         raise BadKey(source=source, reason="it does not begin with hearth-home-1:, hearth-admin-1: or hearth-app-1:")
     try:
@@ -191,7 +195,7 @@ class Access(NamedTuple):
     server_public: str
 
 
-def _own(credential: Credential) -> KeyPair:
+def _own_keypair(credential: Credential) -> KeyPair:
     if isinstance(credential, HomeKey):
         return derive_keypair(credential.key_bytes(), "coordinator")
     return KeyPair(zmq.curve_public(credential.secret.encode()).decode(), credential.secret)
@@ -200,8 +204,8 @@ def _own(credential: Credential) -> KeyPair:
 def coordinator_access(credential: Credential) -> Access:
     """The keys for connecting to this home's coordinator."""
     if isinstance(credential, HomeKey):
-        return Access(_own(credential), derive_keypair(credential.key_bytes(), "coordinator").public)
-    return Access(_own(credential), credential.coordinator_public)
+        return Access(_own_keypair(credential), derive_keypair(credential.key_bytes(), "coordinator").public)
+    return Access(_own_keypair(credential), credential.coordinator_public)
 
 
 def agent_access(credential: Credential) -> Access:
@@ -210,9 +214,9 @@ def agent_access(credential: Credential) -> Access:
     Raises NotAuthorised for an app key.
     """
     if isinstance(credential, HomeKey):
-        return Access(_own(credential), derive_keypair(credential.key_bytes(), "agent").public)
+        return Access(_own_keypair(credential), derive_keypair(credential.key_bytes(), "agent").public)
     if isinstance(credential, AdminKey):
-        return Access(_own(credential), credential.agent_public)
+        return Access(_own_keypair(credential), credential.agent_public)
     raise NotAuthorised(role="app", action="talk to agents")
 
 
@@ -254,13 +258,13 @@ def user_id(frame: zmq.Frame) -> str:
     return str(frame.get("User-Id"))
 
 
-Admit = Callable[[str], "bool | Awaitable[bool]"]
+AdmitRule = Callable[[str], "bool | Awaitable[bool]"]
 
 
 class _Callback:
     """A credentials provider as pyzmq expects it."""
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: AdmitRule) -> None:
         self._admit = admit
 
     def callback(self, domain: str, key: bytes) -> bool | Awaitable[bool]:
@@ -275,7 +279,7 @@ class Gatekeeper:
         # Without any rule, pyzmq falls back to stored certificates; this rule for an unused domain prevents that.
         self._authenticator.configure_curve_callback("-", _Callback(lambda key: False))
 
-    def admit(self, domain: str, rule: Admit) -> None:
+    def admit(self, domain: str, rule: AdmitRule) -> None:
         """Set the rule of a domain. `rule(public_key)` is called at every handshake; it may be a coroutine function."""
         self._authenticator.configure_curve_callback(domain, _Callback(rule))
 

@@ -15,7 +15,7 @@ class Received(NamedTuple):
     frames: list[memoryview]
 
 
-class Peer(Protocol):
+class PeerAddress(Protocol):
     """Another rank of the plan, and the address of its transport. `public_key` is in Z85 and used for this plan only."""
 
     @property

@@ -16,7 +16,7 @@ import zmq
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, harden, secure_client, secure_server, thread_gatekeeper, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
-from hearth.transport.base import Buffer, Peer, Received
+from hearth.transport.base import Buffer, PeerAddress, Received
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
 # A peer may start its handshake before `connect` has given us its key; ZAP waits this long for it.
@@ -68,7 +68,7 @@ class SocketTransport:
         self._wake.connect("inproc://wake")
         self._receive_timeout_ms = -1
 
-    def connect(self, peers: Sequence[Peer]) -> None:
+    def connect(self, peers: Sequence[PeerAddress]) -> None:
         """Admit these peers and connect to each."""
         self._rank_of_key = {peer.public_key: peer.rank for peer in peers}
         for peer in peers:

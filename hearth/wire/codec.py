@@ -26,7 +26,7 @@ SAMPLE_BYTES = 64 << 10  # bytes of a tile that `auto` compresses to measure rat
 SAMPLE_EVERY = 64  # `auto` measures the first tile of each kind, then one in this many
 # Weight of a second of compute against a second on the link. Measured: with 1, lz4 made four devices at 270 Mbit/s a quarter
 # slower in fp16.
-_COMPUTE_COUNTS = 3.0
+_COMPUTE_WEIGHT = 3.0
 _LZ4_MAX_RATIO = 255  # a byte of an lz4 block adds at most 255 bytes of output, as one more byte of a match length
 
 
@@ -65,7 +65,7 @@ class Casts:
 NUMPY_CASTS = Casts()
 
 
-class Encoded(NamedTuple):
+class EncodedTile(NamedTuple):
     """An encoded tile. `buffers` are in the order of `wire_layout`; with `compressed`, each is byte-shuffled and in lz4."""
 
     values: ValueFormat
@@ -83,10 +83,10 @@ def lz4_pays(
     """Whether lz4 saves more time on the link than it costs in compute.
 
     Transfers may overlap compute, but compression always takes compute time. So each second of compression must save
-    `_COMPUTE_COUNTS` seconds on the link.
+    `_COMPUTE_WEIGHT` seconds on the link.
     """
     saved_seconds = (raw_bytes - compressed_bytes) / link_bytes_per_second
-    return saved_seconds > _COMPUTE_COUNTS * (compress_seconds + decompress_seconds)
+    return saved_seconds > _COMPUTE_WEIGHT * (compress_seconds + decompress_seconds)
 
 
 class Codec:
@@ -117,11 +117,11 @@ class Codec:
     def is_lossy(self) -> bool:
         return self._values is not EXACT
 
-    def use(self, values: Values | None) -> None:
+    def set_values(self, values: Values | None) -> None:
         """Set the value format of the following tiles; None: the plan's."""
         self._values = VALUE_FORMATS[values or self._wire.values]
 
-    def encode(self, kind: str, array: Array, verbatim: bool = False) -> Encoded:
+    def encode(self, kind: str, array: Array, verbatim: bool = False) -> EncodedTile:
         """Encode an array, without a copy if nothing is converted. `kind` identifies tensors that compress alike.
 
         With `verbatim`, the array is neither converted nor compressed.
@@ -140,7 +140,7 @@ class Codec:
         self._raw_bytes += array.nbytes
         self._sent_bytes += sum(len(buffer) for buffer in buffers)
         self._lz4_tiles += compress
-        return Encoded(values, compress, buffers)
+        return EncodedTile(values, compress, buffers)
 
     def _wants_lz4(self, kind: tuple[ValueFormat, str], planes: Sequence[Array]) -> bool:
         if self._lz4 != "auto":

@@ -25,12 +25,12 @@ from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
 
 TOKEN_BYTES = 16  # length of the plan token
 MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
-_VERSION = 3  # of the headers
+_HEADER_VERSION = 3  # of the headers
 _COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4
 # Version, dtype, encoding, number of axes, phase; epoch, step, layer, tile, source, chunk; shape.
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
-_HEAD_BYTES = TOKEN_BYTES + _HEADER.size
-_ONE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
+_HEADER_BYTES = TOKEN_BYTES + _HEADER.size
+_MAX_SINGLE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
 _ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(
@@ -64,7 +64,7 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
     array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
     encoded = link.encode(key.phase.name, array, verbatim=key.phase.verbatim)
     header = _HEADER.pack(
-        _VERSION,
+        _HEADER_VERSION,
         dtype_code,
         encoded.values.code | (_COMPRESSED if encoded.compressed else 0),
         array.ndim,
@@ -77,17 +77,17 @@ def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[B
         key.chunk,
         *_padded(array.shape),
     )
-    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _ONE_FRAME_BYTES:
+    if len(encoded.buffers) == 1 and 0 < len(encoded.buffers[0]) <= _MAX_SINGLE_FRAME_BYTES:
         return [b"".join((token, header, encoded.buffers[0]))]
     return [token + header, *encoded.buffers]
 
 
-def apart(frames: Sequence[Buffer]) -> Sequence[Buffer]:
+def split_frames(frames: Sequence[Buffer]) -> Sequence[Buffer]:
     """Split the frames of a tile into header and buffers; a small tile has both in one frame."""
-    if len(frames) != 1 or len(frames[0]) <= _HEAD_BYTES:
+    if len(frames) != 1 or len(frames[0]) <= _HEADER_BYTES:
         return frames
     whole = memoryview(frames[0])
-    return [whole[:_HEAD_BYTES], whole[_HEAD_BYTES:]]
+    return [whole[:_HEADER_BYTES], whole[_HEADER_BYTES:]]
 
 
 def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]:
@@ -98,13 +98,13 @@ def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]
 
 def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
     """Decode the values of a tile, given its header from `read_header`. Raises BadMessage."""
-    return codec.decode(header.values, header.compressed, header.dtype, header.shape, apart(frames)[1:], casts)
+    return codec.decode(header.values, header.compressed, header.dtype, header.shape, split_frames(frames)[1:], casts)
 
 
 def pack_array(array: Array) -> list[Buffer]:
     """Encode an array as two payload frames of a message. Raises FrameTooLarge, ValueError for an unsupported dtype."""
     array, dtype_code = _for_wire(array, _DTYPES)
-    header = _ARRAY.pack(_VERSION, dtype_code, array.ndim, *_padded(array.shape))
+    header = _ARRAY.pack(_HEADER_VERSION, dtype_code, array.ndim, *_padded(array.shape))
     return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
 
 
@@ -113,7 +113,7 @@ def unpack_array(frames: Sequence[Buffer]) -> Array:
     if len(frames) != 2 or len(frames[0]) != _ARRAY.size:
         raise BadMessage(reason="an array is a header and a buffer")
     version, dtype_code, num_dims, *dims = _ARRAY.unpack(frames[0])
-    if version != _VERSION or dtype_code >= len(_DTYPES):
+    if version != _HEADER_VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown array header (version {version}, dtype {dtype_code})")
     dtype = _DTYPES[dtype_code]
     shape = _checked_shape(num_dims, dims, dtype)
@@ -148,15 +148,15 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
 
     Raises BadMessage, FrameTooLarge.
     """
-    frames = apart(frames)
-    if not frames or len(frames[0]) != _HEAD_BYTES:
+    frames = split_frames(frames)
+    if not frames or len(frames[0]) != _HEADER_BYTES:
         raise BadMessage(reason="a tile begins with a header")
     head = bytes(frames[0])
     if not hmac.compare_digest(head[:TOKEN_BYTES], token):
         raise BadMessage(reason="a tile carries another plan's token")
     version, dtype_code, encoding, num_dims, phase, *rest = _HEADER.unpack_from(head, TOKEN_BYTES)
     epoch, step, layer, tile, source, chunk, *dims = rest
-    if version != _VERSION or dtype_code >= len(_DTYPES):
+    if version != _HEADER_VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
     try:
         key = TileKey(epoch, step, layer, Phase(phase), tile, source, chunk)

@@ -32,7 +32,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import cancel_all, within
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
 from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expected
@@ -48,8 +48,12 @@ _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started
 _STALLED_SECONDS = 30.0
 _STALLED_POLL_SECONDS = 0.05  # interval of the attempts to send to such a caller
 # The handshake failed: the server does not know our key, or its key is not the one we expect.
-_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_LOSSES = functools.reduce(operator.or_, _REFUSALS, zmq.EVENT_DISCONNECTED)
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+_CONNECTION_LOSSES = functools.reduce(operator.or_, _HANDSHAKE_FAILURES, zmq.EVENT_DISCONNECTED)
 
 _M = TypeVar("_M", bound=Message)
 
@@ -127,7 +131,7 @@ class RpcServer:
             caller = Caller(user_id(frames[-1]))
             identity, request_id = frames[0].bytes, frames[1].bytes
             try:
-                message = self._read(caller, frames)
+                message = self._decode_request(caller, frames)
             except HearthError as error:
                 self.dropped += 1
                 await self._send(identity, request_id, Failed.of(error))
@@ -140,9 +144,9 @@ class RpcServer:
             task = asyncio.create_task(self._run(caller, identity, request_id, message, frames[3:]))
             self._tasks.add(task)
             self._requests[identity, request_id] = task
-            task.add_done_callback(functools.partial(self._ended, caller, (identity, request_id)))
+            task.add_done_callback(functools.partial(self._task_done, caller, (identity, request_id)))
 
-    def _read(self, caller: Caller, frames: list[zmq.Frame]) -> Message:
+    def _decode_request(self, caller: Caller, frames: list[zmq.Frame]) -> Message:
         if len(frames) - 3 > MAX_PAYLOAD_FRAMES:
             raise BadMessage(reason=f"{len(frames) - 3} payload frames, at most {MAX_PAYLOAD_FRAMES} are allowed")
         message = decode(frames[2].buffer)
@@ -150,7 +154,7 @@ class RpcServer:
             raise QueueFull(limit=MAX_REQUESTS_PER_CALLER)
         return message
 
-    def _ended(self, caller: Caller, key: tuple[bytes, bytes], task: asyncio.Task[None]) -> None:
+    def _task_done(self, caller: Caller, key: tuple[bytes, bytes], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if self._requests.get(key) is task:  # not a later request with the same id
             del self._requests[key]
@@ -179,16 +183,16 @@ class RpcServer:
             await self._send(identity, request_id, Failed.of(failure))
 
     async def _send(
-        self, identity: bytes, request_id: bytes, answer: Message | Reply, patience_seconds: float = 0.0
+        self, identity: bytes, request_id: bytes, answer: Message | Reply, timeout_seconds: float = 0.0
     ) -> bool:
-        """Send an answer. Returns False if the caller is gone, or its buffer stays full for `patience_seconds`.
+        """Send an answer. Returns False if the caller is gone, or its buffer stays full for `timeout_seconds`.
 
         Raises FrameTooLarge.
         """
         reply = answer if isinstance(answer, Reply) else Reply(answer)
         frames = [identity, request_id, encode(reply.message), *reply.payload]
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience_seconds
+        deadline = loop.time() + timeout_seconds
         while True:
             try:
                 # Non-blocking: one full buffer must not delay the answers to other callers.
@@ -219,7 +223,7 @@ class RpcClient:
         self._name = name
         self._where = endpoint if access else name
         self._socket = context.socket(zmq.DEALER)
-        self._settled = asyncio.Event()  # set while connected, or once our key was refused
+        self._handshake_ended = asyncio.Event()  # set while connected, or once our key was refused
         self._refused = False
         # Received answers by request. Queues are unbounded: a stream is finite and small (the tokens of one answer).
         self._pending: dict[bytes, asyncio.Queue[Reply | HearthError]] = {}
@@ -230,14 +234,16 @@ class RpcClient:
         if access is None:
             self._socket.linger = 0
             self._socket.reconnect_ivl = _CHILD_RECONNECT_MS
-            self._settled.set()
+            self._handshake_ended.set()
         else:
             secure_client(self._socket, access.own, access.server_public)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.reconnect_ivl = _RECONNECT_MS
             self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS
-            monitor = self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | _LOSSES)
-            self._tasks.append(asyncio.create_task(self._watch(monitor)))
+            monitor = self._monitor = self._socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | _CONNECTION_LOSSES
+            )
+            self._tasks.append(asyncio.create_task(self._watch_connection(monitor)))
         self._socket.connect(endpoint)
 
     @property
@@ -280,12 +286,12 @@ class RpcClient:
         request_id, replies = await self._send(message, payload, timeout_seconds)
         try:
             remaining = max(deadline - loop.time(), 0.001)
-            reply = await within(remaining, replies.get())
+            reply = await with_timeout(remaining, replies.get())
         except asyncio.TimeoutError:
-            raise self._too_late(message, timeout_seconds) from None
+            raise self._deadline_exceeded(message, timeout_seconds) from None
         finally:
             del self._pending[request_id]
-        return _raised(reply)
+        return _reply_or_raise(reply)
 
     async def stream(
         self,
@@ -294,12 +300,12 @@ class RpcClient:
         *,
         timeout_seconds: float,
         last: type[Any],
-        next_seconds: float | None = None,
+        next_timeout_seconds: float | None = None,
     ) -> AsyncGenerator[Reply, None]:
         """Send a request and yield its answers, up to the first of the type `last`.
 
-        `timeout_seconds` bounds the wait for the connection and for each answer; `next_seconds`, if given, the waits for
-        answers after the first. Closing the generator early cancels the request on the server; use `contextlib.aclosing`
+        `timeout_seconds` bounds the wait for the connection and for each answer; `next_timeout_seconds`, if given, the waits
+        for answers after the first. Closing the generator early cancels the request on the server; use `contextlib.aclosing`
         to do so at once. Raises as `call` does.
         """
         request_id, replies = await self._send(message, payload, timeout_seconds)
@@ -307,12 +313,12 @@ class RpcClient:
         try:
             while not ended:
                 try:
-                    reply = await within(timeout_seconds, replies.get())
+                    reply = await with_timeout(timeout_seconds, replies.get())
                 except asyncio.TimeoutError:
-                    raise self._too_late(message, timeout_seconds) from None
-                timeout_seconds = next_seconds or timeout_seconds
+                    raise self._deadline_exceeded(message, timeout_seconds) from None
+                timeout_seconds = next_timeout_seconds or timeout_seconds
                 ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
-                yield _raised(reply)
+                yield _reply_or_raise(reply)
         finally:
             del self._pending[request_id]
             if not ended:
@@ -341,27 +347,27 @@ class RpcClient:
             raise
         return request_id, self._pending[request_id]
 
-    def _too_late(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
+    def _deadline_exceeded(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
         return DeadlineExceeded(action=f"{type(message).__name__} at {self._where}", seconds=timeout_seconds)
 
     async def _wait_connected(self, timeout_seconds: float) -> None:
-        if not self._settled.is_set():
+        if not self._handshake_ended.is_set():
             try:
-                await within(timeout_seconds, self._settled.wait())
+                await with_timeout(timeout_seconds, self._handshake_ended.wait())
             except asyncio.TimeoutError:
                 raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
         if self._refused:
             raise WrongKey(endpoint=self.endpoint)
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+    async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._refused = not connected and (self._refused or event in _REFUSALS)
+            self._refused = not connected and (self._refused or event in _HANDSHAKE_FAILURES)
             if connected or self._refused:
-                self._settled.set()
+                self._handshake_ended.set()
             else:
-                self._settled.clear()
+                self._handshake_ended.clear()
             if not connected:
                 self._fail_pending(ConnectionLost(endpoint=self.endpoint))
 
@@ -381,7 +387,7 @@ class RpcClient:
                 replies.put_nowait(error)
 
 
-def _raised(reply: Reply | HearthError) -> Reply:
+def _reply_or_raise(reply: Reply | HearthError) -> Reply:
     """Return the reply, or raise the error that it holds."""
     if isinstance(reply, HearthError):
         raise reply

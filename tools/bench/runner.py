@@ -41,7 +41,7 @@ from hearth.platform.security import new_keypair
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import wire_layout
-from hearth.wire.framing import apart, pack_array, read_header
+from hearth.wire.framing import pack_array, read_header, split_frames
 from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, TokensGenerated
 from tools.bench.child import serve
 from tools.testbed.calibrate import Layers
@@ -69,7 +69,7 @@ class _CountingTransport(SocketTransport):
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
         if self.counting:
             tile = read_header(_TOKEN, frames)
-            self.sent_bytes += sum(len(frame) for frame in apart(frames)[1:])
+            self.sent_bytes += sum(len(frame) for frame in split_frames(frames)[1:])
             self.raw_bytes += math.prod(tile.shape) * tile.dtype.itemsize
             self.unpacked_bytes += sum(
                 math.prod(shape) * dtype.itemsize for dtype, shape in wire_layout(tile.values, tile.dtype, tile.shape)

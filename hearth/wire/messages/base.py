@@ -19,7 +19,7 @@ Text = Annotated[str, StringConstraints(max_length=1 << 16)]
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
 PublicKey = Annotated[str, StringConstraints(min_length=40, max_length=40)]  # Z85
 Epoch = Annotated[int, Field(ge=0, lt=1 << 63)]
-Step = Annotated[int, Field(ge=0, lt=1 << 32)]
+StepNumber = Annotated[int, Field(ge=0, lt=1 << 32)]
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 TensorName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]  # as in the ONNX file

@@ -23,7 +23,7 @@ from hearth.wire.messages.base import (
     Port,
     PublicKey,
     Shape,
-    Step,
+    StepNumber,
     TensorName,
     Text,
     WireModel,
@@ -133,7 +133,7 @@ class Run(PlanCommand):
     request at a time. An ONNX graph takes its inputs, and runs several requests concurrently. Step numbers increase.
     """
 
-    step: Step
+    step: StepNumber
     names: tuple[TensorName, ...] = Field(default=(), max_length=MAX_PAYLOAD_FRAMES // 2)
     # Transformer: timeout of each wait for a peer. Graph: timeout of the whole request on this rank.
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)]
@@ -196,7 +196,7 @@ class RunDone(Message):
 class Abort(PlanCommand):
     """Abort one request, or all (step None), because it failed on another rank or a peer is lost."""
 
-    step: Step | None = None
+    step: StepNumber | None = None
     reason: Text
 
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("psutil")
 
 
-from agent.daemon.config import AgentSettings, add_arguments, load_settings
+from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
 from hearth.errors import (
     BadSetting,
 )
@@ -21,7 +21,7 @@ from hearth.errors import (
 def settings_of(flags: list[str], **environ: str) -> AgentSettings:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return load_settings(parser.parse_args(flags), {"HOME": "/home/u", **environ})
+    return load_agent_settings(parser.parse_args(flags), {"HOME": "/home/u", **environ})
 
 
 def test_flags_override_variables_and_variables_override_defaults() -> None:

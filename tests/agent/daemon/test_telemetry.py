@@ -13,7 +13,7 @@ pytest.importorskip("psutil")
 
 import pytest
 
-from agent.daemon.config import AgentSettings, load_settings
+from agent.daemon.config import AgentSettings, load_agent_settings
 from agent.daemon.gpu import GpuReader, tegra_model
 from agent.daemon.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
 from hearth.errors import (
@@ -112,7 +112,7 @@ def test_percent_of_cores_rounds_down_to_at_least_one_thread(
 )
 def test_percent_applies_where_no_specific_limit_is_set(limits: dict[str, str], budget: int, tmp_path: Path) -> None:
     variables = {f"HEARTH_AGENT_{name.upper()}": value for name, value in limits.items()}
-    settings = load_settings(argparse.Namespace(), {"HOME": str(tmp_path), **variables})
+    settings = load_agent_settings(argparse.Namespace(), {"HOME": str(tmp_path), **variables})
     found = TelemetryReader(settings, OneCuda("cuda")).read(now=0.0)
     assert found.memory_budget_bytes == budget
     assert found.num_threads == (1 if "threads" in limits else max(1, found.num_cores // 4))
@@ -121,7 +121,7 @@ def test_percent_applies_where_no_specific_limit_is_set(limits: dict[str, str], 
 @pytest.mark.parametrize("percent", ["0", "0.5", "101", "half"])
 def test_percent_out_of_range_is_rejected(percent: str, tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match="--percent"):
-        load_settings(argparse.Namespace(percent=percent), {"HOME": str(tmp_path)})
+        load_agent_settings(argparse.Namespace(percent=percent), {"HOME": str(tmp_path)})
 
 
 def test_telemetry_works_without_the_store_folder(tmp_path: Path) -> None:

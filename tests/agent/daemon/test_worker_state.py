@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
-from agent.daemon.worker_state import TRANSITIONS, IllegalMove, WorkerEvent, WorkerLife
+from agent.daemon.worker_state import TRANSITIONS, IllegalWorkerTransition, WorkerEvent, WorkerStateMachine
 from hearth.wire.messages import WorkerState
 
 
-def after(*events: WorkerEvent) -> WorkerLife:
-    life = WorkerLife()
+def after(*events: WorkerEvent) -> WorkerStateMachine:
+    life = WorkerStateMachine()
     for event in events:
         life = life.after(event)
     return life
@@ -19,7 +19,7 @@ def after(*events: WorkerEvent) -> WorkerLife:
 
 def test_worker_starts_loads_connects_and_stops() -> None:
     states = []
-    life = WorkerLife()
+    life = WorkerStateMachine()
     for event in ("start_requested", "spawned", "loaded", "connected", "stopped"):
         life = life.after(event)  # type: ignore[arg-type]
         states.append(life.state)
@@ -29,11 +29,11 @@ def test_worker_starts_loads_connects_and_stops() -> None:
 @pytest.mark.parametrize("state", get_args(WorkerState))
 @pytest.mark.parametrize("event", get_args(WorkerEvent))
 def test_illegal_transitions_raise(state: WorkerState, event: WorkerEvent) -> None:
-    life = WorkerLife(state)
+    life = WorkerStateMachine(state)
     if (state, event) in TRANSITIONS:
         assert life.after(event).state == TRANSITIONS[state, event]
     else:
-        with pytest.raises(IllegalMove):
+        with pytest.raises(IllegalWorkerTransition):
             life.after(event)
 
 
@@ -44,6 +44,6 @@ def test_stop_is_always_legal_and_failure_only_in_live_states() -> None:
 
 def test_illegal_transition_error_shows_the_history() -> None:
     with pytest.raises(
-        IllegalMove, match=r"loading cannot be connected; so far: none -> starting .*, starting -> loading"
+        IllegalWorkerTransition, match=r"loading cannot be connected; so far: none -> starting .*, starting -> loading"
     ):
         after("start_requested", "spawned", "connected")

@@ -31,7 +31,7 @@ from coordinator.cli.doctor_checks import (
 )
 from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
-from hearth.platform.discovery import COORDINATOR_SERVICE, Found, advertised
+from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
 from hearth.platform.interfaces import Interface
 from hearth.platform.security import coordinator_access, fingerprint, new_home_key, new_keypair, save_credential
 from hearth.wire.messages import AgentWelcome
@@ -217,7 +217,7 @@ def test_no_agent_at_all_is_a_warning_that_says_what_to_start() -> None:
 
 @pytest.mark.parametrize(("count", "status"), [(0, "ok"), (1, "ok"), (2, "problem")])
 def test_a_second_coordinator_is_a_problem(count: int, status: str) -> None:
-    found = [Found(str(i), (f"10.0.0.{i}",), 47830, 1, "same home") for i in range(count)]
+    found = [DiscoveredService(str(i), (f"10.0.0.{i}",), 47830, 1, "same home") for i in range(count)]
     finding = check_coordinators(found)
     assert finding.status == status
     assert all(f"10.0.0.{i}:47830" in finding.what for i in range(count))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hearth.platform.child import Ended, run_module
+from hearth.platform.child import ChildResult, run_module
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "short_lived.py"
 
 
-def run(seconds: float = 60.0, **options: object) -> Ended:
+def run(seconds: float = 60.0, **options: object) -> ChildResult:
     return asyncio.run(run_module("short_lived", b"1 2 3\n", seconds, **options))  # type: ignore[arg-type]
 
 
 def test_input_output_and_log_lines_are_passed(module: Path) -> None:
     module.write_text("import sys; print(sum(map(int, input().split()))); print('one\\ntwo', file=sys.stderr)")
     heard: list[str] = []
-    assert run(listen=heard.append) == Ended(b"6\n", 0, ("one", "two"))
+    assert run(on_stderr_line=heard.append) == ChildResult(b"6\n", 0, ("one", "two"))
     assert heard == ["one", "two"]
 
 
@@ -36,8 +36,8 @@ def test_exit_code_signal_and_last_lines_are_reported(module: Path) -> None:
     module.write_text("import os; os.kill(os.getpid(), 9)")
     assert run().cause.startswith("killed (SIGKILL)")
     module.write_text("import os; os.close(0); raise ValueError('no input')")
-    ended = run(listen=lambda line: None)
-    assert (ended.code, ended.last_lines[-1]) == (1, "ValueError: no input")
+    ended = run(on_stderr_line=lambda line: None)
+    assert (ended.code, ended.stderr_tail[-1]) == (1, "ValueError: no input")
 
 
 def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:

@@ -12,7 +12,7 @@ from hearth.platform.discovery import (
     AGENT_SERVICE,
     COORDINATOR_SERVICE,
     Browser,
-    Found,
+    DiscoveredService,
     advertised,
     find_coordinator,
     parse_static_peers,
@@ -35,7 +35,7 @@ def test_static_peers_table() -> None:
 
 def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
     async def scenario() -> None:
-        found: asyncio.Queue[Found] = asyncio.Queue()
+        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
         browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
         await browser.start()
         try:
@@ -46,7 +46,7 @@ def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
                 first = await asyncio.wait_for(found.get(), 20)
                 while first.id != "1234abcd":  # another agent may run on this machine
                     first = await asyncio.wait_for(found.get(), 20)
-                assert first == Found("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
+                assert first == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
                 assert (await find_coordinator("e" * 16, 20, ["127.0.0.1"])).port == 4712  # type: ignore[union-attr]
                 assert await find_coordinator("0" * 16, 0.3, ["127.0.0.1"]) is None
         finally:

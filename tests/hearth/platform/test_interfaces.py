@@ -9,7 +9,13 @@ import pytest
 
 from hearth.errors import BadSetting
 from hearth.platform import interfaces
-from hearth.platform.interfaces import Interface, choose, choose_address, default_route_holders, why_skipped
+from hearth.platform.interfaces import (
+    Interface,
+    choose_address,
+    choose_interface,
+    default_route_holders,
+    reason_to_skip,
+)
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
 eth1\t00000000\t0100A8C0\t0003\t0\t0\t0\t00000000\t0\t0\t0
@@ -24,9 +30,9 @@ def test_default_route_decides_between_equal_interfaces(tmp_path: Path) -> None:
     holders = default_route_holders(tmp_path)
     assert holders == {"eth1"}
     found = [Interface(n, f"192.168.0.{i}", False, 1000, "", n in holders) for i, n in enumerate(("eth0", "eth1"))]
-    assert choose(found, None).name == "eth1"
+    assert choose_interface(found, None).name == "eth1"
     faster = Interface("eth2", "192.168.0.9", False, 2500, "")
-    assert choose([*found, faster], None).name == "eth2"
+    assert choose_interface([*found, faster], None).name == "eth2"
     assert default_route_holders(tmp_path / "none") == frozenset()
 
 
@@ -61,11 +67,11 @@ def test_loopback_is_used_with_a_warning_if_alone(
     ],
 )
 def test_interfaces_are_skipped_by_name_address_and_state(name: str, address: str, is_up: bool, used: bool) -> None:
-    assert (why_skipped(name, address, is_up) == "") is used
+    assert (reason_to_skip(name, address, is_up) == "") is used
 
 
 def interface(name: str, address: str, wireless: bool = False, speed: int = 1000) -> Interface:
-    return Interface(name, address, wireless, speed, why_skipped(name, address, True))
+    return Interface(name, address, wireless, speed, reason_to_skip(name, address, True))
 
 
 def test_wired_and_fast_interfaces_come_first_unless_the_user_chooses() -> None:
@@ -76,9 +82,9 @@ def test_wired_and_fast_interfaces_come_first_unless_the_user_chooses() -> None:
         interface("eth0", "192.168.1.6"),
         interface("lo", "127.0.0.1"),
     ]
-    assert choose(found, None).name == "eth0"
-    assert choose(found, "wlan0").name == "wlan0"
-    assert choose(found, "172.17.0.1").name == "docker0"
-    assert choose([found[0], found[4]], None).name == "lo"
+    assert choose_interface(found, None).name == "eth0"
+    assert choose_interface(found, "wlan0").name == "wlan0"
+    assert choose_interface(found, "172.17.0.1").name == "docker0"
+    assert choose_interface([found[0], found[4]], None).name == "lo"
     with pytest.raises(BadSetting, match=r"no 'eth9'.*eth0 \(192.168.1.6\)"):
-        choose(found, "eth9")
+        choose_interface(found, "eth9")

@@ -16,11 +16,11 @@ from hearth.wire.codec import Codec
 from hearth.wire.framing import (
     MAX_DIMS,
     TileKey,
-    apart,
     decode_tile,
     encode_tile,
     pack_array,
     read_header,
+    split_frames,
     unpack_array,
 )
 
@@ -43,7 +43,7 @@ wires = st.builds(
 
 
 def frames_of(array: np.ndarray, wire: WireFormat, key: TileKey = KEY) -> list[bytes]:
-    return [bytes(frame) for frame in apart(encode_tile(TOKEN, key, array, Codec(wire, 1e6, lambda: 0.0)))]
+    return [bytes(frame) for frame in split_frames(encode_tile(TOKEN, key, array, Codec(wire, 1e6, lambda: 0.0)))]
 
 
 @given(keys, tiles, wires)

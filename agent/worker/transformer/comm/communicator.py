@@ -109,7 +109,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
         for peer, codec in self._codecs.items():
-            codec.use(values[peer] if values is not None else None)
+            codec.set_values(values[peer] if values is not None else None)
         self.waited_seconds = 0.0
         with self._changed:
             self._step = step
