@@ -27,7 +27,7 @@ def shift_to_common_clock(done: RunDone, sent_seconds: float, answered_seconds: 
 _Hop: TypeAlias = tuple[TaskKind, int | None, int | None, int | None, int | None]  # kind, layer, tile, sender, receiver
 
 
-class Transfer(NamedTuple):
+class TileTransfer(NamedTuple):
     """One tile on one hop, from handing it to the transport until its arrival. `sender` and `receiver` are ranks."""
 
     label: str
@@ -52,7 +52,7 @@ def label(event: TraceEvent) -> str:
     return " ".join(filter(None, parts))
 
 
-def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
+def transfers(traces: Sequence[DeviceTrace]) -> list[TileTransfer]:
     """Pair each `send` with its `receive`; sorted by start time.
 
     A tile in several chunks, or in several steps, has several sends and receives. They are paired in order, since a link
@@ -69,7 +69,7 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[Transfer]:
             waiting = sent.get((event.kind, event.layer, event.tile, event.peer, trace.rank))
             if event.lane == "receive" and event.peer is not None and waiting:
                 start, name = waiting.popleft().start_seconds, f"{label(event)} {event.peer}->{trace.rank}"
-                found.append(Transfer(name, event.peer, trace.rank, start, event.end_seconds, event.num_bytes))
+                found.append(TileTransfer(name, event.peer, trace.rank, start, event.end_seconds, event.num_bytes))
     return sorted(found, key=lambda transfer: transfer.start_seconds)
 
 
@@ -90,7 +90,7 @@ def chrome_trace(traces: Sequence[DeviceTrace]) -> dict[str, Any]:
     names = {trace.rank: trace.device for trace in traces}
     start = min((event.start_seconds for trace in traces for event in trace.events), default=0.0)
 
-    def bar(rank: int, lane: str, category: str, shown: Transfer | TraceEvent) -> dict[str, Any]:
+    def complete_event(rank: int, lane: str, category: str, shown: TileTransfer | TraceEvent) -> dict[str, Any]:
         return {
             "name": label(shown) if isinstance(shown, TraceEvent) else shown.label,
             "cat": category, "ph": "X", "pid": rank + 1, "tid": lane, "ts": (shown.start_seconds - start) * 1e6,
@@ -101,7 +101,9 @@ def chrome_trace(traces: Sequence[DeviceTrace]) -> dict[str, Any]:
         {"name": "process_name", "ph": "M", "pid": rank + 1, "args": {"name": name}} for rank, name in names.items()
     ]
     for trace in traces:
-        events += [bar(trace.rank, "compute", "compute", event) for event in trace.events if event.lane == "compute"]
+        events += [
+            complete_event(trace.rank, "compute", "compute", event) for event in trace.events if event.lane == "compute"
+        ]
     for transfer in transfers(traces):
-        events.append(bar(transfer.receiver, f"from {names[transfer.sender]}", "transfer", transfer))
+        events.append(complete_event(transfer.receiver, f"from {names[transfer.sender]}", "transfer", transfer))
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -76,7 +76,7 @@ class WorkerProcess:
         self._watch_task = asyncio.create_task(self._watch(self._process))
         try:
             reply = await self._client.call(request, timeout_seconds=LOAD_SECONDS)
-            bound = wire.expected(reply.message, wire.WorkerBound, "a worker")
+            bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
         except HearthError as error:
             self._fail(error)
             raise

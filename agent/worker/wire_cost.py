@@ -9,7 +9,7 @@ import numpy as np
 from hearth.plan.parts import WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.profile import WireCost
-from hearth.plan.value_formats import VALUE_NAMES, Values
+from hearth.plan.value_formats import VALUE_FORMAT_NAMES, ValueFormatName
 from hearth.platform.security import new_keypair
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Casts, Codec
@@ -28,7 +28,7 @@ def measure_wire_cost(per_second: float, casts: Casts) -> WireCost:
         encrypted_seconds_per_byte=encrypted / per_second,
         plain_seconds_per_byte=plain / per_second,
         seconds_per_message=per_message / per_second,
-        convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_NAMES},
+        convert_seconds_per_value={values: _convert_cost(values, casts) / per_second for values in VALUE_FORMAT_NAMES},
     )
 
 
@@ -64,7 +64,7 @@ def _socket_cost(encrypt: bool) -> tuple[float, float]:
     return per_byte, max(small - per_byte * _SMALL_ROWS * row_bytes, 0.0)
 
 
-def _convert_cost(values: Values, casts: Casts) -> float:
+def _convert_cost(values: ValueFormatName, casts: Casts) -> float:
     """CPU seconds per value, for encoding and decoding together."""
     codec = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter, casts)
     tile = np.random.default_rng(0).standard_normal((_LARGE_ROWS, _ROW_VALUES)).astype(np.float32)

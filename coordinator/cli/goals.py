@@ -14,10 +14,10 @@ from coordinator.plan.registry import REGISTRY
 from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.value_formats import VALUE_NAMES
+from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 
 _CHOICES: Mapping[str, Sequence[str]] = {
-    "wire": VALUE_NAMES,
+    "wire": VALUE_FORMAT_NAMES,
     "lz4": ("auto", "on", "off"),
     "weights": get_args(WeightFormat),
 }

@@ -13,7 +13,7 @@ from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.registry import REGISTRY
 from hearth.errors import BadSetting
 from hearth.plan.graph import Objective as GraphObjective
-from hearth.plan.value_formats import VALUE_NAMES
+from hearth.plan.value_formats import VALUE_FORMAT_NAMES
 
 # ---- any command ------------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ Sequences = Annotated[
 Wire = Annotated[
     str,
     typer.Option(
-        help=f"Number format of activations sent between devices: {', '.join(VALUE_NAMES)}.", metavar="FORMAT"
+        help=f"Number format of activations sent between devices: {', '.join(VALUE_FORMAT_NAMES)}.", metavar="FORMAT"
     ),
 ]
 Weights = Annotated[

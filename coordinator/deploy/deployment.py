@@ -21,7 +21,7 @@ from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, DeviceLost, HearthError, StepFailed, WorkerDied
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.trace import shift_to_common_clock
@@ -163,7 +163,7 @@ class Deployment:
         reply_timeout_seconds: float,
         trace: bool = False,
         output: Literal["hidden", "mean"] = "hidden",
-        values: Values | None = None,
+        values: ValueFormatName | None = None,
     ) -> RunResult[R]:
         """Run one request on all ranks. `inputs` are by rank; `join` combines the ranks' outputs into the result.
 

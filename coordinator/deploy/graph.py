@@ -70,7 +70,7 @@ class GraphDeployment(Deployment):
                 raise BadMessage(reason=f"no worker returned the output {missing[0]}")
             return {name: outputs[name] for name in self.plan.model.outputs}
 
-        peer_timeout_seconds = self.plan.wait_seconds()
+        peer_timeout_seconds = self.plan.peer_timeout_seconds()
         inputs_by_rank = [{name: inputs[name] for name in names} for names in self._input_names]
         return await self.run(
             inputs_by_rank, join, peer_timeout_seconds, peer_timeout_seconds + _REPLY_MARGIN_SECONDS, trace

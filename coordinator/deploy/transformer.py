@@ -19,7 +19,7 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadMessage, HearthError
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
@@ -47,7 +47,7 @@ class TransformerDeployment(Deployment):
 
     def __init__(self, fleet: Fleet, plan: TransformerPlan, name: str = DEFAULT_DEPLOYMENT) -> None:
         super().__init__(fleet, plan, name)
-        self.values: Values | None = None  # activation format of steps; None: the plan's
+        self.values: ValueFormatName | None = None  # activation format of steps; None: the plan's
 
     async def run_step(
         self,
@@ -55,7 +55,7 @@ class TransformerDeployment(Deployment):
         cumulative_lengths: np.ndarray[Any, Any],
         output: Literal["hidden", "mean"],
         trace: bool = False,
-        values: Values | None = None,
+        values: ValueFormatName | None = None,
     ) -> RunResult[np.ndarray[Any, Any]]:
         """Run one forward pass on all ranks. Raises as `run` does.
 
@@ -72,7 +72,7 @@ class TransformerDeployment(Deployment):
             return rows
 
         inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
-        peer_timeout_seconds = self.plan.wait_seconds(len(token_ids))
+        peer_timeout_seconds = self.plan.peer_timeout_seconds(len(token_ids))
         return await self.run(
             inputs, join, peer_timeout_seconds, 4 * peer_timeout_seconds + 30.0, trace, output, values or self.values
         )

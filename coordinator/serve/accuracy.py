@@ -9,11 +9,11 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.units import format_seconds
 from hearth.wire.codec import Array
 
-FORMATS: tuple[Values, ...] = get_args(Values)
+FORMATS: tuple[ValueFormatName, ...] = get_args(ValueFormatName)
 
 SAFETY_FACTOR = 2.0  # on the measured error: real inputs may cause a larger one than the few calibration inputs
 MIN_GAIN = 0.05  # least fraction of the exact format's time that a lossy one must save: step times vary by as much
@@ -21,14 +21,14 @@ _REPEATS = 3  # timed steps of each format, on the longest batch
 _SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
 # Runs one step in a format: takes token ids [T], returns hidden states [T,H] and the seconds of the step.
-RunBatch: TypeAlias = Callable[[Values, Array], Awaitable[tuple[Array, float]]]
+RunBatch: TypeAlias = Callable[[ValueFormatName, Array], Awaitable[tuple[Array, float]]]
 
 
 @dataclass(frozen=True)
 class Measured:
     """One format's worst relative error over all rows, and its median seconds for a full-length step."""
 
-    values: Values
+    values: ValueFormatName
     error: float
     seconds: float
 
@@ -53,8 +53,8 @@ def calibration_batches(vocab_size: int, seq_len: int) -> list[Array]:
 
 async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Measured]:
     """Measure every format. Raises the errors of `run`."""
-    errors: dict[Values, list[float]] = {values: [] for values in FORMATS}
-    seconds: dict[Values, list[float]] = {values: [] for values in FORMATS}
+    errors: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
+    seconds: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
     *short, longest = calibration_batches(vocab_size, seq_len)
     for ids in short:
         exact, _ = await run("exact", ids)

@@ -21,7 +21,7 @@ from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 
 DEFAULT_SEQ_LEN = 512  # tokens per step, if the user names no length and the model allows it
 DEFAULT_CONTEXT = 2048  # tokens per sequence, likewise; a larger context reserves more KV cache on every device
@@ -77,7 +77,7 @@ def plan_request(
     goal: TransformerGoal,
     model: Model,
     cluster: ClusterProfile,
-    values: Values | None = None,
+    values: ValueFormatName | None = None,
     deployed: TransformerPlan | None = None,
 ) -> PlanRequest:
     """The planner's request, with the user's memory limits applied.

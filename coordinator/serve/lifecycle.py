@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan
-from hearth.wire.messages import Phase
+from hearth.wire.messages import DeploymentPhase
 
 RETRY_SECONDS = 2.0  # pause after a failure: does not flood the log, and is short compared with planning and loading
 HISTORY_LENGTH = 50  # moves kept: enough for several recoveries of about eight moves each
@@ -160,7 +160,7 @@ class Move:
     """At `at` seconds, `cause` moved the deployment to `phase`. A repeated failure is one move with a count, `times`."""
 
     at: float
-    phase: Phase
+    phase: DeploymentPhase
     cause: Event
     times: int = 1
 
@@ -169,7 +169,7 @@ class Move:
 class Lifecycle:
     """State of one deployment."""
 
-    phase: Phase = "idle"
+    phase: DeploymentPhase = "idle"
     devices: tuple[Any, ...] = ()  # that the next plan may use
     cluster: Any = None  # their profile
     plan: Plan | None = None  # of the deployment that is starting, serving or draining
@@ -220,7 +220,7 @@ def step(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, Actions
 def _move(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | None:
     """The transition table; None: the event is illegal in this phase."""
 
-    def to(phase: Phase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
+    def to(phase: DeploymentPhase, *actions: Action, **changes: Any) -> tuple[Lifecycle, Actions]:
         return replace(state, phase=phase, **changes), actions
 
     def deploy(plan: Plan, last_epoch: int, *first: Action) -> tuple[Lifecycle, Actions]:

@@ -13,7 +13,7 @@ from hearth.files import write_atomically
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import WireFormat
-from hearth.plan.plan import Plan, migrated
+from hearth.plan.plan import Plan, migrate
 from hearth.protocol import DEFAULT_DEPLOYMENT
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class SavedDeployment(BaseModel):
     @classmethod
     def _migrated(cls, plan: Any) -> Any:
         """Upgrade plans of version 1."""
-        return migrated(plan)
+        return migrate(plan)
 
 
 class SavedState(BaseModel):

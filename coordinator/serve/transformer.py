@@ -27,7 +27,7 @@ from coordinator.serve.state import TransformerGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, TextTooLong
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.framing import pack_array, unpack_array
@@ -52,7 +52,7 @@ class TransformerKind:
         self._goal = goal
         self._tools = tools
         self._requests = requests
-        self._values: Values | None = None  # activation format that the accuracy budget chose last
+        self._values: ValueFormatName | None = None  # activation format that the accuracy budget chose last
         self._text_model: TextModel | None = None  # None for encoders
         if self.model.spec.causal:
             if goal.accuracy_budget is not None:
@@ -129,7 +129,7 @@ class TransformerKind:
         if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
             return
 
-        async def run(values: Values, ids: Array) -> tuple[Array, float]:
+        async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
             async with self._requests.admission.exclusively():
                 result = await deployment.run_step(*pack([ids.tolist()]), "hidden", values=values)
             return result.outputs, result.step_seconds

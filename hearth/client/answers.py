@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from hearth.errors import BadRequest, HearthError
 from hearth.validation import first_error
-from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, expected
+from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated, expect_message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,7 +184,7 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
     if isinstance(message, TextGenerated):
         *others, last = message.token_ids or (None,)
         return [*(Token("", token_id, seconds) for token_id in others), Token(message.text, last, seconds)]
-    end = expected(message, TextEnded, "the coordinator")
+    end = expect_message(message, TextEnded, "the coordinator")
     usage = Usage(
         end.num_prompt_tokens, end.num_tokens, end.reason, first_token_seconds, end.queued_seconds, end.decode_seconds
     )

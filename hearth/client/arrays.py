@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadRequest
 from hearth.protocol import MAX_PAYLOAD_FRAMES
-from hearth.wire.messages import DeviceTrace, Inferred, Message, expected
+from hearth.wire.messages import DeviceTrace, Inferred, Message, expect_message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,5 +46,5 @@ def decode_inference(message: Message, payload: Sequence[Any]) -> InferenceResul
     """Decode the coordinator's answer. Raises BadMessage."""
     from hearth.wire.framing import unpack_arrays
 
-    answer = expected(message, Inferred, "the coordinator")
+    answer = expect_message(message, Inferred, "the coordinator")
     return InferenceResult(unpack_arrays(answer.names, payload), answer.latency_seconds, answer.traces)

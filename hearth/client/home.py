@@ -196,12 +196,12 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         from hearth.wire.framing import unpack_array
 
         reply = await self._call(request, payload, timeout_seconds)
-        answer = wire.expected(reply.message, wire.Vectors, "the coordinator")
+        answer = wire.expect_message(reply.message, wire.Vectors, "the coordinator")
         return Result(unpack_array(reply.payload), answer.latency_seconds, answer.num_tokens, answer.traces)
 
     async def _ask(self, request: type[wire.Message], answer: type[_M], timeout_seconds: float, **fields: str) -> _M:
         reply = await self._call(request(**_request_fields(timeout_seconds), **fields), (), timeout_seconds)
-        return wire.expected(reply.message, answer, "the coordinator")
+        return wire.expect_message(reply.message, answer, "the coordinator")
 
     async def _call(self, request: wire.Message, payload: Sequence[Any], timeout_seconds: float) -> Reply:
         loop = asyncio.get_running_loop()

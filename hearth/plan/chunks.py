@@ -14,7 +14,7 @@ from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grain_spa
 from hearth.plan.model_spec import ModelSpec
 
 ChunkKind: TypeAlias = Literal["qkv", "out", "mlp", "connective", "vocabulary", "head", "embedding"]
-OF_LAYER: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
+LAYER_CHUNK_KINDS: tuple[ChunkKind, ...] = ("qkv", "out", "mlp", "connective")
 
 
 class Slice(NamedTuple):
@@ -31,7 +31,7 @@ def attention_grain_span(spec: ModelSpec, grain: int) -> Span:
     return Span(grain * width, (grain + 1) * width)
 
 
-def slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
+def chunk_slices(spec: ModelSpec, kind: ChunkKind, grain: int) -> list[Slice]:
     """The slices that one chunk holds. Row-parallel weights (`o`, `down`) are cut along their inputs."""
     if kind == "qkv":
         q, kv = attention_grain_span(spec, grain), Span(grain * spec.head_dim, (grain + 1) * spec.head_dim)

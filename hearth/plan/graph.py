@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 
 Objective = Literal["latency", "throughput"]
 
@@ -48,11 +48,11 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
         """The ranks whose segments consume a tensor."""
         return tuple(sorted({segment.rank for segment in self.segments if tensor in segment.inputs}))
 
-    def values_on(self, source: int, target: int, values: Values) -> Values:
+    def values_on(self, source: int, target: int, values: ValueFormatName) -> ValueFormatName:
         """The value format on one link, given the plan's value format `values`: always `values`."""
         return values
 
-    def share_of_step(self, num_rows: int) -> float:
+    def duration_ratio(self, num_rows: int) -> float:
         """Ratio of a request's duration to the predicted one; always 1, since shapes are fixed."""
         return 1.0
 

@@ -80,12 +80,12 @@ class GraphSpec:
     @cached_property
     def consumed(self) -> tuple[tuple[Tensor, ...], ...]:
         """For each operator, the tensors that it consumes, including inputs of the graph."""
-        return self._by(lambda tensor: tensor.consumers)
+        return self._tensors_by_operator(lambda tensor: tensor.consumers)
 
     @cached_property
     def produced(self) -> tuple[tuple[Tensor, ...], ...]:
         """For each operator, the tensors that it produces."""
-        return self._by(lambda tensor: () if tensor.source is None else (tensor.source,))
+        return self._tensors_by_operator(lambda tensor: () if tensor.source is None else (tensor.source,))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +106,7 @@ class GraphSpec:
         used = {index for operator in operators for index in self.operators[operator].parameters}
         return sum(self.parameters[index].num_bytes for index in used)
 
-    def _by(self, operators_of: Callable[[Tensor], Iterable[int]]) -> tuple[tuple[Tensor, ...], ...]:
+    def _tensors_by_operator(self, operators_of: Callable[[Tensor], Iterable[int]]) -> tuple[tuple[Tensor, ...], ...]:
         found: list[list[Tensor]] = [[] for _ in self.operators]
         for tensor in self.tensors:
             for operator in operators_of(tensor):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 
 # Timeout of a wait for a peer, as a multiple of the predicted duration of the whole step or request ...
 _TIMEOUT_FACTOR = 20.0
@@ -22,7 +22,7 @@ def timeout_seconds(predicted_seconds: float) -> float:
 class WireFormat(BaseModel, frozen=True):
     """Encoding of activations on the wire: the value format, and whether lz4 is applied after a byte shuffle."""
 
-    values: Values = "exact"
+    values: ValueFormatName = "exact"
     lz4: Literal["off", "on", "auto"] = "auto"
 
 

@@ -14,12 +14,12 @@ class Work(str, Enum):
     """A computation of a step. The values are part of traces and are shown to users."""
 
     EMBEDDING = "embedding"
-    ENTER_ATTENTION = "enter attention"  # pre-norm before attention, if the model has one
+    PRE_NORM_ATTENTION = "enter attention"  # normalisation before attention, if the model has pre-norms
     QKV = "qkv"
     ATTENTION = "attention"
     OUT = "out"
     CONNECTIVE_ATTENTION = "connective 1"  # residual addition and norm after attention
-    ENTER_MLP = "enter mlp"
+    PRE_NORM_MLP = "enter mlp"
     UP = "up"
     DOWN = "down"
     CONNECTIVE_MLP = "connective 2"

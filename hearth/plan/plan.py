@@ -52,9 +52,9 @@ class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
         """The wire format of activations from one rank to another."""
         return self.wire.model_copy(update={"values": self.body.values_on(source, target, self.wire.values)})
 
-    def wait_seconds(self: Plan, num_rows: int = 0) -> float:
+    def peer_timeout_seconds(self: Plan, num_rows: int = 0) -> float:
         """Timeout in seconds of a wait for a peer in one request, or in a transformer step of `num_rows` rows."""
-        return timeout_seconds(self.predicted.latency_seconds * self.body.share_of_step(num_rows))
+        return timeout_seconds(self.predicted.latency_seconds * self.body.duration_ratio(num_rows))
 
     @model_validator(mode="after")
     def _consistent(self: Plan) -> Plan:
@@ -81,7 +81,7 @@ def is_transformer_plan(plan: Plan | None) -> TypeIs[TransformerPlan]:
     return plan is not None and isinstance(plan.body, TransformerBody)
 
 
-def migrated(saved: Any) -> Any:
+def migrate(saved: Any) -> Any:
     """Convert the decoded JSON of a version 1 plan to version 2; return anything else unchanged."""
     if not isinstance(saved, dict) or saved.get("version", 1) != 1:
         return saved
@@ -94,7 +94,7 @@ def migrated(saved: Any) -> Any:
 def plan_from_json(text: str | bytes, kind: type[_P] = Plan) -> _P:  # type: ignore[assignment]  # the bound's own parameters
     """Parse a saved plan of version 1 or 2 for this kind of model. Raises BadPlan that names the invalid field."""
     try:
-        return kind.model_validate(migrated(from_json(text)))
+        return kind.model_validate(migrate(from_json(text)))
     except ValidationError as error:
         raise BadPlan(reason=first_error(error, "the plan")) from None
     except ValueError as error:

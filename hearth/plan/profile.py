@@ -47,7 +47,7 @@ class LatencyCurve(BaseModel, frozen=True):
 
 
 # Kernel times are about linear in size. A line with no relative misfit above this replaces the measured points.
-_LINE_FITS = 0.06
+_MAX_LINE_MISFIT = 0.06
 
 
 def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
@@ -63,7 +63,7 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
     intercept, slope = _relative_line(sizes, seconds)
     line = [intercept + slope * size for size in sizes]
     misfit = max(abs(fitted - seen) / seen for fitted, seen in zip(line, seconds, strict=True))
-    if misfit <= _LINE_FITS:
+    if misfit <= _MAX_LINE_MISFIT:
         return LatencyCurve(sizes=tuple(sizes), seconds=tuple(line), error=misfit)
     between = max(
         abs(y1 + (y2 - y1) * (x - x1) / (x2 - x1) - y) / y
@@ -73,7 +73,7 @@ def fit_curve(measured: Mapping[int, float]) -> LatencyCurve:
 
 
 def suspicious_point(measured: Mapping[int, float]) -> int | None:
-    """The size whose time lies furthest above the line fitted to the other points, if by more than `_SUSPICIOUS`.
+    """The size whose time lies furthest above the line fitted to the other points, if by more than `_SUSPICIOUS_EXCESS`.
 
     Such a point was probably disturbed by background load. Points below the line are not suspicious: no disturbance makes
     a device faster.
@@ -88,10 +88,10 @@ def suspicious_point(measured: Mapping[int, float]) -> int | None:
         return measured[size] / expected - 1 if expected > 0 else 0.0
 
     worst = max(measured, key=excess)
-    return worst if excess(worst) > _SUSPICIOUS else None
+    return worst if excess(worst) > _SUSPICIOUS_EXCESS else None
 
 
-_SUSPICIOUS = 0.15  # relative distance above the line
+_SUSPICIOUS_EXCESS = 0.15  # relative distance above the line
 
 
 def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -100,9 +100,9 @@ def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[floa
     total = sum(weights)
     mean_x = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
     mean_y = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
-    together = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
-    slope = max(together / spread, 0.0) if spread > 0 else 0.0
+    variance = sum(w * (x - mean_x) ** 2 for w, x in zip(weights, sizes, strict=True))
+    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, sizes, seconds, strict=True))
+    slope = max(covariance / variance, 0.0) if variance > 0 else 0.0
     intercept = mean_y - slope * mean_x
     if intercept < 0:  # fit a line through the origin instead
         slope = sum(w * x * y for w, x, y in zip(weights, sizes, seconds, strict=True)) / sum(

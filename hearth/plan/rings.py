@@ -56,14 +56,14 @@ def ring_reduce_scatter(num_ranks: int, rank: int) -> tuple[RingStep, ...]:
     )
 
 
-def forwards_to(num_ranks: int, rank: int, tile: int) -> int | None:
+def forward_target(num_ranks: int, rank: int, tile: int) -> int | None:
     """The rank to which this rank forwards an AllGather tile, or None if the next rank is the tile's owner."""
     following = (rank + 1) % num_ranks
     return None if following == tile or num_ranks == 1 else following
 
 
 @lru_cache(maxsize=256)
-def chunks(num_rows: int, row_bytes: int) -> tuple[Span, ...]:
+def tile_chunks(num_rows: int, row_bytes: int) -> tuple[Span, ...]:
     """Split the rows of a tile into at most MAX_CHUNKS chunks of about CHUNK_BYTES or more; an empty tile has none."""
     if num_rows == 0:
         return ()

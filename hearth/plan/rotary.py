@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from hearth.errors import UnsupportedArchitecture
 from hearth.validation import first_error
 
-Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 class RotarySpec(BaseModel, frozen=True, allow_inf_nan=False, populate_by_name=True):
@@ -20,7 +20,7 @@ class RotarySpec(BaseModel, frozen=True, allow_inf_nan=False, populate_by_name=T
     Validated under Hugging Face's field names or these.
     """
 
-    kind: Kind = "default"
+    kind: RopeKind = "default"
     theta: float = Field(default=10_000.0, gt=0, validation_alias="rope_theta")
     # The fraction of a head's dimensions that is rotated.
     rotated: float = Field(default=1.0, gt=0, le=1, validation_alias="partial_rotary_factor")
@@ -52,7 +52,7 @@ class Frequencies(NamedTuple):
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 # Config fields that each kind requires.
-_NEEDED: Mapping[Kind, tuple[str, ...]] = {
+_REQUIRED_FIELDS: Mapping[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -67,13 +67,13 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
 
     Raises ValueError for invalid settings, UnsupportedArchitecture for an unknown `rope_type`.
     """
-    settings = _settings(config)
+    settings = _rope_settings(config)
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in get_args(Kind):
+    if kind not in get_args(RopeKind):
         raise UnsupportedArchitecture(
-            architecture=f"{config.get('model_type')} with rope_type={kind}", supported=", ".join(get_args(Kind))
+            architecture=f"{config.get('model_type')} with rope_type={kind}", supported=", ".join(get_args(RopeKind))
         )
-    missing = [field for field in _NEEDED[kind] if field not in settings]
+    missing = [field for field in _REQUIRED_FIELDS[kind] if field not in settings]
     if missing:
         raise ValueError(f"rope_type {kind}: the field {missing[0]} is missing")
     try:
@@ -88,13 +88,13 @@ def read_rotary(config: Mapping[str, Any], head_dim: int, max_positions: int) ->
         raise ValueError(f"short_factor and long_factor need {rotary_dim(spec, head_dim) // 2} entries each")
     try:
         for length in (1, max_positions + 1):
-            frequencies(spec, head_dim, max_positions, length)
+            rope_frequencies(spec, head_dim, max_positions, length)
     except (ArithmeticError, ValueError) as error:
         raise ValueError(f"rope_type {kind}: its frequencies cannot be computed ({error})") from None
     return spec
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters`, or `rope_scaling` merged with the top-level fields of older configs; null counts as absent."""
     found = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(found, dict):
@@ -118,35 +118,35 @@ def rotary_dim(spec: RotarySpec, head_dim: int) -> int:
     return int(head_dim * spec.rotated)
 
 
-def frequencies(spec: RotarySpec, head_dim: int, max_positions: int, length: int) -> Frequencies:
+def rope_frequencies(spec: RotarySpec, head_dim: int, max_positions: int, length: int) -> Frequencies:
     """Rotary frequencies for a sequence of `length` tokens; only `dynamic` and `longrope` depend on the length.
 
     Sources of the formulas: linear arXiv 2306.15595; dynamic NTK and YaRN arXiv 2309.00071; longrope arXiv 2402.13753;
     llama3 the Llama 3.1 release.
     """
     dim = rotary_dim(spec, head_dim)
-    plain = _plain(spec.theta, dim)
+    base = _base_frequencies(spec.theta, dim)
     original = spec.original_positions or max_positions
     if spec.kind == "linear":
-        return Frequencies(tuple(f / spec.factor for f in plain), 1.0)
+        return Frequencies(tuple(f / spec.factor for f in base), 1.0)
     if spec.kind == "dynamic":
         length = max(length, max_positions)
         theta = spec.theta * (spec.factor * length / max_positions - (spec.factor - 1)) ** (dim / (dim - 2))
-        return Frequencies(_plain(theta, dim), 1.0)
+        return Frequencies(_base_frequencies(theta, dim), 1.0)
     if spec.kind == "llama3":
-        return Frequencies(tuple(_llama3(spec, f, original) for f in plain), 1.0)
+        return Frequencies(tuple(_llama3(spec, f, original) for f in base), 1.0)
     if spec.kind == "yarn":
-        return _yarn(spec, plain, dim, original)
+        return _yarn(spec, base, dim, original)
     if spec.kind == "longrope":
         factors = spec.long_factors if length > original else spec.short_factors
         scale = spec.attention_factor
         if scale is None:
             scale = 1.0 if spec.factor <= 1 else math.sqrt(1 + math.log(spec.factor) / math.log(original))
-        return Frequencies(tuple(f / factor for f, factor in zip(plain, factors, strict=True)), scale)
-    return Frequencies(plain, 1.0)
+        return Frequencies(tuple(f / factor for f, factor in zip(base, factors, strict=True)), scale)
+    return Frequencies(base, 1.0)
 
 
-def _plain(theta: float, dim: int) -> tuple[float, ...]:
+def _base_frequencies(theta: float, dim: int) -> tuple[float, ...]:
     return tuple(theta ** (-i / dim) for i in range(0, dim, 2))
 
 
@@ -162,20 +162,20 @@ def _llama3(spec: RotarySpec, frequency: float, original: int) -> float:
     return (1 - smooth) * frequency / spec.factor + smooth * frequency
 
 
-def _yarn(spec: RotarySpec, plain: tuple[float, ...], dim: int, original: int) -> Frequencies:
+def _yarn(spec: RotarySpec, base: tuple[float, ...], dim: int, original: int) -> Frequencies:
     """YaRN's scaling: high-frequency dimensions are kept, low-frequency ones interpolated, with a linear ramp between."""
 
-    def turning_dimension(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+    def correction_dim(num_rotations: float) -> float:
+        return dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = turning_dimension(spec.beta_fast), turning_dimension(spec.beta_slow)
+    low, high = correction_dim(spec.beta_fast), correction_dim(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
     mixed = []
-    for i, frequency in enumerate(plain):
+    for i, frequency in enumerate(base):
         kept = 1 - min(max((i - low) / (high - low), 0.0), 1.0)  # 1: the original frequency, 0: fully interpolated
         mixed.append(frequency / spec.factor * (1 - kept) + frequency * kept)
     return Frequencies(tuple(mixed), _yarn_scale(spec))

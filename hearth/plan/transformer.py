@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, Span, grains_of, rows_for, spans
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 
 ShareStrategy = Literal["local", "megatron-tp", "sp", "hmp"]
 Strategy = Literal[ShareStrategy, "pipeline"]
@@ -54,7 +54,7 @@ SHARDED = LayerMode()
 SEQUENCE = LayerMode(qkv="replicated", out="replicated", mlp="replicated", attention="rows")
 
 
-class Holding(NamedTuple):
+class LayerShare(NamedTuple):
     """One rank's part of one layer: heads of QKV, heads of the output projection, MLP columns, and whether it has the norms."""
 
     qkv: Span
@@ -63,7 +63,7 @@ class Holding(NamedTuple):
     connective: bool
 
 
-class Traits(NamedTuple):
+class StrategyTraits(NamedTuple):
     """Properties that all plans of one strategy share."""
 
     mode: LayerMode = SHARDED  # of layers without their own mode
@@ -73,11 +73,11 @@ class Traits(NamedTuple):
     one_device: bool = False
 
 
-_TRAITS: dict[str, Traits] = {
-    "local": Traits(one_device=True),
-    "megatron-tp": Traits(repeats_rows=True, micro_batches=True),
-    "sp": Traits(mode=SEQUENCE),
-    "hmp": Traits(own_modes=True, micro_batches=True),
+_TRAITS: dict[str, StrategyTraits] = {
+    "local": StrategyTraits(one_device=True),
+    "megatron-tp": StrategyTraits(repeats_rows=True, micro_batches=True),
+    "sp": StrategyTraits(mode=SEQUENCE),
+    "hmp": StrategyTraits(own_modes=True, micro_batches=True),
 }
 
 
@@ -122,11 +122,11 @@ class _TransformerBody(BaseModel, ABC, frozen=True, extra="forbid"):
         if any(not 0 <= rank < num_ranks for link in self.exact_links for rank in link):
             raise ValueError(f"exact_links {self.exact_links} must name ranks below {num_ranks}")
 
-    def share_of_step(self, num_rows: int) -> float:
+    def duration_ratio(self, num_rows: int) -> float:
         """Ratio of the duration of a step of `num_rows` rows to the planned step's, taken as linear; at least 1."""
         return max(num_rows / self.seq_len, 1.0)
 
-    def values_on(self, source: int, target: int, values: Values) -> Values:
+    def values_on(self, source: int, target: int, values: ValueFormatName) -> ValueFormatName:
         """The value format on one link, given the plan's value format `values`."""
         return "exact" if (source, target) in self.exact_links else values
 
@@ -145,7 +145,7 @@ class TensorParallel(_TransformerBody):
     micro_batches: int = Field(default=1, ge=1, le=4)  # number per prefill step of a decoder
 
     @property
-    def traits(self) -> Traits:
+    def traits(self) -> StrategyTraits:
         return _TRAITS[self.strategy]
 
     @property
@@ -175,7 +175,7 @@ class TensorParallel(_TransformerBody):
         return self.traits.mode.attention == "rows"
 
     @property
-    def may_cut_prefill(self) -> bool:
+    def can_split_prefill(self) -> bool:
         """Whether a prefill step may be split into micro-batches."""
         return self.traits.micro_batches and not any(mode.attention == "rows" for mode in self.modes)
 
@@ -187,7 +187,7 @@ class TensorParallel(_TransformerBody):
         """The layers of which a rank holds weights."""
         return Span(0, num_layers)
 
-    def holding(self, rank: int, layer: int) -> Holding:
+    def layer_share(self, rank: int, layer: int) -> LayerShare:
         """A rank's part of a layer. Ranks with rows hold a replicated group whole; ranks without rows hold none of it."""
         mode, rows = self.mode(layer), self.has_rows(rank)
         heads, columns = spans(self.heads), spans(self.columns)
@@ -197,9 +197,9 @@ class TensorParallel(_TransformerBody):
                 return shares[rank]
             return Span(0, shares[-1].stop if rows else 0)
 
-        return Holding(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
+        return LayerShare(held(mode.qkv, heads), held(mode.out, heads), held(mode.mlp, columns), rows)
 
-    def own_share(self, rank: int) -> tuple[Span, Span]:
+    def decode_share(self, rank: int) -> tuple[Span, Span]:
         """The heads and columns of its layers that a rank uses for decoding."""
         return spans(self.heads)[rank], spans(self.columns)[rank]
 
@@ -243,7 +243,7 @@ class TensorParallel(_TransformerBody):
                 grains_of(span, total, grain)
         if self.modes and (not self.traits.own_modes or len(self.modes) != model.num_layers):
             raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
-        if self.micro_batches > 1 and not self.may_cut_prefill:
+        if self.micro_batches > 1 and not self.can_split_prefill:
             raise ValueError("micro_batches are for hmp with attention by heads, and for megatron-tp")
         if self.traits.one_device and num_ranks != 1:
             raise ValueError(f"the strategy {self.strategy} takes exactly one device")
@@ -252,7 +252,7 @@ class TensorParallel(_TransformerBody):
         """Raise ValueError unless every rank holds the heads and columns that it decodes with."""
         for rank, (heads, columns) in enumerate(zip(spans(self.heads), spans(self.columns), strict=True)):
             for layer in range(len(self.modes) or 1):
-                held = self.holding(rank, layer)
+                held = self.layer_share(rank, layer)
                 if heads.size > min(held.qkv.size, held.out.size) or columns.size > held.columns.size:
                     raise ValueError(f"rank {rank} has heads or columns to decode with, and no rows of its own")
 
@@ -312,7 +312,7 @@ class Pipeline(_TransformerBody):
         return min(self.seq_len, self.chunk_rows or self.seq_len)
 
     @property
-    def may_cut_prefill(self) -> bool:
+    def can_split_prefill(self) -> bool:
         return False
 
     def mode(self, layer: int) -> LayerMode:
@@ -321,15 +321,15 @@ class Pipeline(_TransformerBody):
     def layers_of(self, rank: int, num_layers: int) -> Span:
         return spans(self.layers)[rank]
 
-    def holding(self, rank: int, layer: int) -> Holding:
+    def layer_share(self, rank: int, layer: int) -> LayerShare:
         """A stage holds all heads and columns of its own layers, and none of the others."""
         stage = spans(self.layers)[rank]
         inside = stage.start <= layer < stage.stop
         heads = Span(0, self.heads[rank] if inside else 0)
         columns = Span(0, self.columns[rank] if inside else 0)
-        return Holding(heads, heads, columns, inside)
+        return LayerShare(heads, heads, columns, inside)
 
-    def own_share(self, rank: int) -> tuple[Span, Span]:
+    def decode_share(self, rank: int) -> tuple[Span, Span]:
         return Span(0, self.heads[rank]), Span(0, self.columns[rank])
 
     def step_rows(self, rank: int) -> int:

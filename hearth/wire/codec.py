@@ -15,7 +15,7 @@ import numpy as np
 
 from hearth.errors import BadMessage
 from hearth.plan.parts import WireFormat
-from hearth.plan.value_formats import BF16, EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, Values
+from hearth.plan.value_formats import BF16, EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat, ValueFormatName
 from hearth.transport.base import Buffer
 from hearth.wire.messages import WireStats
 
@@ -117,7 +117,7 @@ class Codec:
     def is_lossy(self) -> bool:
         return self._values is not EXACT
 
-    def set_values(self, values: Values | None) -> None:
+    def set_values(self, values: ValueFormatName | None) -> None:
         """Set the value format of the following tiles; None: the plan's."""
         self._values = VALUE_FORMATS[values or self._wire.values]
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from hearth.errors import BadMessage, FrameTooLarge
 from hearth.plan.phases import Phase
-from hearth.plan.value_formats import EXACT, ValueFormat, format_of
+from hearth.plan.value_formats import EXACT, ValueFormat, format_by_code
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 from hearth.transport.base import Buffer
 from hearth.wire import codec
@@ -167,7 +167,7 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
         raise BadMessage(reason=f"{key.phase.name} tiles are not of {dtype}")
     shape = _checked_shape(num_dims, dims, dtype)
     try:
-        values = format_of(encoding & ~_COMPRESSED)
+        values = format_by_code(encoding & ~_COMPRESSED)
     except KeyError:
         raise BadMessage(reason=f"unknown value format {encoding & ~_COMPRESSED}") from None
     if values is not EXACT and (dtype != _DTYPES[0] or not shape):

@@ -35,7 +35,7 @@ from hearth.errors import (
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from hearth.platform.security import Access, KeyPair, secure_client, secure_server, user_id
 from hearth.protocol import MAX_PAYLOAD_FRAMES, PROTOCOL_VERSION
-from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expected
+from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode, expect_message
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class RpcClient:
         theirs = getattr(reply.message, "protocol", None)
         if theirs is not None and theirs != PROTOCOL_VERSION:
             raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)
-        return expected(reply.message, welcome, self.endpoint)
+        return expect_message(reply.message, welcome, self.endpoint)
 
     async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
         """Send a request and wait for its answer.

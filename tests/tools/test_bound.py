@@ -37,7 +37,7 @@ def group(*kinds: TaskKind) -> Kinds:
 
 
 AROUND = [
-    group(kind) for kind in (Work.ENTER_ATTENTION, Work.ENTER_MLP, Work.CONNECTIVE_ATTENTION, Work.CONNECTIVE_MLP)
+    group(kind) for kind in (Work.PRE_NORM_ATTENTION, Work.PRE_NORM_MLP, Work.CONNECTIVE_ATTENTION, Work.CONNECTIVE_MLP)
 ]
 EMBEDDING = [group(Work.EMBEDDING), group(Phase.EMBED)]
 # Of each plan, the groups of kinds that can run at the same time; the groups follow each other.

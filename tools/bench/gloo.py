@@ -25,7 +25,7 @@ from torch import Tensor
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames, read_spec
-from hearth.plan.rotary import frequencies
+from hearth.plan.rotary import rope_frequencies
 from tools.bench.child import serve
 
 _TIMEOUT = timedelta(seconds=60)  # of gloo operations
@@ -216,7 +216,7 @@ class GlooTensorParallel:
         spec = self._spec
         if spec.rotary is None:
             return None
-        found = frequencies(spec.rotary, spec.head_dim, spec.max_positions, num_rows)
+        found = rope_frequencies(spec.rotary, spec.head_dim, spec.max_positions, num_rows)
         angles = torch.arange(num_rows)[:, None].float() * torch.tensor(found.inverse)
         twice = torch.cat([angles, angles], dim=-1)
         return twice.cos() * found.scale, twice.sin() * found.scale

@@ -12,7 +12,7 @@ from rich.status import Status
 from coordinator.models.graph_file import kind_of, open_graph, parse_dims
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from hearth.errors import BadSetting
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from tools.bench.findings import Finding
 from tools.bench.graphs import GraphsBench
 from tools.bench.graphs_findings import (
@@ -60,7 +60,10 @@ def graphs(
         ),
     ] = "pipeline-exact",
     wires: Annotated[
-        str, typer.Option(help=f"(Throughput) Activation formats, from {', '.join(get_args(Values))}.", metavar="LIST")
+        str,
+        typer.Option(
+            help=f"(Throughput) Activation formats, from {', '.join(get_args(ValueFormatName))}.", metavar="LIST"
+        ),
     ] = "exact,fp16,int8",
     branch_width: Annotated[
         int, typer.Option(help="(Latency) Channels of each branch; compute grows with the square.", min=8, max=1024)
@@ -76,7 +79,7 @@ def graphs(
     markdown: Annotated[_File, typer.Option(help="Save the tables to this file.", metavar="FILE")] = None,
 ) -> None:
     """Compare pipelines with one device, and latency placements at a fast and a slow link rate."""
-    chosen_parts, chosen_wires = _chosen("--parts", parts, _PARTS), _chosen("--wires", wires, get_args(Values))
+    chosen_parts, chosen_wires = _chosen("--parts", parts, _PARTS), _chosen("--wires", wires, get_args(ValueFormatName))
     chosen = _strategies(strategies)
     if slow_mbit >= mbit:
         raise BadSetting(setting="--slow-mbit", reason=f"{slow_mbit:g} is not slower than {mbit:g} of --mbit")

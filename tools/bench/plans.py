@@ -14,7 +14,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.units import format_bytes
 
 Name = Literal["local", "gloo-tp", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "auto"]
@@ -31,7 +31,7 @@ class Entry:
     """One strategy with its wire settings, to be measured."""
 
     strategy: Name
-    wire: Values = "exact"
+    wire: ValueFormatName = "exact"
     lz4: Lz4 = "auto"
     encrypt: bool = True
 
@@ -51,7 +51,7 @@ REFERENCE = Entry("local", encrypt=False)
 
 
 def entries(
-    strategies: Iterable[Name], wires: Iterable[Values], lz4: Iterable[Lz4] = ("auto",), plain: bool = False
+    strategies: Iterable[Name], wires: Iterable[ValueFormatName], lz4: Iterable[Lz4] = ("auto",), plain: bool = False
 ) -> tuple[Entry, ...]:
     """Every strategy in every wire format that it supports. `plain`: also hmp without encryption."""
     found = []

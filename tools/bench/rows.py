@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.units import format_bytes, format_seconds
 from tools.bench.plans import Entry, Lz4, Name
 from tools.bench.stats import Ratio
@@ -27,7 +27,7 @@ class Row(BaseModel):
     mbit: float | None  # real rate of every link; None: the links differ
     paper_mbit: float | None = None  # corresponding rate in the paper, at the same ratio of compute to traffic
     strategy: Name
-    wire: Values
+    wire: ValueFormatName
     lz4: Lz4 = "auto"
     encrypted: bool = True
     seconds: tuple[float, ...] = ()  # of one step, by round

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from hearth.errors import BadSetting
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from tools.bench import plots
 from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
@@ -40,7 +40,7 @@ class Strategies(Experiment):
     devices: tuple[Count, ...] = ()  # numbers of devices, from the first; empty: all
     strategies: tuple[Name, ...] = Field(min_length=1)
     strategies_of_one: tuple[Name, ...] = ()  # run on one device; empty: those of `strategies` that can
-    wires: tuple[Values, ...] = ("exact",)
+    wires: tuple[ValueFormatName, ...] = ("exact",)
     lz4: tuple[Lz4, ...] = ("auto",)
     plain: bool = False  # also hmp without encryption
     baseline: Name | Literal["lz4 off"] = "gloo-tp"  # that speed-ups are relative to; "lz4 off": the same without lz4

@@ -79,7 +79,7 @@ class GraphEngine(DataPlane[Outgoing]):
         super().__init__(transport, routes.plan.epoch, token, codecs)
         self._routes = routes
         self._sessions = sessions
-        self._early_seconds = routes.plan.wait_seconds()  # for how long tensors of an unknown request are kept
+        self._early_seconds = routes.plan.peer_timeout_seconds()  # for how long tensors of an unknown request are kept
         self._answer = answer
         self._tensor_numbers = {name: number for number, name in enumerate(routes.sent_tensors)}
         self._schedule = GraphSchedule(routes, max_in_flight)

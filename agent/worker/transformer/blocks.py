@@ -18,7 +18,7 @@ from agent.worker.transformer.kv_cache import SequenceCache
 from agent.worker.transformer.shard import EmbeddingShard, LayerShard, Norm
 from hearth.plan.geometry import Span
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.rotary import RotarySpec, frequencies
+from hearth.plan.rotary import RotarySpec, rope_frequencies
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -98,8 +98,8 @@ def _rope_tables(spec: ModelSpec, rotary: RotarySpec, positions: Tensor, length:
 
 @lru_cache(maxsize=1024)
 def _rope_frequencies(rotary: RotarySpec, head_dim: int, max_positions: int, length: int) -> tuple[Tensor, float]:
-    """As `rotary.frequencies`, cached, since every step needs them."""
-    rope = frequencies(rotary, head_dim, max_positions, length)
+    """As `rotary.rope_frequencies`, cached, since every step needs them."""
+    rope = rope_frequencies(rotary, head_dim, max_positions, length)
     return torch.tensor(rope.inverse, dtype=torch.float32), rope.scale
 
 

@@ -20,7 +20,7 @@ from agent.worker.transformer.strategies.step import Step
 from hearth.errors import BadRequest
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.messages import Run, RunDone
 
 
@@ -66,7 +66,7 @@ class Engine:
         )
         return done, array
 
-    def _formats(self, values: Values | None) -> dict[int, Values] | None:
+    def _formats(self, values: ValueFormatName | None) -> dict[int, ValueFormatName] | None:
         """The value format of this step's tiles for each peer; None: the plan's."""
         if values is None:
             return None

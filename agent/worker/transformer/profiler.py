@@ -30,7 +30,7 @@ from hearth.errors import BadRequest
 from hearth.plan.geometry import COLUMN_GRAIN, ROW_GRAIN, Span
 from hearth.plan.model_spec import ModelSpec, WeightFormat
 from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspicious_point
-from hearth.plan.transformer import Holding
+from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
 _PARTS = (0.25, 0.5, 1.0)  # measured sizes, as fractions of the whole
@@ -219,7 +219,7 @@ class _Meter(Meter):
 def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
     """A whole layer with random matrices, norm weights of 1 and zeros in all other tensors."""
     heads = Span(0, spec.num_heads)
-    layer = empty_layer(spec, Holding(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
+    layer = empty_layer(spec, LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
     for matrix in _matrices(layer):
         _randomise(matrix, device)
     _make_plain(layer)

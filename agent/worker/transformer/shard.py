@@ -18,11 +18,11 @@ from torch import Tensor
 
 from agent.worker.transformer.matrices import FloatMatrix, Matrix, Partition, empty_matrix, memory_range
 from hearth.errors import ChunkCorrupt
-from hearth.plan.chunks import OF_LAYER, slices
+from hearth.plan.chunks import LAYER_CHUNK_KINDS, chunk_slices
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.transformer import Holding
+from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import ChunkRef
 
 _GetTensor = Callable[[str], Tensor]
@@ -47,7 +47,7 @@ class LayerShard:
     row-parallel matrices are added in the connective, once.
     """
 
-    held: Holding
+    held: LayerShare
     qkv_blocks: tuple[Span, ...]
     qkv_weight: Matrix  # [sum of q, H]
     qkv_bias: Tensor | None  # [sum of q]
@@ -127,7 +127,7 @@ class _Allocator:
 
 def empty_layer(
     spec: ModelSpec,
-    held: Holding,
+    held: LayerShare,
     qkv_blocks: tuple[Span, ...],
     device: torch.device,
     out_parts: tuple[Span, ...] = (),
@@ -195,7 +195,7 @@ def empty_shard(plan: TransformerPlan, rank: int, device: torch.device) -> Shard
     spec, body = plan.model, plan.body
     layers, own = [], body.layers_of(rank, spec.num_layers)
     for index in range(own.start, own.stop):
-        held, mode = body.holding(rank, index), body.mode(index)
+        held, mode = body.layer_share(rank, index), body.mode(index)
         heads, columns = spans(body.heads), spans(body.columns)
         layers.append(
             empty_layer(
@@ -228,7 +228,7 @@ def load_shard(
 
 def _copy_chunk(shard: Shard, chunk: ChunkRef, stored: _GetTensor) -> None:
     destinations = _qkv_destinations(shard, chunk) if chunk.kind == "qkv" else _destinations(shard, chunk)
-    for part in slices(shard.spec, chunk.kind, chunk.grain):
+    for part in chunk_slices(shard.spec, chunk.kind, chunk.grain):
         into, first = destinations[part.tensor]
         values, rows, columns = stored(part.tensor), _local_slice(part.rows, first), _local_slice(part.columns, first)
         if isinstance(into, Tensor):
@@ -243,7 +243,7 @@ def _local_slice(part: Span | None, first: int) -> slice:
 
 def _destinations(shard: Shard, chunk: ChunkRef) -> _Destinations:
     embedding, vocabulary = shard.embedding, shard.embedding.vocabulary.start
-    if chunk.kind not in OF_LAYER:
+    if chunk.kind not in LAYER_CHUNK_KINDS:
         return {
             "word.weight": (embedding.word, vocabulary),
             "head.weight": (embedding.head, vocabulary),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hearth.plan.chunks import ChunkKind, slices
+from hearth.plan.chunks import ChunkKind, chunk_slices
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_of, num_grains, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -49,7 +49,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int
     """The chunks that this rank needs, and no others."""
     spec, body = plan.model, plan.body
     vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
-    held = [body.holding(rank, layer) for layer in range(spec.num_layers)]
+    held = [body.layer_share(rank, layer) for layer in range(spec.num_layers)]
     repeats = spec.causal and body.repeats_norms(rank)
     needed: list[dict[ChunkKind, range]] = [
         {
@@ -70,7 +70,7 @@ def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:
     """Number of weights in a chunk, computed from the spec alone (for planners)."""
     shapes = tensor_shapes(spec)
     total = 0
-    for part in slices(spec, kind, grain):
+    for part in chunk_slices(spec, kind, grain):
         shape = shapes[part.tensor]
         if part.rows is not None:
             shape = (part.rows.size, *shape[1:])

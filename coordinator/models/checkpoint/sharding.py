@@ -15,7 +15,7 @@ from coordinator.models.checkpoint.chunk_layout import all_chunks, tensor_shapes
 from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
 from hearth.errors import BadCheckpoint
 from hearth.files import write_atomically
-from hearth.plan.chunks import OF_LAYER, ChunkKind, slices
+from hearth.plan.chunks import LAYER_CHUNK_KINDS, ChunkKind, chunk_slices
 from hearth.plan.model_spec import ModelSpec
 from hearth.wire.messages import ChunkRef
 
@@ -27,8 +27,8 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     """The chunk's content; the same bytes on every call. Raises BadCheckpoint if a tensor is missing or has a wrong shape."""
     names = TensorNames(FAMILIES[spec.family], checkpoint)
     tensors: dict[str, np.ndarray[Any, Any]] = {}
-    for part in slices(spec, kind, grain):
-        source = names.layer(layer, part.tensor) if kind in OF_LAYER else names.embedding(part.tensor)
+    for part in chunk_slices(spec, kind, grain):
+        source = names.layer(layer, part.tensor) if kind in LAYER_CHUNK_KINDS else names.embedding(part.tensor)
         array = _checked(checkpoint, spec, source, part.tensor)
         if part.rows is not None:
             array = array[slice(*part.rows)]

@@ -29,7 +29,7 @@ from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import GraphPlan
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.messages import DeviceTrace
 
 # Copies of a tensor from or to the coordinator between daemon and worker: out of one process, into the other.
@@ -76,7 +76,9 @@ def segment_seconds(cluster: GraphCluster, device: int, segment: Segment) -> flo
     return sum(cluster.seconds[operator][device] for operator in segment.operators)
 
 
-def tensor_transfers(spec: GraphSpec, segments: Sequence[Segment], values: Values = "exact") -> list[TensorTransfer]:
+def tensor_transfers(
+    spec: GraphSpec, segments: Sequence[Segment], values: ValueFormatName = "exact"
+) -> list[TensorTransfer]:
     """All transfers between ranks, in the order of the segments that produce them."""
     tensors = {tensor.name: tensor for tensor in spec.tensors}
     consumer_ranks: dict[str, set[int]] = {}
@@ -99,7 +101,7 @@ def request_tasks(
     cluster: GraphCluster,
     rank_devices: Sequence[int],
     num_requests: int = 1,
-    values: Values = "exact",
+    values: ValueFormatName = "exact",
 ) -> list[Task]:
     """The tasks of requests that all arrive at once; `rank_devices[r]` is the index in the cluster of rank r's device.
 
@@ -155,7 +157,7 @@ def predict_segments(
     cluster: GraphCluster,
     rank_devices: Sequence[int],
     congestion: bool = True,
-    values: Values = "exact",
+    values: ValueFormatName = "exact",
 ) -> GraphPrediction:
     """Simulate one request. A full pipeline's bottleneck is the device or side of a link that one request occupies longest."""
     tasks = request_tasks(spec, segments, cluster, rank_devices, values=values)
@@ -259,7 +261,7 @@ def peak_activation_bytes(spec: GraphSpec, operators: Sequence[int]) -> int:
 
 
 def _endpoint_cpu_seconds(
-    cluster: GraphCluster, device: int, transfer: TensorTransfer, values: Values, reads_factor: float = 1.0
+    cluster: GraphCluster, device: int, transfer: TensorTransfer, values: ValueFormatName, reads_factor: float = 1.0
 ) -> float:
     """CPU seconds of one end of a transfer. `reads_factor` is the factor for bytes that arrive in small pieces.
 

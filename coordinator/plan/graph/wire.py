@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Final
 
 from hearth.plan.graph_spec import GraphSpec, Tensor
-from hearth.plan.value_formats import VALUE_FORMATS, Values
+from hearth.plan.value_formats import VALUE_FORMATS, ValueFormatName
 
 _FLOAT32_BYTES: Final = 4  # of a float32 value
 
 
-def num_converted(tensor: Tensor, values: Values) -> int:
+def num_converted(tensor: Tensor, values: ValueFormatName) -> int:
     """Number of values that are converted for the wire: all or none. Only float32 tensors are converted."""
     return 0 if values == "exact" or tensor.dtype != "float32" else tensor.num_bytes // _FLOAT32_BYTES
 
 
-def wire_bytes(tensor: Tensor, values: Values) -> int:
+def wire_bytes(tensor: Tensor, values: ValueFormatName) -> int:
     """Bytes of a tensor on the wire, as `hearth.wire.codec.wire_layout` encodes it: bytes per value and per row."""
     count = num_converted(tensor, values)
     if not count:
@@ -28,7 +28,7 @@ def wire_bytes(tensor: Tensor, values: Values) -> int:
     return VALUE_FORMATS[values].num_bytes(count, num_rows)
 
 
-def with_wire_sizes(spec: GraphSpec, values: Values) -> GraphSpec:
+def with_wire_sizes(spec: GraphSpec, values: ValueFormatName) -> GraphSpec:
     """The graph with the size of every tensor as it is on the wire, for planners that weigh transfers."""
     if values == "exact":
         return spec

@@ -57,7 +57,7 @@ class Message(WireModel):
             MESSAGE_TYPES[cls.tag] = cls
 
 
-def expected(message: Message, kind: type[_M], sender: str) -> _M:
+def expect_message(message: Message, kind: type[_M], sender: str) -> _M:
     """Return the message if it is of this type. Raises BadMessage, naming the sender, if not."""
     if not isinstance(message, kind):
         raise BadMessage(reason=f"{sender} answered with {type(message).__name__}")

@@ -206,7 +206,7 @@ class GetStatus(ClientRequest):
     """Ask for the coordinator's state. The answer is `Status`."""
 
 
-Phase: TypeAlias = Literal[
+DeploymentPhase: TypeAlias = Literal[
     "idle", "settling", "profiling", "planning", "pushing", "loading", "warming", "serving", "draining", "failed"
 ]  # fmt: skip
 
@@ -214,7 +214,7 @@ Phase: TypeAlias = Literal[
 class PhaseEntered(WireModel):
     """One transition of a deployment's life cycle. A repeated failure counts as one transition, in `times`."""
 
-    phase: Phase
+    phase: DeploymentPhase
     cause: Text  # for users
     seconds_ago: float
     times: Annotated[int, Field(ge=1)] = 1
@@ -226,7 +226,7 @@ class Status(Message):
     name: Name
     version: Name
     deployment: Name = DEFAULT_DEPLOYMENT
-    phase: Phase
+    phase: DeploymentPhase
     state: Text  # the phase as a sentence for users
     history: tuple[PhaseEntered, ...] = Field(default=(), max_length=1000)  # oldest first
     model_path: Text

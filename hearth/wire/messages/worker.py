@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from hearth.plan.phases import Phase, Work
 from hearth.plan.plan import Plan, is_graph_plan
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.protocol import MAX_PAYLOAD_FRAMES
 from hearth.wire.messages.agent import ChunkRef, Profile
 from hearth.wire.messages.base import (
@@ -141,7 +141,7 @@ class Run(PlanCommand):
     # Transformers only. `output`: rows, or their sum per sequence (for mean pooling). `values`: value format of activations
     # in this step; None: the plan's.
     output: Literal["hidden", "mean"] = "hidden"
-    values: Values | None = None
+    values: ValueFormatName | None = None
 
 
 class TraceEvent(WireModel):

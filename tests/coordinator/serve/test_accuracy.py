@@ -21,7 +21,7 @@ from coordinator.serve.accuracy import (
     MIN_GAIN,
     SAFETY_FACTOR,
     Measured,
-    Values,
+    ValueFormatName,
     calibrate,
     calibration_batches,
     choose,
@@ -130,9 +130,9 @@ def test_calibration_batches_are_valid_and_deterministic(vocab_size: int, seq_le
 
 def test_calibration_uses_the_worst_error_and_the_median_time() -> None:
     errors = {"exact": 0.0, "bf16": 0.01, "fp16": 0.001, "int8": 0.1}
-    steps: list[tuple[Values, int]] = []
+    steps: list[tuple[ValueFormatName, int]] = []
 
-    async def run(values: Values, ids: Array) -> tuple[Array, float]:
+    async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
         steps.append((values, len(ids)))
         exact = np.ones((len(ids), 4), np.float32) * (ids[:, None] + 1)
         worst = 3.0 if len(ids) == 32 else 1.0  # batches of middle length have the largest error
@@ -169,7 +169,7 @@ def test_step_in_another_format_equals_a_plan_in_that_format(strategy: Any, lz4:
     ids = np.random.default_rng(0).integers(0, spec.vocab_size, 40, dtype=np.int32)
     lengths = np.array([0, 25, 40], np.int32)
 
-    def run(cluster: EngineCluster, step: int, values: Values | None) -> Array:
+    def run(cluster: EngineCluster, step: int, values: ValueFormatName | None) -> Array:
         request = Run(
             holder="test", epoch=cluster.plan.epoch, step=step, output="hidden", timeout_seconds=30.0, values=values
         )
@@ -179,10 +179,10 @@ def test_step_in_another_format_equals_a_plan_in_that_format(strategy: Any, lz4:
             assert 0 < sum(done.compute_seconds) <= done.ended_seconds - done.began_seconds
         return np.concatenate([part for _, part in results])
 
-    def plan(values: Values) -> Any:
+    def plan(values: ValueFormatName) -> Any:
         return make_plan(spec, strategy, (2, 1, 3), wire=WireFormat(values=values, lz4=lz4))
 
-    expected: dict[Values, Array] = {}
+    expected: dict[ValueFormatName, Array] = {}
     for values in FORMATS:
         with EngineCluster(bert, plan(values)) as cluster:
             expected[values] = run(cluster, 1, None)
@@ -204,7 +204,7 @@ def test_calibrated_error_holds_on_real_sentences() -> None:
     with EngineCluster(model_dir, plan) as cluster:
         step = 0
 
-        def run(values: Values, sequences: list[Array]) -> Array:
+        def run(values: ValueFormatName, sequences: list[Array]) -> Array:
             nonlocal step
             step += 1
             request = Run(
@@ -216,7 +216,7 @@ def test_calibrated_error_holds_on_real_sentences() -> None:
                 results = list(pool.map(lambda engine: engine.run(request, ids, lengths), cluster.engines))
             return np.concatenate([part for _, part in results])
 
-        async def once(values: Values, ids: Array) -> tuple[Array, float]:
+        async def once(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
             return run(values, [ids]), 1.0
 
         measured = asyncio.run(calibrate(once, spec.vocab_size, 128))

@@ -18,6 +18,7 @@ from coordinator.serve.lifecycle import (
     BetterPlanMade,
     ChunksPushed,
     DeploymentLost,
+    DeploymentPhase,
     DevicesProfiled,
     DevicesSettled,
     Drained,
@@ -26,7 +27,6 @@ from coordinator.serve.lifecycle import (
     GoalSet,
     IllegalMove,
     Lifecycle,
-    Phase,
     PlanMade,
     PlanRestored,
     PlanSetAside,
@@ -88,7 +88,7 @@ def test_first_start_passes_every_phase_with_one_action_each() -> None:
 
 
 # (earlier events, event, phase afterwards, actions, plan of the deployment afterwards)
-TABLE: list[tuple[tuple[Event, ...], Event, Phase, Actions, Any]] = [
+TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
     ((), GoalSet(plan("old", 7)), "settling", ("await_devices",), None),
     ((GoalSet(plan("old", 7)),), PlanRestored(41), "pushing", ("push",), plan("old", 42)),
     ((GoalSet(plan("old", 7)),), PlanSetAside("a device did not come"), "settling", ("settle",), None),
@@ -122,7 +122,7 @@ TABLE: list[tuple[tuple[Event, ...], Event, Phase, Actions, Any]] = [
     ids=[f"{run(*before)[0].phase}-{type(event).__name__}" for before, event, *_ in TABLE],
 )
 def test_transition_table(
-    before: tuple[Event, ...], event: Event, phase: Phase, actions: Actions, deployed: Any
+    before: tuple[Event, ...], event: Event, phase: DeploymentPhase, actions: Actions, deployed: Any
 ) -> None:
     state, _ = run(*before)
     after, taken = step(state, event, float(len(before) + 1))
@@ -227,7 +227,7 @@ EVENTS = st.one_of(
     st.builds(WorkFailed, ERRORS),
     st.sampled_from([RetryDue(), Drained(), DrainTimedOut(), StopRequested()]),
 )
-WORK: dict[Phase, tuple[Action, ...]] = {
+WORK: dict[DeploymentPhase, tuple[Action, ...]] = {
     "settling": ("await_devices", "settle"), "profiling": ("profile",), "planning": ("make_plan",), "pushing": ("push",),
     "loading": ("load",), "warming": ("warm_up",), "serving": ("serve",), "draining": ("drain",),
     "failed": ("wait_to_retry", "finish"), "idle": ("finish",),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hearth.plan.rings import forwards_to, ring_all_gather, ring_reduce_scatter
+from hearth.plan.rings import forward_target, ring_all_gather, ring_reduce_scatter
 
 RINGS = range(1, 9)
 
@@ -49,8 +49,8 @@ def test_reduce_scatter_sums_each_tile_over_all_ranks_once(num_ranks: int) -> No
 @pytest.mark.parametrize("num_ranks", RINGS)
 def test_forwarding_stops_before_the_owner(num_ranks: int) -> None:
     for tile in range(num_ranks):
-        visited, rank = [tile], forwards_to(num_ranks, tile, tile)
+        visited, rank = [tile], forward_target(num_ranks, tile, tile)
         while rank is not None:
             visited.append(rank)
-            rank = forwards_to(num_ranks, rank, tile)
+            rank = forward_target(num_ranks, rank, tile)
         assert sorted(visited) == list(range(num_ranks))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hearth.errors import UnsupportedArchitecture
-from hearth.plan.rotary import Frequencies, RotarySpec, frequencies, read_rotary
+from hearth.plan.rotary import Frequencies, RotarySpec, read_rotary, rope_frequencies
 
 SCALED = ["linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -79,7 +79,7 @@ def rope_parameters(draw: st.DrawFn, kind: str) -> tuple[dict[str, Any], int, in
 def test_frequencies_equal_transformers(kind: str, data: st.DataObject, length: int) -> None:
     settings, head_dim, max_positions = data.draw(rope_parameters(kind))
     spec = read_rotary({"rope_parameters": settings}, head_dim, max_positions)
-    found = frequencies(spec, head_dim, max_positions, length)
+    found = rope_frequencies(spec, head_dim, max_positions, length)
     assert_same(found, transformers_frequencies(settings, head_dim, max_positions, length))
 
 
@@ -112,7 +112,7 @@ def test_legacy_config_formats_equal_transformers(config: dict[str, Any], head_d
     )
     for length in (1, 131073):
         assert_same(
-            frequencies(spec, head_dim, 131072, length),
+            rope_frequencies(spec, head_dim, 131072, length),
             transformers_frequencies(known.rope_parameters, head_dim, 131072, length),
         )
 

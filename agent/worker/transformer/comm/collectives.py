@@ -4,7 +4,7 @@ Ring AllGather and ReduceScatter with overlap by tiles (Galaxy, section III-D), 
 broadcast, one-shot AllReduce).
 
 Shapes: T rows of the step, s rows of this rank, H hidden size. Tile k holds the rows of rank k; an empty tile is not sent. A
-tile is sent in chunks of its rows (`rings.chunks`).
+tile is sent in chunks of its rows (`rings.tile_chunks`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Collectives:
         """
         gathered_TH = own_sH.new_empty(self.num_rows, *own_sH.shape[1:])
         if self.own_rows.size:
-            target = rings.forwards_to(self.num_ranks, self.rank, self.rank)
+            target = rings.forward_target(self.num_ranks, self.rank, self.rank)
             if target is not None:
                 self._send(target, layer, phase, self.rank, own_sH)
         arrivals = self._arrivals(layer, phase, gathered_TH)
@@ -172,7 +172,7 @@ class Collectives:
             self._communicator.when_ready(staged, partial(self._communicator.reduce, key))
 
     def _chunks(self, rows: Tensor) -> tuple[Span, ...]:
-        return rings.chunks(rows.shape[0], rows.shape[1] * rows.element_size())
+        return rings.tile_chunks(rows.shape[0], rows.shape[1] * rows.element_size())
 
     def _keys(self, layer: int, phase: Phase, tile: int, source: int, num_chunks: int) -> list[TileKey]:
         return [self._communicator.key(layer, phase, tile, source, chunk, self._step) for chunk in range(num_chunks)]

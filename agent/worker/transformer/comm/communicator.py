@@ -1,8 +1,9 @@
 """The communication thread: receives tiles, forwards them around the ring, and passes on the tiles that this rank needs.
 
 Forwarding must not wait for a GEMM on this rank, because peers wait for the tile. So this thread runs both rings: it forwards
-gathered tiles on arrival (`rings.forwards_to`), without decoding them if possible, and it adds an arriving partial sum to this
-rank's and sends the result as soon as both are there. The compute thread waits only for tiles whose destination is this rank.
+gathered tiles on arrival (`rings.forward_target`), without decoding them if possible, and it adds an arriving partial sum to
+this rank's and sends the result as soon as both are there. The compute thread waits only for tiles whose destination is this
+rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hearth.errors import BadMessage, HearthError, StepFailed
 from hearth.plan import rings
 from hearth.plan.phases import Phase, Route
 from hearth.plan.plan import TransformerPlan
-from hearth.plan.value_formats import EXACT, Values
+from hearth.plan.value_formats import EXACT, ValueFormatName
 from hearth.transport.base import Buffer, Received, Transport
 from hearth.wire.codec import Array, Codec
 from hearth.wire.framing import TileHeader, TileKey, decode_body, encode_tile, read_header
@@ -99,7 +100,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         step: int,
         timeout_seconds: float,
         recorder: Recorder,
-        values: Mapping[int, Values] | None = None,
+        values: Mapping[int, ValueFormatName] | None = None,
         clear_failure: bool = True,
         oldest_step: int | None = None,
     ) -> None:
@@ -308,7 +309,7 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def _forward(self, header: TileHeader, received: Received) -> None:
         key = header.key
-        following = rings.forwards_to(self.num_ranks, self.rank, key.tile)
+        following = rings.forward_target(self.num_ranks, self.rank, key.tile)
         if following is None:
             return
         if header.values is EXACT and self._codecs[following].is_lossy:  # the next link is lossy

@@ -24,7 +24,7 @@ from hearth.plan.plan import TransformerPlan
 
 def decode_layers(plan: TransformerPlan, rank: int, shard: Shard) -> list[LayerShard]:
     """Views of the weights that this rank uses for decoding: its own heads and columns in each of its layers."""
-    heads, columns = plan.body.own_share(rank)
+    heads, columns = plan.body.decode_share(rank)
     return [_decode_part(plan.model, layer, heads, columns) for layer in shard.layers]
 
 

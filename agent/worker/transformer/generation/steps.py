@@ -66,7 +66,7 @@ class StepExecutor:
         self._caches: dict[int, SequenceCache] = {}
         self._in_flight: deque[_InFlightStep | dict[int, int]] = deque()  # steps begun and not finished, oldest first
         self._step = 0
-        self.wait_seconds = plan.wait_seconds(plan.body.seq_len)
+        self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
         self._in_stages = plan.body.num_stages > 1
         communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
@@ -128,7 +128,7 @@ class StepExecutor:
     def _begin(self, oldest_step: int | None = None) -> None:
         self._step += 1
         self._communicator.begin_step(
-            self._step, self.wait_seconds, Recorder(False), clear_failure=False, oldest_step=oldest_step
+            self._step, self.peer_timeout_seconds, Recorder(False), clear_failure=False, oldest_step=oldest_step
         )
 
     def _execute(self, order: StepOrder) -> dict[int, int]:
@@ -215,7 +215,7 @@ class StepExecutor:
         orders: list[micro_batches.MicroBatchOrder] = []
         for _ in parts:
             previous = orders[-1] if orders else None
-            orders.append(micro_batches.MicroBatchOrder(spec.num_layers, self.wait_seconds, previous))
+            orders.append(micro_batches.MicroBatchOrder(spec.num_layers, self.peer_timeout_seconds, previous))
         runs = [partial(run, index, order) for index, order in enumerate(orders)]
         return torch.cat(micro_batches.run_concurrently(runs, self._communicator.abort))
 

@@ -98,12 +98,12 @@ def embed_rows(step: Step, wanted: Span, replicated: bool = False) -> Tensor:
 def run_layer(step: Step, index: int, layer: LayerShard, x_sH: Tensor, attention: Block, mlp: Block) -> Tensor:
     """Run one layer. Each block gets its (pre-normalised) input rows, and returns the rows to add to the residual."""
     spec, timed = step.spec, step.recorder.timed
-    with timed(Work.ENTER_ATTENTION, index):
+    with timed(Work.PRE_NORM_ATTENTION, index):
         input_sH = blocks.pre_norm(spec, x_sH, layer.norm1)
     y_sH = attention(step, index, layer, input_sH)
     with timed(Work.CONNECTIVE_ATTENTION, index):
         x_sH = blocks.add_residual(spec, x_sH, y_sH, layer.out_bias, layer.norm1)
-    with timed(Work.ENTER_MLP, index):
+    with timed(Work.PRE_NORM_MLP, index):
         input_sH = blocks.pre_norm(spec, x_sH, layer.norm2)
     y_sH = mlp(step, index, layer, input_sH)
     with timed(Work.CONNECTIVE_MLP, index):

@@ -16,7 +16,7 @@ from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
 from hearth.plan.geometry import COLUMN_GRAIN
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
-from hearth.plan.value_formats import BYTES_PER_VALUE, Values
+from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 SMALL_MESSAGE_VALUES = (
     16  # values in a message of candidates or a step order, whose cost is per message rather than per byte
@@ -85,7 +85,7 @@ def simulate_exchange(
             if target not in targets:
                 continue
             link = layout.links[source, target]
-            format_: Values = "exact" if verbatim else layout.formats[source, target]
+            format_: ValueFormatName = "exact" if verbatim else layout.formats[source, target]
             busy[source] += layout.wire_seconds(source, num_values, format_)
             start = max(busy[source], sending[source], receiving[target])
             end = start + num_values * BYTES_PER_VALUE[format_] / link.bytes_per_second

@@ -14,7 +14,7 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import BlockProfile, ClusterProfile, Link, WireCost
 from hearth.plan.transformer import TransformerBody
-from hearth.plan.value_formats import BYTES_PER_VALUE, Values
+from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 Body_co = TypeVar("Body_co", default=TransformerBody, covariant=True)
 
@@ -44,16 +44,16 @@ class PlanLayout(Generic[Body_co]):
         return {(a, b): by_ids[ids[a], ids[b]] for a, b in permutations(self.ranks, 2)}
 
     @cached_property
-    def formats(self: PlanLayout) -> dict[tuple[int, int], Values]:
+    def formats(self: PlanLayout) -> dict[tuple[int, int], ValueFormatName]:
         """The value format on each link."""
         return {ends: self.body.values_on(*ends, self.wire.values) for ends in permutations(self.ranks, 2)}
 
-    def wire_seconds(self, rank: int, num_values: float, format_: Values, converted: float = 0.5) -> float:
+    def wire_seconds(self, rank: int, num_values: float, format_: ValueFormatName, converted: float = 0.5) -> float:
         """CPU seconds of this rank's end of a transfer."""
         return wire_seconds(self.blocks[rank].wire, num_values, format_, converted)
 
 
-def wire_seconds(cost: WireCost, num_values: float, format_: Values, converted: float = 0.5) -> float:
+def wire_seconds(cost: WireCost, num_values: float, format_: ValueFormatName, converted: float = 0.5) -> float:
     """CPU seconds of one end of a transfer: encryption, TCP, and its part of the conversion.
 
     `converted` is the fraction of a conversion and its inverse that this end does.

@@ -14,7 +14,7 @@ from coordinator.models.checkpoint.chunk_layout import chunk_weights
 from hearth.plan.chunks import ChunkKind
 from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.transformer import GenerationLimits, Holding
+from hearth.plan.transformer import GenerationLimits, LayerShare
 
 # Measured on x86-64: a worker process that has imported torch, numpy and zmq and run its first GEMM, and holds no shard,
 # has 239 MiB resident (psutil, torch 2.13 CPU); rounded up for the allocator's slack and its threads' stacks.
@@ -46,7 +46,7 @@ def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, 
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(spec: ModelSpec, held: Holding) -> int:
+def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
     """Bytes in memory of one layer's weights on a rank."""
     return (
         span_weight_bytes(spec, "qkv", held.qkv, spec.num_heads, spec.group_size)

@@ -13,7 +13,7 @@ from hearth.plan import rings
 from hearth.plan.geometry import Span, rows_for
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.transformer import TensorParallel
-from hearth.plan.value_formats import BYTES_PER_VALUE, Values
+from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
 After = tuple[int, ...]  # the tasks that another one waits for
 Ends = tuple[int, int]  # the ranks that send and receive
@@ -161,7 +161,9 @@ class RingTasks:
         """Append the transfers. Returns the tasks after which rank r has tile k, as `[r, k]`, and the CPU seconds that each
         rank's ends of the transfers take."""
         arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
-        formats: dict[tuple[int, int], Values] = {(r, r): "exact" for r in self.ranks}  # format of tile k on rank r
+        formats: dict[tuple[int, int], ValueFormatName] = {
+            (r, r): "exact" for r in self.ranks
+        }  # format of tile k on rank r
         wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks - 1):
             for rank in self.ranks:
@@ -264,7 +266,7 @@ class RingTasks:
         values: float,
         after: After,
         busy: list[float],
-        held_format: Values = "exact",
+        held_format: ValueFormatName = "exact",
     ) -> int:
         """Append a transfer from sender to receiver (`ends`), and add the CPU seconds of both to `busy`.
 
@@ -280,5 +282,5 @@ class RingTasks:
         busy[target] += self._layout.wire_seconds(target, values, format_)
         return len(self.tasks) - 1
 
-    def _format(self, ends: tuple[int, int], held_format: Values) -> Values:
+    def _format(self, ends: tuple[int, int], held_format: ValueFormatName) -> ValueFormatName:
         return self._layout.formats[ends] if held_format == "exact" else held_format

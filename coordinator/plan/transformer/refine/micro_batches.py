@@ -16,7 +16,7 @@ _MAX_TIME_RATIO = (
 def split_into_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:
     """The same plan with two micro-batches in flight, if the simulator finds that faster; otherwise `plan` itself."""
     body = plan.body
-    if request.generation is None or plan.num_ranks == 1 or not body.may_cut_prefill:
+    if request.generation is None or plan.num_ranks == 1 or not body.can_split_prefill:
         return plan
     subset = on_subset(request, tuple(device.device_id for device in plan.devices))
     cut = body.model_copy(update={"micro_batches": 2})

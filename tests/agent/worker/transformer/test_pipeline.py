@@ -276,7 +276,7 @@ def test_silent_stage_times_out(models: Any) -> None:
     with EngineCluster(model_dir, plan) as cluster:
         home = Home(cluster)
         for generation in cluster.executors:
-            generation.wait_seconds = 0.3
+            generation.peer_timeout_seconds = 0.3
         home.submit([5, 6, 7], 50)
         for _ in range(4):
             home.step()
@@ -368,7 +368,7 @@ def test_stages_are_consecutive_layers(models: Any) -> None:
     spec = read_spec(models("llama"))
     body = Pipeline.of(spec, (2, 1, 2), 64)
     assert [body.layers_of(rank, LAYERS) for rank in range(3)] == list(spans((2, 1, 2)))
-    held = [[rank for rank in range(3) if body.holding(rank, layer).qkv.size] for layer in range(LAYERS)]
+    held = [[rank for rank in range(3) if body.layer_share(rank, layer).qkv.size] for layer in range(LAYERS)]
     assert held == [[0], [0], [1], [2], [2]]
     assert body.row_weights == (1.0, 0.0, 0.0)
     assert body.max_steps_in_flight == 5

@@ -21,16 +21,16 @@ from coordinator.plan.simulator import receive_resources
 from hearth.plan.graph_spec import GraphSpec, Tensor
 from hearth.plan.parts import WireFormat
 from hearth.plan.profile import WireCost
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from hearth.wire.codec import Codec
 
 
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
     st.sampled_from(["float32", "float16", "int64"]),
-    st.sampled_from(get_args(Values)),
+    st.sampled_from(get_args(ValueFormatName)),
 )
-def test_tensor_sizes_follow_the_wire_format(shape: list[int], dtype: str, values: Values) -> None:
+def test_tensor_sizes_follow_the_wire_format(shape: list[int], dtype: str, values: ValueFormatName) -> None:
     array = np.ones(shape, dtype)
     encoded = Codec(WireFormat(values=values, lz4="off"), 1e9, time.perf_counter).encode("", array)
     tensor = Tensor("t", array.nbytes, 0, (), dtype, tuple(shape))

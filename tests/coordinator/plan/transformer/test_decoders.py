@@ -449,7 +449,7 @@ def test_auto_fits_memory_and_is_never_slower_than_one_device(
     for rank, device in enumerate(plan.devices):
         assert device.memory.total <= device.budget_bytes
         for layer in range(spec.num_layers):
-            held = plan.body.holding(rank, layer)
+            held = plan.body.layer_share(rank, layer)
             assert held.qkv.size >= plan.body.heads[rank] <= held.out.size
             assert held.columns.size >= plan.body.columns[rank]
     for device in asked.cluster.devices:

@@ -24,7 +24,7 @@ ROWS = 48
 REPLICATED = LayerMode(qkv="replicated", out="replicated", mlp="replicated")
 # The prediction includes attention in the task of its output projection, or of the layer, and a norm in the block after
 # it. Tokens are assumed to be spread evenly over the owners of vocabulary rows.
-_NOT_COMPARED = {Work.ATTENTION, Work.ENTER_ATTENTION, Work.ENTER_MLP, Work.WIRE, Work.EMBEDDING, Phase.EMBED}
+_NOT_COMPARED = {Work.ATTENTION, Work.PRE_NORM_ATTENTION, Work.PRE_NORM_MLP, Work.WIRE, Work.EMBEDDING, Phase.EMBED}
 
 
 @pytest.fixture(scope="module")
