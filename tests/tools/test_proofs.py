@@ -84,7 +84,7 @@ def test_a_figure_that_is_not_what_was_asked_ends_the_command_with_an_error(
     assert ended.value.exit_code == 1
     assert "| bytes | 0 bytes | 7 bytes | **no** |" in capsys.readouterr().out
     assert "**no**" in (tmp_path / "bad.md").read_text()
-    assert findings_table(good).count("yes") == 2
+    assert findings_table("good", good).markdown().count("yes") == 2
     assert json.loads(as_json(bad))[2] == {
         "what": "bytes", "measured": "7 bytes", "value": 7, "asked": "0 bytes", "holds": False,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Findings of a benchmark: measured figures and their targets, as Markdown tables and JSON. Pure."""
+"""Findings of a benchmark: measured figures and their targets. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
+
+from tools.bench.results import Summary, Table
 
 
 class Finding(BaseModel):
@@ -32,13 +34,24 @@ def equal(what: str, value: float, expected: float, measured: str, asked: str) -
     return Finding(what=what, measured=measured, value=value, asked=asked, holds=value == expected)
 
 
-def findings_table(findings: Sequence[Finding]) -> str:
-    """Markdown table of findings."""
-    rows = [
-        (each.what, each.asked or "-", each.measured, {None: "-", True: "yes", False: "**no**"}[each.holds])
-        for each in findings
-    ]
-    return table(("what", "asked", "measured", "holds"), rows)
+def findings_table(title: str, findings: Sequence[Finding]) -> Table:
+    holds = {None: "-", True: "yes", False: "**no**"}
+    rows = [(each.what, each.asked or "-", each.measured, holds[each.holds]) for each in findings]
+    return Table.of(title, ("what", "asked", "measured", "holds"), rows)
+
+
+def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
+    """The table of findings, then more tables. The run fails if a figure misses its target."""
+    missed = [each for each in findings if each.holds is False]
+    targets = sum(each.holds is not None for each in findings)
+    return Summary(
+        conclusions=(
+            f"{targets - len(missed)} of {targets} figures meet their targets",
+            *(f"missed: {each.what}: {each.measured}; asked: {each.asked}" for each in missed),
+        ),
+        tables=(findings_table(title, findings), *more),
+        failure="" if all_hold(findings) else "a figure misses its target; see the table",
+    )
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -24,12 +24,11 @@ from tools.bench.graphs_findings import (
     of_placements,
     served_table,
 )
-from tools.bench.proofs import agents, collector, conclude, reporter, working
+from tools.bench.homes import agents, hub_scenario
+from tools.bench.proofs import collector, conclude, reporter, working
 from tools.bench.results import check_files
 from tools.graph_models import NETWORKS, Size, build, export
-from tools.testbed import Scenario, load_scenario
 
-_HUB = "hub"
 _TWO_BRANCH = "two_branch"
 _ASKED_DEVICES = 3  # number of devices to which the target gain applies
 _PARTS = ("throughput", "latency")
@@ -188,10 +187,3 @@ def _chosen(setting: str, text: str, allowed: Sequence[str]) -> list[str]:
     if not found:
         raise BadSetting(setting=setting, reason=f"it names none of {', '.join(allowed)}")
     return found
-
-
-def hub_scenario(devices: int, cores: float) -> Scenario:
-    """The first `devices` devices of the hub scenario with this CPU share, and the hub."""
-    scenario = load_scenario(_HUB)
-    chosen = [device.model_copy(update={"cpu_share": cores}) for device in scenario.devices[:devices]]
-    return scenario.model_copy(update={"name": "graphs", "devices": (*chosen, scenario.devices[-1])})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +18,13 @@ from hearth.platform.units import parse_bytes
 from tools.bench import interrupts
 from tools.bench.capacity import CapacityBench
 from tools.bench.findings import Finding, all_hold, as_json, findings_table
-from tools.bench.interrupts import shielded
+from tools.bench.homes import agents
 from tools.bench.measure import temporary_folder
 from tools.bench.push import PushBench
 from tools.bench.results import check_files
 from tools.bench.shapes import SHAPES, save_random_model
 from tools.bench.soak import SoakBench
-from tools.testbed import Scenario, Testbed, load_scenario
+from tools.testbed import Scenario, load_scenario
 from tools.testbed.cluster import check_possible
 
 _HUB = "hub"  # scenario whose coordinator has its own link
@@ -146,23 +145,6 @@ def working(scenario: Scenario | None = None) -> Iterator[tuple[Path, Status]]:
         yield folder, status
 
 
-@contextmanager
-def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
-    """A testbed with an agent on every device except the coordinator's, until the end of the block or an interrupt."""
-    chosen = scenario.with_mbit(mbit).model_copy(update={"scale_links": False})
-    testbed = Testbed(chosen, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree)
-    try:
-        with shielded(with_children=True):
-            testbed.up()
-        for device in chosen.devices:
-            if device.name != chosen.coordinator:
-                testbed.start_agent(device.name, *options)
-        yield testbed
-    finally:
-        with shielded(with_children=True):
-            testbed.down()
-
-
 def reporter(status: Status) -> Callable[[str], None]:
     """A callback that updates the status line and raises KeyboardInterrupt after an interrupt."""
 
@@ -187,7 +169,7 @@ def collector(findings: list[Finding], json: Path | None) -> Callable[[Finding],
 
 def conclude(title: str, findings: Sequence[Finding], json: Path | None, markdown: Path | None, more: str = "") -> None:
     """Print and save the findings. Exits with 1 if a figure misses its target."""
-    text = f"**{title}**\n\n{findings_table(findings)}\n{more}"
+    text = f"{findings_table(title, findings).markdown()}\n{more}"
     if json is not None:
         json.write_text(as_json(findings))
     if markdown is not None:

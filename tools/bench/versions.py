@@ -26,11 +26,10 @@ from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from tools.bench.drive import EngineRunners, StoredModel
 from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA, save_random_decoder
-from tools.bench.graphs_command import hub_scenario
+from tools.bench.homes import agents, hub_scenario
 from tools.bench.load import Snapshot, load_between, snapshot
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
-from tools.bench.proofs import agents
 from tools.bench.results import Summary, Table
 from tools.bench.shapes import find_shape
 from tools.bench.stats import Ratio, paired_ratio
