@@ -25,17 +25,16 @@ _SETTLE_SECONDS = "0.2"
 class TestHome:
     """Start and kill its programs by name; everything is gone when the context ends.
 
-    What homes measure is kept in `known`, if given: an agent of a later home is the device that had its name before, and
-    a later coordinator finds the profiles of these devices, as one does that was started again. Keys, stores and plans
-    are every home's own.
+    Identities and profiles are kept in `profile_cache`, if given, for later homes: an agent is then the device that had
+    its name before, and a coordinator finds its profile, as after a restart. Keys, stores and plans belong to one home.
     """
 
     __test__ = False
 
-    def __init__(self, folder: Path, model_dir: Path, known: Path | None = None) -> None:
+    def __init__(self, folder: Path, model_dir: Path, profile_cache: Path | None = None) -> None:
         self.folder = folder
         self.model_dir = model_dir
-        self.known = known
+        self.profile_cache = profile_cache
         self.key = folder / "key"
         save_credential(self.key, new_home_key())
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,9 +53,9 @@ class TestHome:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self.known is not None:
+        if self.profile_cache is not None:
             for path in (*self.folder.glob("*/state/identity.json"), *self.folder.glob("*/profiles/*.json")):
-                _copy(path, self.known / path.relative_to(self.folder))
+                _copy(path, self.profile_cache / path.relative_to(self.folder))
 
     def start_agent(self, name: str, *options: str) -> None:
         self._recall(f"{name}/state/identity.json")
@@ -140,8 +139,8 @@ class TestHome:
 
     def _recall(self, pattern: str) -> None:
         """Bring back what an earlier home knew, unless this one knows better."""
-        for path in self.known.glob(pattern) if self.known is not None else ():
-            here = self.folder / path.relative_to(self.known)
+        for path in self.profile_cache.glob(pattern) if self.profile_cache is not None else ():
+            here = self.folder / path.relative_to(self.profile_cache)
             if not here.exists():
                 _copy(path, here)
 

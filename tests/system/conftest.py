@@ -1,4 +1,4 @@
-"""What the homes of all tests here have in common."""
+"""Fixtures for tests with real processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where homes leave what they measured of their devices, for those that come later."""
-    return tmp_path_factory.mktemp("known")
+def profile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder for the profiles of devices, shared by the homes of all tests."""
+    return tmp_path_factory.mktemp("profile_cache")

@@ -1,4 +1,4 @@
-"""`hearth demo --json`, as a program would read it."""
+"""`hearth demo --json`, as a program reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytestmark = pytest.mark.processes
 
 
-def test_the_demo_prints_one_json_object_and_equals_transformers() -> None:
+def test_demo_prints_json_and_equals_transformers() -> None:
     command = [
         str(Path(sys.executable).parent / "hearth"),
         "demo",

@@ -1,4 +1,4 @@
-"""A home of real processes that generates text: equal to `transformers`, cancelled, and on over a worker's death."""
+"""Text generation in a home of real processes: equality with `transformers`, cancellation, and loss of workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONTEXT = 320
 
 
 def without_end(**changes: Any) -> Any:
-    """Random weights say their end token anywhere; without one, every answer is as long as it may be."""
+    """Remove the end token, which random weights would generate anywhere: answers then have their full length."""
     return small_decoder("llama", eos_token_id=None, **changes)
 
 
@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep rather than wide: quickly started, and an answer takes long enough to do something in its middle."""
+    """Deep rather than wide: starts quickly, and answers take long enough to be interrupted."""
     config = without_end(
         num_hidden_layers=16, hidden_size=240, num_attention_heads=12, intermediate_size=640,
         max_position_embeddings=8192,
@@ -53,9 +53,9 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    """Two agents that generate together, for tests that break nothing."""
-    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, known) as home:
+def pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Two agents that generate together, for tests that leave them running."""
+    with TestHome(tmp_path_factory.mktemp("pair"), model_dir, profile_cache) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
@@ -63,7 +63,7 @@ def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory)
         yield home
 
 
-def test_the_likeliest_tokens_are_those_of_transformers(pair: TestHome) -> None:
+def test_greedy_tokens_equal_transformers(pair: TestHome) -> None:
     with pair.connect() as home:
         answer = home.generate(token_ids=PROMPT, max_tokens=40)
         answer.text()
@@ -75,7 +75,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(pair: TestHome) -> None:
     assert usage.tokens_per_second > 0
 
 
-def test_answers_side_by_side_are_those_of_each_alone(pair: TestHome) -> None:
+def test_concurrent_answers_equal_single_ones(pair: TestHome) -> None:
     prompts = [[1, *range(start, start + length)] for start, length in ((50, 3), (70, 100), (90, 17), (300, 40))]
     with pair.connect() as home:
 
@@ -89,7 +89,7 @@ def test_answers_side_by_side_are_those_of_each_alone(pair: TestHome) -> None:
     assert together == [greedy(pair.model_dir, prompt, 24) for prompt in prompts]
 
 
-def test_a_seed_repeats_an_answer_and_another_one_does_not(pair: TestHome) -> None:
+def test_equal_seeds_give_equal_answers(pair: TestHome) -> None:
     def ask(seed: int) -> list[int]:
         answer = home.generate(token_ids=PROMPT, max_tokens=16, temperature=1.0, top_k=500, top_p=0.95, seed=seed)
         answer.text()
@@ -99,9 +99,9 @@ def test_a_seed_repeats_an_answer_and_another_one_does_not(pair: TestHome) -> No
         assert ask(3) == ask(3) != ask(4)
 
 
-def test_an_answer_that_is_left_is_computed_no_further(pair: TestHome) -> None:
+def test_abandoned_answer_is_cancelled(pair: TestHome) -> None:
     with pair.connect() as home:
-        for _ in range(12):  # more than the plan has room for, were they not freed
+        for _ in range(12):  # more than fit at once, so that each must be freed
             with home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT)) as answer:
                 assert [token.token_id for token in itertools.islice(answer, 2)] == answer.token_ids
         again = home.generate(token_ids=PROMPT, max_tokens=CONTEXT - len(PROMPT), timeout_seconds=60.0)
@@ -109,7 +109,7 @@ def test_an_answer_that_is_left_is_computed_no_further(pair: TestHome) -> None:
         assert again.usage is not None
 
 
-def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> None:
+def test_requests_above_limits_and_invalid_ones_are_rejected(pair: TestHome) -> None:
     with pair.connect() as home:
         with pytest.raises(ContextTooLong) as error:
             home.generate(token_ids=PROMPT, max_tokens=CONTEXT).text()
@@ -129,15 +129,17 @@ def test_what_has_no_room_and_what_makes_no_sense_are_told(pair: TestHome) -> No
         assert home.ready()
 
 
-def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, known: Path, tmp_path: Path) -> None:
-    """Of three stages one is lost: two share the layers anew."""
+def test_worker_killed_during_an_answer_changes_no_token(
+    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
+) -> None:
+    """One of three stages is lost: the other two divide the layers again."""
     count, victim = 80, "a"
-    with TestHome(tmp_path, slow_model_dir, known) as house:
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b", "c"):
-            house.start_agent(name)
-        house.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
-        with house.ready() as home:
-            pid = house.worker_pid(victim)
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "pipeline", "--min-devices", "3", "--context", str(CONTEXT))
+        with running_home.ready() as home:
+            pid = running_home.worker_pid(victim)
             assert pid is not None
             answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
             for _ in itertools.islice(answer, 10):
@@ -150,19 +152,19 @@ def test_a_worker_killed_in_mid_answer_changes_no_token(slow_model_dir: Path, kn
             assert victim not in {device.name for device in plan.devices}
             assert len(plan.body.layers) == 2
             assert home.status().failed_requests == 0
-            assert "trying again" not in house.log("coordinator")
+            assert "trying again" not in running_home.log("coordinator")
 
 
-def test_a_device_that_vanishes_in_mid_answer_changes_no_token(
-    slow_model_dir: Path, known: Path, tmp_path: Path
+def test_device_lost_during_an_answer_changes_no_token(
+    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
 ) -> None:
     count = 40
-    with TestHome(tmp_path, slow_model_dir, known) as house:
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b"):
-            house.start_agent(name)
-        house.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
-        with house.ready() as home:
-            pids = [pid for pid in (house.pid("b"), house.worker_pid("b")) if pid is not None]
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
+        with running_home.ready() as home:
+            pids = [pid for pid in (running_home.pid("b"), running_home.worker_pid("b")) if pid is not None]
             answers = [home.generate(token_ids=prompt, max_tokens=count) for prompt in (PROMPT, PROMPT[:5])]
             texts = [threading.Thread(target=answer.text) for answer in answers]
             for thread in texts:
@@ -180,17 +182,17 @@ def test_a_device_that_vanishes_in_mid_answer_changes_no_token(
             assert [answer.token_ids for answer in answers] == expected
 
 
-def test_too_many_requests_are_refused_and_an_app_that_is_killed_frees_its_own(
-    slow_model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_full_queue_rejects_and_killed_client_frees_its_requests(
+    slow_model_dir: Path, profile_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
-    with TestHome(tmp_path, slow_model_dir, known) as house:
-        house.start_agent("a")
-        house.start_coordinator("--strategy", "local", "--context", "8000")
-        with house.ready() as home, _two_long_answers(house) as other:
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
+        running_home.start_agent("a")
+        running_home.start_coordinator("--strategy", "local", "--context", "8000")
+        with running_home.ready() as home, _two_long_answers(running_home) as other:
             with pytest.raises(QueueFull):
                 home.generate(token_ids=PROMPT, max_tokens=2).text()
-            other.kill()  # nobody says goodbye
+            other.kill()  # without closing its connection
             wait_for("room for a request", lambda: _is_served(home))
 
 
@@ -208,9 +210,9 @@ sys.stdin.read()
 
 
 @contextmanager
-def _two_long_answers(house: TestHome) -> Iterator[subprocess.Popen[str]]:
-    """A client's process, with both answers begun."""
-    command = [sys.executable, "-c", ANSWERS, f"{LOOPBACK}:{house.port('coordinator')}", str(house.key)]
+def _two_long_answers(running_home: TestHome) -> Iterator[subprocess.Popen[str]]:
+    """A client process that has started both answers."""
+    command = [sys.executable, "-c", ANSWERS, f"{LOOPBACK}:{running_home.port('coordinator')}", str(running_home.key)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         try:
             assert client.stdout is not None

@@ -1,4 +1,4 @@
-"""A graph of operators served by a home of real processes: equal to onnxruntime, several requests at once, devices lost."""
+"""A graph served by a home of real processes: equal to onnxruntime, concurrent requests, lost devices."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some tens of milliseconds a request, so that devices are worth sharing and there is time to kill one."""
+    """Some tens of milliseconds per request: worth distributing, and long enough to kill a device meanwhile."""
     return save_two_branch_model(tmp_path_factory.mktemp("model") / "two-branches.onnx", channels=48, size=96, depth=3)
 
 
 @pytest.fixture(scope="module")
-def house(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    with TestHome(tmp_path_factory.mktemp("house"), model) as home:
+def running_home(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    with TestHome(tmp_path_factory.mktemp("home"), model) as home:
         for name in ("a", "b", "c"):
             home.start_agent(name)
         home.start_coordinator("--objective", "throughput", "--strategy", "pipeline-exact", "--min-devices", "3")
@@ -58,8 +58,8 @@ def assert_equal(found: Arrays, expected: Arrays) -> None:
         assert np.abs(found[name] - array).max() < 1e-4
 
 
-def test_requests_side_by_side_equal_onnxruntime(house: TestHome, model: Path) -> None:
-    with house.connect() as home, ThreadPoolExecutor(6) as pool:
+def test_concurrent_requests_equal_onnxruntime(running_home: TestHome, model: Path) -> None:
+    with running_home.connect() as home, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(home.infer, image(seed)) for seed in range(12)]
         for seed, answer in enumerate(asked):
             assert_equal(answer.result(30), reference(model, image(seed)))
@@ -69,8 +69,8 @@ def test_requests_side_by_side_equal_onnxruntime(house: TestHome, model: Path) -
     assert plan.body.objective == "throughput"
 
 
-def test_an_input_that_does_not_fit_is_named(house: TestHome) -> None:
-    with house.connect() as home:
+def test_invalid_input_is_named(running_home: TestHome) -> None:
+    with running_home.connect() as home:
         info = home.model_info()
         assert [(each.name, each.dtype, each.shape) for each in info.inputs] == [("image", "float32", (1, 3, 96, 96))]
         right = image()["image"]
@@ -88,12 +88,12 @@ def test_an_input_that_does_not_fit_is_named(house: TestHome) -> None:
         assert home.infer(image())["scores"].shape == (1, 48)
 
 
-def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(house: TestHome, model: Path) -> None:
-    with house.connect() as home:
+def test_killed_worker_is_reported_and_its_device_avoided(running_home: TestHome, model: Path) -> None:
+    with running_home.connect() as home:
         plan = home.status().plan
         assert plan is not None
         victim = plan.devices[0].name
-        worker = house.worker_pid(victim)
+        worker = running_home.worker_pid(victim)
         assert worker is not None
         os.kill(worker, signal.SIGKILL)
         wait_for("the loss to be seen", lambda: "worker" in home.status().last_error)
@@ -103,18 +103,16 @@ def test_a_worker_that_is_killed_is_told_and_its_device_is_left_out_for_a_while(
         assert victim not in [device.name for device in after.devices]
 
 
-def test_a_device_that_is_lost_while_the_pipeline_is_full_fails_what_is_in_flight_and_no_more(
-    house: TestHome, model: Path
-) -> None:
-    """The last test of this house: it kills one of its devices."""
-    with house.connect() as home:
+def test_device_loss_fails_only_requests_in_flight(running_home: TestHome, model: Path) -> None:
+    """Must be the last test of this home: it kills a device."""
+    with running_home.connect() as home:
         plan = home.status().plan
         assert plan is not None
         load = _Load(home)
         try:
             wait_for("answers", lambda: len(load.answers) > 10)
             victim = plan.devices[-1].name
-            house.kill(victim)
+            running_home.kill(victim)
             wait_for("an error", lambda: load.errors)
             wait_for("serving to go on", lambda: home.ready() and home.status().plan.epoch > plan.epoch)  # type: ignore[union-attr]
             count = len(load.answers)
@@ -159,24 +157,24 @@ class _Load:
             thread.join(40)
 
 
-def test_after_a_power_cut_the_graph_is_served_again_with_its_plan(model: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model) as house:
-        house.start_agent("a")
-        house.start_agent("b")
-        house.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")
-        with house.ready() as home:
+def test_graph_is_served_again_after_a_power_cut(model: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model) as running_home:
+        running_home.start_agent("a")
+        running_home.start_agent("b")
+        running_home.start_coordinator("--objective", "latency", "--strategy", "critical-path", "--min-devices", "2")
+        with running_home.ready() as home:
             before, plan = home.infer(image())["scores"], home.status().plan
         for name in ("a", "b", "coordinator"):
-            house.kill(name)
+            running_home.kill(name)
         for name in ("b", "a"):
-            house.start_agent(name)
-        house.start_coordinator(model=False)
-        with house.ready() as home:
+            running_home.start_agent(name)
+        running_home.start_coordinator(model=False)
+        with running_home.ready() as home:
             again = home.status().plan
             assert np.array_equal(home.infer(image())["scores"], before)
         assert plan is not None
         assert again is not None
         assert again.epoch > plan.epoch
         assert again.body.segments == plan.body.segments
-        pushed = re.findall(r"sent ([\d.]+ \w+) of weights", house.log("coordinator"))
-        assert pushed[-1] == "0 B"  # everything was in the stores
+        pushed = re.findall(r"sent ([\d.]+ \w+) of weights", running_home.log("coordinator"))
+        assert pushed[-1] == "0 B"  # all chunks were in the stores

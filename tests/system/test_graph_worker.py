@@ -1,4 +1,4 @@
-"""Graphs on real agents: chunks pushed, segments in worker processes, tensors between them encrypted, requests in flight."""
+"""Graphs on real agents: pushed chunks, segments in worker processes, encrypted transfers, requests in flight."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NO_STEP = 9999
 
 
 class Agents:
-    """What a coordinator is to two agents, as far as a graph needs it."""
+    """A minimal coordinator of two agents for one graph."""
 
     def __init__(self, clients: Sequence[RpcClient], deployment: str) -> None:
         self.command = {"holder": HOLDER, "deployment": deployment}
@@ -70,15 +70,15 @@ class Agents:
     @classmethod
     @asynccontextmanager
     async def of(
-        cls, house: TestHome, names: Sequence[str], deployment: str = DEFAULT_DEPLOYMENT
+        cls, running_home: TestHome, names: Sequence[str], deployment: str = DEFAULT_DEPLOYMENT
     ) -> AsyncIterator[Agents]:
-        """Connected to these agents, with the lease of each."""
-        access = agent_access(load_credential(house.key))
+        """Connect to these agents and take the lease of each."""
+        access = agent_access(load_credential(running_home.key))
         async with AsyncExitStack() as stack:
             context = stack.enter_context(zmq_context())
             clients = []
             for name in names:
-                clients.append(RpcClient(context, f"tcp://{LOOPBACK}:{house.port(name)}", access, HOLDER))
+                clients.append(RpcClient(context, f"tcp://{LOOPBACK}:{running_home.port(name)}", access, HOLDER))
                 stack.push_async_callback(clients[-1].close)
             agents = cls(clients, deployment)
             await agents.all(AcquireLease(**agents.command, holder_name=HOLDER, seconds=60.0))
@@ -88,7 +88,7 @@ class Agents:
         return await self._clients[rank].call(message, payload, timeout_seconds=seconds)
 
     async def begin(self, rank: int, request: Run, payload: Sequence[Any]) -> asyncio.Task[Reply]:
-        """Ask, and return once the worker has the request: it takes in order what is asked on one connection."""
+        """Send a request, and return once the worker has it: requests on one connection are read in order."""
         asked = asyncio.create_task(self.ask(rank, request, payload))
         await until("the request is sent", lambda: self._clients[rank].pending)
         await self.ask(rank, Abort(**self.command, epoch=request.epoch, step=NO_STEP, reason="a step that never began"))
@@ -148,28 +148,28 @@ class Agents:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with TestHome(tmp_path_factory.mktemp("house"), Path()) as found:
+def running_home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with TestHome(tmp_path_factory.mktemp("home"), Path()) as found:
         for name in ("a", "b"):
             found.start_agent(name)
         yield found
 
 
-def with_agents(house: TestHome, scenario: Any) -> None:
+def with_agents(running_home: TestHome, scenario: Any) -> None:
     async def run() -> None:
-        async with Agents.of(house, ("a", "b")) as agents:
+        async with Agents.of(running_home, ("a", "b")) as agents:
             await asyncio.wait_for(scenario(agents), 120)
 
     asyncio.run(run())
 
 
-def worker_of(house: TestHome, agent: str) -> psutil.Process:
-    pid = house.worker_pid(agent)
+def worker_of(running_home: TestHome, agent: str) -> psutil.Process:
+    pid = running_home.worker_pid(agent)
     assert pid is not None
     return psutil.Process(pid)
 
 
-def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHome) -> None:
+def test_graph_runs_on_two_devices_and_survives_failures(running_home: TestHome) -> None:
     rng = random.Random(3)
     model = random_model(rng, 20)
     feeds = [{"x": random_array(seed), "z": random_array(seed + 99)} for seed in range(8)]
@@ -177,7 +177,7 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
 
     async def scenario(agents: Agents) -> None:
         await agents.deploy(model, plan)
-        for worker in (worker_of(house, "a"), worker_of(house, "b")):
+        for worker in (worker_of(running_home, "a"), worker_of(running_home, "b")):
             assert not any("torch" in mapped.path for mapped in worker.memory_maps())
         outputs = await asyncio.gather(*(agents.run(plan, step, fed) for step, fed in enumerate(feeds)))
         for fed, found in zip(feeds, outputs, strict=True):
@@ -186,14 +186,14 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
             for name in expected:
                 np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
-        # Bad requests are answered, and nothing of them stays.
+        # Invalid requests are rejected and leave no state.
         step = Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
             await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
         with pytest.raises(BadRequest, match="does not take GenerateTokens"):
             await agents.ask(0, GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
-        # Only one rank is asked: the others send it nothing, and it says what it waits for.
+        # Only rank 1 gets the request: no tensors arrive, and the error names the missing one.
         waiting = next(rank for rank in range(2) if routes_for(plan, rank).sources)
         names = tuple(sorted(routes_for(plan, waiting).graph_inputs))
         payload = [frame for name in names for frame in pack_array(feeds[0][name])]
@@ -201,15 +201,15 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
         with pytest.raises(StepFailed, match=f"had not come from rank {1 - waiting}"):
             await agents.ask(waiting, late, payload)
 
-        # Given up from outside, at once.
+        # An abort from outside takes effect immediately.
         asked = await agents.begin(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
         await agents.ask(waiting, Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
         with pytest.raises(StepFailed, match="the client has gone"):
             await asyncio.wait_for(asked, 45)
 
-        # A worker that dies is told to all that wait for it; the agent takes the next plan.
+        # The death of a worker is reported to all waiting requests; the agent accepts the next plan.
         asked = await agents.begin(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
-        worker_of(house, "ab"[waiting]).send_signal(signal.SIGKILL)
+        worker_of(running_home, "ab"[waiting]).send_signal(signal.SIGKILL)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await asyncio.wait_for(asked, 45)
         again = plan.with_epoch(2)
@@ -225,10 +225,10 @@ def test_a_graph_runs_on_two_devices_and_survives_what_goes_wrong(house: TestHom
         with pytest.raises(StepFailed, match="not loaded"):
             await agents.run(again, 30, feeds[0])
 
-    with_agents(house, scenario)
+    with_agents(running_home, scenario)
 
 
-def test_an_agent_profiles_a_graph_and_says_what_it_cannot(house: TestHome) -> None:
+def test_agent_profiles_a_graph_and_reports_unsupported_ones(running_home: TestHome) -> None:
     data = random_model(random.Random(5), 12).SerializeToString()
 
     async def scenario(agents: Agents) -> None:
@@ -244,11 +244,11 @@ def test_an_agent_profiles_a_graph_and_says_what_it_cannot(house: TestHome) -> N
                 await agents.ask(0, request, payload)
             assert type(told.value) is error
 
-    with_agents(house, scenario)
-    assert not list((house.folder / "a" / "store").glob("profile-*"))
+    with_agents(running_home, scenario)
+    assert not list((running_home.folder / "a" / "store").glob("profile-*"))
 
 
-def test_an_agent_keeps_a_worker_and_a_lease_for_each_deployment(house: TestHome) -> None:
+def test_agent_has_a_worker_and_a_lease_per_deployment(running_home: TestHome) -> None:
     rng = random.Random(3)
     model = random_model(rng, 20)
     feeds = {"x": random_array(1), "z": random_array(100)}
@@ -256,9 +256,9 @@ def test_an_agent_keeps_a_worker_and_a_lease_for_each_deployment(house: TestHome
     expected = reference(model, feeds)
 
     async def scenario() -> None:
-        async with Agents.of(house, ("a", "b"), "one") as one, Agents.of(house, ("a", "b"), "two") as two:
+        async with Agents.of(running_home, ("a", "b"), "one") as one, Agents.of(running_home, ("a", "b"), "two") as two:
             await one.deploy(model, plan)
-            await two.deploy(model, plan)  # the same epoch: epochs are counted by deployment
+            await two.deploy(model, plan)  # the same epoch: each deployment counts its own
             for agents, step in ((one, 1), (two, 1), (one, 2)):
                 found = await agents.run(plan, step, feeds)
                 assert all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4) for name in expected)

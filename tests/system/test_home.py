@@ -1,4 +1,4 @@
-"""A home of real processes: serving, failures, power cuts, keys. All on the loopback interface."""
+"""A home of real processes on the loopback interface: serving, failures, power cuts, keys."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that a request lasts a good part of a second: time to kill something in its middle."""
+    """Large enough that a request takes a good part of a second and can be interrupted."""
     config = small_bert(
         num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
     )  # fmt: skip
@@ -88,9 +88,9 @@ def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def home_of_two(folder: Path, model_dir: Path, known: Path, strategy: str) -> Iterator[TestHome]:
-    """Two agents, and a coordinator that serves by `strategy`."""
-    with TestHome(folder, model_dir, known) as home:
+def home_of_two(folder: Path, model_dir: Path, profile_cache: Path, strategy: str) -> Iterator[TestHome]:
+    """Two agents, and a coordinator that serves with `strategy`."""
+    with TestHome(folder, model_dir, profile_cache) as home:
         home.start_agent("a")
         home.start_agent("b")
         home.start_coordinator("--strategy", strategy, "--min-devices", "2")
@@ -99,9 +99,9 @@ def home_of_two(folder: Path, model_dir: Path, known: Path, strategy: str) -> It
 
 
 @pytest.fixture(scope="module")
-def pair(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    """Two agents that serve by hmp, for tests that break nothing."""
-    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, known, "hmp") as home:
+def pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """Two agents that serve with hmp, for tests that leave them running."""
+    with home_of_two(tmp_path_factory.mktemp("pair"), model_dir, profile_cache, "hmp") as home:
         yield home
 
 
@@ -112,7 +112,7 @@ def test_hidden_states_equal_transformers_and_repeat(pair: TestHome) -> None:
     assert np.array_equal(first, second)
 
 
-def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> None:
+def test_invalid_requests_get_typed_errors_and_serving_continues(pair: TestHome) -> None:
     with pair.connect() as home:
         with pytest.raises(TextTooLong) as too_long:
             home.hidden_states([1] * 65)
@@ -128,7 +128,7 @@ def test_bad_requests_get_typed_errors_and_serving_goes_on(pair: TestHome) -> No
         assert home.hidden_states(TOKENS).shape == (40, 96)
 
 
-def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
+def test_status_and_devices_describe_the_deployment(pair: TestHome) -> None:
     with pair.ready() as home:
         wait_for("a heartbeat of both", lambda: all(map(_works, home.devices().devices)))
         status, devices = home.status(), home.devices()
@@ -141,7 +141,7 @@ def test_status_and_devices_tell_what_runs(pair: TestHome) -> None:
     }
 
 
-def test_a_second_coordinator_is_told_that_the_agents_are_busy(pair: TestHome) -> None:
+def test_second_coordinator_finds_agents_busy(pair: TestHome) -> None:
     pair.start_coordinator(name="second")
     wait_for("the second coordinator's complaint", lambda: "already works for" in _devices_of_second(pair))
     os.kill(pair.pid("second"), signal.SIGTERM)
@@ -155,7 +155,7 @@ def _devices_of_second(pair: TestHome) -> str:
         return " ".join(device.reason for device in home.devices().devices)
 
 
-def test_an_app_key_may_ask_for_inference_only_until_it_is_revoked(pair: TestHome) -> None:
+def test_app_key_allows_inference_only_until_revoked(pair: TestHome) -> None:
     credential = load_credential(pair.key)
     keys = new_keypair()
     app_key = AppKey(name="lamp", secret=keys.secret, coordinator_public=coordinator_access(credential).server_public)
@@ -170,13 +170,13 @@ def test_an_app_key_may_ask_for_inference_only_until_it_is_revoked(pair: TestHom
                 with pytest.raises(NotAuthorised):
                     forbidden()
             admin.revoke_app("lamp")
-            with pytest.raises(AppRevoked):  # on the connection that is open already
+            with pytest.raises(AppRevoked):  # on the open connection
                 app.hidden_states(TOKENS)
         with pytest.raises(AppRevoked):  # and on a new one
             connect(key=app_key, interfaces=[LOOPBACK])
 
 
-def test_an_admin_key_looks_but_cannot_command_agents(pair: TestHome) -> None:
+def test_admin_key_may_read_but_not_command_agents(pair: TestHome) -> None:
     credential = load_credential(pair.key)
     assert isinstance(credential, HomeKey)
     with pair.connect(admin_key(credential)) as home:
@@ -192,7 +192,7 @@ def test_an_admin_key_looks_but_cannot_command_agents(pair: TestHome) -> None:
             _ask_agent(pair, admin_key(credential), command)
 
 
-def test_a_coordinator_without_the_lease_changes_nothing(pair: TestHome) -> None:
+def test_coordinator_without_the_lease_is_rejected(pair: TestHome) -> None:
     credential = load_credential(pair.key)
     with pytest.raises(AgentBusy):
         _ask_agent(pair, credential, AcquireLease(holder="me", holder_name="me", seconds=5.0))
@@ -202,7 +202,7 @@ def test_a_coordinator_without_the_lease_changes_nothing(pair: TestHome) -> None
 
 
 def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Message:
-    """One request to the control socket of agent a, with any key."""
+    """Send one request to the control socket of agent a, with any key."""
 
     async def ask() -> Message:
         with zmq_context() as context:
@@ -215,61 +215,59 @@ def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Mess
     return asyncio.run(ask())
 
 
-def test_another_homes_key_finds_nothing_and_opens_nothing(pair: TestHome) -> None:
+def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
     with pytest.raises(WrongKey):
         connect(f"{LOOPBACK}:{pair.port('coordinator')}", key=new_home_key(), timeout_seconds=30.0)
     with pytest.raises(WrongKey):
         _ask_agent(pair, new_home_key(), GetTelemetry())
 
 
-def test_a_worker_killed_in_mid_request_is_a_typed_error_and_the_next_request_succeeds(
-    slow_model_dir: Path, known: Path, tmp_path: Path
+def test_worker_killed_during_a_request_raises_and_serving_continues(
+    slow_model_dir: Path, profile_cache: Path, tmp_path: Path
 ) -> None:
-    with TestHome(tmp_path, slow_model_dir, known) as house:
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b", "c"):
-            house.start_agent(name)
-        house.start_coordinator("--strategy", "hmp", "--min-devices", "3")
-        with house.ready() as home:
-            victim = house.worker_pid("b")
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "3")
+        with running_home.ready() as home:
+            victim = running_home.worker_pid("b")
             assert victim is not None
             failure = _fail_in_mid_request(home, lambda: os.kill(victim, signal.SIGKILL))
             assert isinstance(failure[0], WorkerDied)
-            assert failure[1] < 20.0  # long before the request gives up by itself
+            assert failure[1] < 20.0  # long before the request's own timeout
             again = home.hidden_states([7] * 64, timeout_seconds=60.0)
             assert again.shape == (64, 512)
             plan = home.status().plan
             assert plan is not None
             assert {device.name for device in plan.devices} == {"a", "c"}
-            assert "trying again" not in house.log("coordinator")  # one new plan was enough
+            assert "trying again" not in running_home.log("coordinator")  # one new plan was sufficient
 
 
-def test_a_device_that_vanishes_is_a_typed_error_and_the_rest_goes_on(
-    slow_model_dir: Path, known: Path, tmp_path: Path
-) -> None:
-    with TestHome(tmp_path, slow_model_dir, known) as house:
+def test_lost_device_raises_and_the_others_continue(slow_model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, slow_model_dir, profile_cache) as running_home:
         for name in ("a", "b"):
-            house.start_agent(name)
-        house.start_coordinator("--strategy", "hmp", "--min-devices", "2")
-        with house.ready() as home:
-            # Stopped, not killed: as a device whose cable was pulled, it says nothing at all.
-            pids = [house.pid("b"), house.worker_pid("b")]
+            running_home.start_agent(name)
+        running_home.start_coordinator("--strategy", "hmp", "--min-devices", "2")
+        with running_home.ready() as home:
+            # SIGSTOP rather than SIGKILL: like a device whose cable was pulled, it sends nothing.
+            pids = [running_home.pid("b"), running_home.worker_pid("b")]
             assert all(pids)
             try:
                 failure = _fail_in_mid_request(home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
                 assert isinstance(failure[0], DeviceLost | StepFailed)
-                assert failure[1] < 20.0  # long before the request gives up by itself
+                assert failure[1] < 20.0  # long before the request's own timeout
                 assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
                 plan = home.status().plan
                 assert plan is not None
                 assert [device.name for device in plan.devices] == ["a"]
-                assert "trying again" not in house.log("coordinator")
+                assert "trying again" not in running_home.log("coordinator")
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
 
 
 def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
-    """Send requests without pause, do harm in the middle of one, return its error and how long it took to come."""
+    """Send requests without pause, call `harm` during one, and return its error and the seconds until it came."""
     caught: list[tuple[HearthError, float]] = []
     busy = threading.Event()
     harmed: list[float] = []
@@ -295,62 +293,62 @@ def _fail_in_mid_request(home: Home, harm: object) -> tuple[HearthError, float]:
 
 
 @pytest.fixture(scope="module")
-def twins(model_dir: Path, known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+def sp_pair(model_dir: Path, profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that both hold all weights."""
-    with home_of_two(tmp_path_factory.mktemp("twins"), model_dir, known, "sp") as home:
+    with home_of_two(tmp_path_factory.mktemp("sp_pair"), model_dir, profile_cache, "sp") as home:
         yield home
 
 
-def test_what_two_devices_need_leaves_the_coordinator_once(twins: TestHome) -> None:
-    said = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", twins.log("coordinator"))
+def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHome) -> None:
+    said = re.search(r"sent ([\d.]+ \w+) of weights; devices forwarded ([\d.]+ \w+)", sp_pair.log("coordinator"))
     assert said is not None
     pushed, passed = map(parse_bytes, said.groups())
-    assert 0.1 * pushed < passed < pushed  # all but the vocabulary, which is split
+    assert 0.1 * pushed < passed < pushed  # all chunks but the vocabulary, which is divided
 
 
-def test_after_a_power_cut_the_model_serves_again_with_no_command(twins: TestHome) -> None:
+def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
     names = ["a", "b", "coordinator"]
-    with twins.connect() as home:
+    with sp_pair.connect() as home:
         before = home.hidden_states(TOKENS)
         epoch = home.status().plan.epoch  # type: ignore[union-attr]
-    chunks = _stored_chunks(twins.folder)
-    workers = [twins.worker_pid("a"), twins.worker_pid("b")]
+    chunks = _stored_chunks(sp_pair.folder)
+    workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
     for name in names:
-        twins.kill(name)
+        sp_pair.kill(name)
     for pid in workers:
         assert pid is not None
         wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
-    lost = sorted(chunks)[::10]  # as if the cut had come in the middle of a push
+    lost = sorted(chunks)[::10]  # as if the power cut had interrupted a push
     for path in lost:
         path.unlink()
     random.shuffle(names)
     for name in names:
         if name == "coordinator":
-            twins.start_coordinator(model=False)
+            sp_pair.start_coordinator(model=False)
         else:
-            twins.start_agent(name)
-    with twins.ready() as home:
+            sp_pair.start_agent(name)
+    with sp_pair.ready() as home:
         assert np.array_equal(home.hidden_states(TOKENS), before)
         plan = home.status().plan
         assert plan is not None
         assert plan.epoch > epoch
-    stored = _stored_chunks(twins.folder)
+    stored = _stored_chunks(sp_pair.folder)
     assert set(stored) == set(chunks)
-    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # only those were sent again
+    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # no other chunk was sent again
 
 
 def _stored_chunks(folder: Path) -> dict[Path, int]:
-    """Every chunk in the agents' stores, and when it was written."""
+    """Every chunk in the agents' stores, and its modification time."""
     return {path: path.stat().st_mtime_ns for path in folder.glob("*/store/??/*")}
 
 
-def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(
-    model_dir: Path, known: Path, tmp_path: Path
+def test_missing_bytes_are_reported_if_the_model_does_not_fit(
+    model_dir: Path, profile_cache: Path, tmp_path: Path
 ) -> None:
-    with TestHome(tmp_path, model_dir, known) as house:
-        house.start_agent("a", "--memory-bytes", "100MiB")
-        house.start_coordinator()
-        with house.connect() as home:
+    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+        running_home.start_agent("a", "--memory-bytes", "100MiB")
+        running_home.start_coordinator()
+        with running_home.connect() as home:
             state = wait_for(
                 "the complaint",
                 lambda: "bytes are missing" in home.readiness().state and home.readiness(),
@@ -361,28 +359,30 @@ def test_a_model_that_does_not_fit_says_how_many_bytes_are_missing(
     assert ModelDoesNotFit(model="m", missing_bytes=5).details()["missing_bytes"] == 5
 
 
-def test_a_full_store_is_told_and_the_agent_lives_on(model_dir: Path, known: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, known) as house:
-        house.start_agent("a", "--store-bytes", "1MiB")
-        house.start_coordinator()
-        with house.connect() as home:
+def test_full_store_is_reported_and_the_agent_survives(model_dir: Path, profile_cache: Path, tmp_path: Path) -> None:
+    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+        running_home.start_agent("a", "--store-bytes", "1MiB")
+        running_home.start_coordinator()
+        with running_home.connect() as home:
             wait_for("the complaint", lambda: "has no room" in home.readiness().state)
             assert [device.state for device in home.devices().devices] == ["alive"]
 
 
-def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, known: Path, tmp_path: Path) -> None:
-    with TestHome(tmp_path, model_dir, known) as house:
-        house.start_agent("a")
-        house.start_coordinator()
-        with house.ready() as home:
+def test_corrupt_chunk_is_detected_discarded_and_sent_again(
+    model_dir: Path, profile_cache: Path, tmp_path: Path
+) -> None:
+    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+        running_home.start_agent("a")
+        running_home.start_coordinator()
+        with running_home.ready() as home:
             before = home.hidden_states(TOKENS)
-        house.kill("a")
+        running_home.kill("a")
         chunk = max((tmp_path / "a" / "store").glob("??/*"), key=lambda path: path.stat().st_size)
         damaged = bytearray(chunk.read_bytes())
         damaged[-1] ^= 1
         chunk.write_bytes(damaged)
-        house.start_agent("a")
-        with house.connect() as home:
+        running_home.start_agent("a")
+        with running_home.connect() as home:
             wait_for(
                 "serving to begin anew",
                 lambda: "restarted" in home.status().last_error or not home.ready(),
@@ -391,25 +391,27 @@ def test_a_corrupt_chunk_is_found_discarded_and_sent_again(model_dir: Path, know
             assert np.array_equal(home.hidden_states(TOKENS), before)
 
 
-def test_without_multicast_agents_and_coordinator_are_found_by_address(
-    model_dir: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_static_addresses_replace_multicast(
+    model_dir: Path, profile_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
-    with TestHome(tmp_path, model_dir, known) as house:
-        house.start_agent("a", "--no-advertise")
-        house.start_coordinator("--devices", f"{LOOPBACK}:{house.port('a')}")
-        with connect(f"{LOOPBACK}:{house.port('coordinator')}", key=house.key, timeout_seconds=20.0) as home:
+    with TestHome(tmp_path, model_dir, profile_cache) as running_home:
+        running_home.start_agent("a", "--no-advertise")
+        running_home.start_coordinator("--devices", f"{LOOPBACK}:{running_home.port('a')}")
+        with connect(
+            f"{LOOPBACK}:{running_home.port('coordinator')}", key=running_home.key, timeout_seconds=20.0
+        ) as home:
             home.wait_ready(60.0)
             assert home.hidden_states(TOKENS).shape == (40, 96)
 
 
-def test_an_idle_daemon_is_small(pair: TestHome) -> None:
-    """The bound of issue and unit; the benchmark of time is in the README, not here."""
+def test_idle_daemon_uses_little_memory(pair: TestHome) -> None:
+    """The limit of the systemd unit. CPU time is measured by a benchmark."""
     resident = psutil.Process(pair.pid("a")).memory_info().rss
     assert resident < 60e6
 
 
-def test_agents_answer_reads_without_a_coordinator_and_busy_is_an_error_of_its_own() -> None:
+def test_agent_busy_error_names_the_coordinator() -> None:
     assert "coordinator" in str(AgentBusy(device="a", holder="other"))
 
 

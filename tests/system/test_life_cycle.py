@@ -1,4 +1,4 @@
-"""The life cycle with real processes: contradicting settings, a full queue, the history in `hearth status`, a planned stop."""
+"""The life cycle with real processes: contradictory settings, a full queue, `hearth status`, a planned stop."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def house(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
-    """One device, a model that takes a good part of a second for a request, and places for two requests that wait."""
+def running_home(profile_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
+    """One device, a model that takes a good part of a second per request, and a queue of two requests."""
     config = small_bert(
         num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=2048, max_position_embeddings=512,
     )  # fmt: skip
     model = save_random_model(tmp_path_factory.mktemp("model"), config)
-    with pytest.MonkeyPatch.context() as environ, TestHome(tmp_path_factory.mktemp("house"), model, known) as home:
+    with (
+        pytest.MonkeyPatch.context() as environ,
+        TestHome(tmp_path_factory.mktemp("home"), model, profile_cache) as home,
+    ):
         environ.setenv("HEARTH_COORDINATOR_QUEUE_LIMIT", "2")
         home.start_agent("a")
         home.start_coordinator("--strategy", "local")
@@ -40,27 +43,27 @@ def house(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tes
         yield home
 
 
-def test_settings_that_contradict_each_other_end_hearth_serve_with_status_2(known: Path, tmp_path: Path) -> None:
-    """Before, it tried again for ever; systemd does not start it again at this status."""
+def test_contradictory_settings_end_serve_with_status_2(profile_cache: Path, tmp_path: Path) -> None:
+    """Retrying would not help; systemd does not restart the service at this status."""
     model = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
-    with TestHome(tmp_path, model, known) as house:
-        house.start_coordinator("--strategy", "sp", "--context", "64", "--seq-len", "16", "--min-devices", "1")
+    with TestHome(tmp_path, model, profile_cache) as running_home:
+        running_home.start_coordinator("--strategy", "sp", "--context", "64", "--seq-len", "16", "--min-devices", "1")
         wait_for(
-            "a first attempt", lambda: "trying again: No device" in house.log("coordinator")
+            "a first attempt", lambda: "trying again: No device" in running_home.log("coordinator")
         )  # it waits for devices
-        house.start_agent("a")
-        house.start_agent("b")
-        assert house.wait("coordinator", 120.0) == 2
-        assert "error: The setting --strategy cannot be used: sp needs a context" in house.log("coordinator")
+        running_home.start_agent("a")
+        running_home.start_agent("b")
+        assert running_home.wait("coordinator", 120.0) == 2
+        assert "error: The setting --strategy cannot be used: sp needs a context" in running_home.log("coordinator")
 
 
-def test_status_shows_the_phase_and_how_it_came_to_it(house: TestHome) -> None:
-    with house.connect() as home:
+def test_status_shows_the_phase_and_its_history(running_home: TestHome) -> None:
+    with running_home.connect() as home:
         status = home.status()
     assert status.phase == "serving"
     assert [move.phase for move in status.history][-4:] == ["pushing", "loading", "warming", "serving"]
-    command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(house.key)]
-    command += ["--address", f"{LOOPBACK}:{house.port('coordinator')}"]
+    command = [str(Path(sys.executable).parent / "hearth"), "status", "--key", str(running_home.key)]
+    command += ["--address", f"{LOOPBACK}:{running_home.port('coordinator')}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "History" in shown
     assert "warm-up request completed" in shown
@@ -68,8 +71,8 @@ def test_status_shows_the_phase_and_how_it_came_to_it(house: TestHome) -> None:
     assert told["phase"] == "serving"
 
 
-def test_a_full_queue_refuses_at_once_and_serves_what_it_took(house: TestHome) -> None:
-    with house.connect() as home, ThreadPoolExecutor(8) as pool:
+def test_full_queue_rejects_immediately_and_serves_queued_requests(running_home: TestHome) -> None:
+    with running_home.connect() as home, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(home.hidden_states, [7] * 512) for _ in range(8)]
         outcomes = [future.exception() or future.result().shape for future in asked]
     refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]
@@ -78,9 +81,9 @@ def test_a_full_queue_refuses_at_once_and_serves_what_it_took(house: TestHome) -
     assert [outcome for outcome in outcomes if not isinstance(outcome, QueueFull)] == [(512, 512)] * (8 - len(refused))
 
 
-def test_a_planned_stop_lets_a_running_request_finish(house: TestHome) -> None:
-    """The last test of this house: it ends its coordinator."""
-    with house.connect() as home:
+def test_planned_stop_lets_a_running_request_finish(running_home: TestHome) -> None:
+    """Must be the last test of this home: it ends the coordinator."""
+    with running_home.connect() as home:
         expected = home.hidden_states([7] * 512)
         answers: list[np.ndarray] = []
         refused: list[NotServing] = []
@@ -99,9 +102,9 @@ def test_a_planned_stop_lets_a_running_request_finish(house: TestHome) -> None:
         asking.start()
         began.wait(30)
         wait_for("a request to be served", lambda: len(answers) > 1)
-        os.kill(house.pid("coordinator"), signal.SIGTERM)
+        os.kill(running_home.pid("coordinator"), signal.SIGTERM)
         asking.join(60)
-        assert house.wait("coordinator", 60.0) == 0
+        assert running_home.wait("coordinator", 60.0) == 0
     assert all(np.array_equal(answer, expected) for answer in answers)
     assert "stopping" in str(refused[0])
-    assert "stopping: running requests finish, new ones are refused" in house.log("coordinator")
+    assert "stopping: running requests finish, new ones are refused" in running_home.log("coordinator")

@@ -1,4 +1,4 @@
-"""Three devices, each in a network namespace of its own: mDNS, links and rings across a real (if virtual) network."""
+"""Three devices, each in its own network namespace: mDNS, links and rings over a virtual network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCENARIO = Scenario(
 )
 
 
-def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_path: Path) -> None:
+def test_home_in_namespaces_discovers_devices_serves_and_traces(tmp_path: Path) -> None:
     if reason := what_is_missing():
         pytest.skip(reason)
     model_dir = minilm()
@@ -34,7 +34,7 @@ def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_pat
     with Testbed(SCENARIO, tmp_path / "home") as testbed:
 
         def hearth(*arguments: str) -> str | None:
-            """From another device than the coordinator's, which it has to find."""
+            """Run on another device than the coordinator's, which it must discover."""
             done = subprocess.run(
                 testbed.command("two", "hearth", *arguments),
                 capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **testbed.environment()},
@@ -47,9 +47,9 @@ def test_a_home_over_a_network_finds_itself_and_a_request_leaves_a_trace(tmp_pat
             return found if found and found["state"].startswith("serving") else None
 
         for name in NAMES:
-            testbed.set_cpu_share(name, len(os.sched_getaffinity(0)))  # the network is tested: let them be quick
+            testbed.set_cpu_share(name, len(os.sched_getaffinity(0)))  # full speed: this test is about the network
         try:
-            testbed.start_agents()  # default ports: every device has its own
+            testbed.start_agents()  # default ports, which do not collide between namespaces
             testbed.start_coordinator(str(model_dir), "--strategy", "hmp", "--min-devices", "3")
             status = wait_for("serving", serving)
             assert [device["name"] for device in status["plan"]["devices"]] != []

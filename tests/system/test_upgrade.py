@@ -23,13 +23,13 @@ TOKENS = list(range(5, 45))
 SERVING_V1 = Path(__file__).parent / "serving_v1.json"
 
 
-def test_the_state_of_version_1_is_served_without_a_command(known: Path, tmp_path: Path) -> None:
-    """The chunks' names are those of version 1, too: `test_sharding` holds their hashes."""
+def test_v1_state_is_served_without_a_command(profile_cache: Path, tmp_path: Path) -> None:
+    """The names of the chunks are those of version 1, too; `test_sharding` checks their hashes."""
     model_dir = save_random_model(tmp_path / "model", small_bert())
-    with TestHome(tmp_path, model_dir, known) as home:
+    with TestHome(tmp_path, model_dir, profile_cache) as home:
         home.start_agent("a")
         home.start_agent("b")
-        home.start_coordinator("--strategy", "hmp", "--min-devices", "2")  # fills the stores with all chunks
+        home.start_coordinator("--strategy", "hmp", "--min-devices", "2")  # the stores then hold all chunks
         with home.ready() as client:
             before = client.hidden_states(TOKENS)
             ids = {device.name: device.device_id for device in client.devices().devices}

@@ -1,4 +1,4 @@
-"""The command line: help, keys, mistakes."""
+"""The command line: help texts, keys, invalid input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: str, code: int = 0, text: str | None = None) -> str:
 
 
 def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A command and all those below it, with the words that call each."""
+    """A command and all its subcommands, with the words that call each."""
     yield path, command
     if isinstance(command, TyperGroup):
         for name, below in command.commands.items():
@@ -41,16 +41,14 @@ def commands_of(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tupl
 COMMANDS = dict(commands_of(typer.main.get_command(app)))
 
 
-def test_the_walk_finds_commands_and_those_of_groups() -> None:
+def test_commands_of_finds_commands_and_subcommands() -> None:
     assert {"plan", "serve", "generate", "infer", "bench-model", "key"} <= {path[0] for path in COMMANDS if path}
     assert ("key", "rotate") in COMMANDS
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_command_and_option_explains_itself_within_the_width_of_the_terminal(
-    path: tuple[str, ...], width: int
-) -> None:
+def test_commands_and_options_have_help_within_the_terminal_width(path: tuple[str, ...], width: int) -> None:
     command = COMMANDS[path]
     assert (command.help or "").strip()
     result = runner.invoke(app, [*path, "--help"], env={"COLUMNS": str(width), "TERMINAL_WIDTH": str(width)})
@@ -64,7 +62,7 @@ def test_every_command_and_option_explains_itself_within_the_width_of_the_termin
             assert all(name in result.output for name in (*parameter.opts, *parameter.secondary_opts)), parameter.name
 
 
-def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
+def test_keys_are_created_shown_exported_and_rotated(tmp_path: Path) -> None:
     home, other, admin = (str(tmp_path / name) for name in ("home", "other", "admin"))
     run("key", "new", "--key", home)
     assert "There is a key at" in run("key", "new", "--key", home, code=1)
@@ -93,7 +91,7 @@ def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
         (("plan", "MODEL", "--strategy", "magic"), 1, "'magic' is none of auto, local"),
         (("demo", "--model", "no-such-model"), 1, "no-such-model"),
         (("embed", "hello", "--key", "KEY", "--address", "a:b"), 1, "'a:b' is not of the form"),
-        # `hearth serve` ends with 2, at which systemd does not start it again, where no retry can help.
+        # `hearth serve` exits with 2 if no retry can help; systemd does not restart it at this status.
         (("serve", "--key", "KEY", "--state-dir", "STATE"), 1, "no model has been served here before"),
         (("serve", "CUT"), 1, "model.safetensors cannot be used: it has"),
         (("serve", "MODEL", "--key", "none"), 1, "no key at none"),
@@ -105,7 +103,9 @@ def test_keys_are_made_shown_moved_and_rotated(tmp_path: Path) -> None:
         (("serve", "GRAPH", "--plan", "PLAN", "--state-dir", "STATE"), 2, "it is for a transformer, and"),
     ],
 )
-def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], status: int, said: str, tmp_path: Path) -> None:
+def test_invalid_input_is_reported_in_one_line(
+    arguments: tuple[str, ...], status: int, said: str, tmp_path: Path
+) -> None:
     write_model(tmp_path / "model")
     run("key", "new", "--key", str(tmp_path / "key"))
     cut = write_model(tmp_path / "cut") / "model.safetensors"
@@ -120,7 +120,7 @@ def test_mistakes_are_one_clear_line(arguments: tuple[str, ...], status: int, sa
     assert said in " ".join(output.split())
 
 
-def test_a_plan_is_printed_with_bytes_against_budgets() -> None:
+def test_plan_is_printed_with_bytes_and_budgets() -> None:
     with out.capture() as captured:
         out.print(*plan_tables(make_plan(BERT_LARGE, "hmp", (3, 1))))
     for expected in ("device0", "device1", "heads", "12", "3072", "384", "weights", "budget"):

@@ -1,4 +1,4 @@
-"""Why a plan won, planning from a file, and plans run for real beside their predictions."""
+"""Explanations of a plan, planning from a saved profile, and plans measured beside their predictions."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ from hearth.wire.rpc import Reply
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
 NAMES = ("kitchen", "attic", "living-room")
-PATIENCE_SECONDS = 120.0  # with a command on a machine that does much else; only a failure takes so long
+PATIENCE_SECONDS = 120.0  # with a command, on a busy machine; only a failure waits this long
 
 
 def home_of(speeds: Sequence[float], mbit: float, budgets: Sequence[int] = (8 << 30,) * 3) -> ClusterProfile:
@@ -87,14 +87,14 @@ def request(home: ClusterProfile, strategy: Any = "auto", spec: ModelSpec = SMAL
     return PlanRequest(spec, home, 284, strategy=strategy)
 
 
-# ---- why ------------------------------------------------------------------------------------------------------------
+# ---- explanations ---------------------------------------------------------------------------------------------------
 
 
 def same_kind(a: TransformerPlan, b: TransformerPlan) -> bool:
     return (a.body.strategy, bool(a.body.modes)) == (b.body.strategy, bool(b.body.modes))
 
 
-def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_first() -> None:
+def test_every_strategy_is_priced_on_every_number_of_devices() -> None:
     asked = request(home_of((1, 2, 3), 1000))
     planned = plan_transformer(asked)
     priced = planned.candidates
@@ -106,13 +106,13 @@ def test_every_strategy_on_every_number_of_devices_is_priced_the_chosen_one_firs
     best = best_of_each_strategy(planned)
     assert best[0] is planned.plan
     assert len({plan.body.strategy for plan in best}) == 5
-    assert 5 <= len(best) <= 6  # replicating is one more, where it is worth anything
+    assert 5 <= len(best) <= 6  # one more if replicating is worthwhile
     for plan in best[1:]:
         same = [each.seconds for each in priced[1:] if each.plan and same_kind(each.plan, plan)]
         assert plan.predicted.latency_seconds == min(same)
 
 
-def test_a_slow_link_and_a_slow_device_are_named() -> None:
+def test_slow_link_and_slow_device_are_named() -> None:
     asked = request(home_of((1, 1, 1), 5))
     links = tuple(
         link.model_copy(update={"bytes_per_second": link.bytes_per_second / (2 if link.source == "id1" else 1)})
@@ -127,7 +127,7 @@ def test_a_slow_link_and_a_slow_device_are_named() -> None:
     assert bottleneck(alone, slow).link == ""
 
 
-def test_the_reasons_are_sentences_for_people_and_fields_for_programs() -> None:
+def test_reasons_have_sentences_and_json_fields() -> None:
     asked = request(home_of((3, 1), 20, (8 << 30, 320 << 20)))
     planned = plan_transformer(asked)
     assert planned.chosen.label == "local on kitchen"
@@ -143,7 +143,7 @@ def test_the_reasons_are_sentences_for_people_and_fields_for_programs() -> None:
         assert (fields["predicted_seconds"] is None) == (fields["missing_bytes"] > 0)
 
 
-def test_an_explanation_shows_the_alternatives_of_the_plan_and_nothing_else() -> None:
+def test_explanation_lists_exactly_the_plans_alternatives() -> None:
     for strategy in ("auto", "hmp", "local"):
         planned = plan_transformer(request(home_of((1, 2, 3), 1000, (8 << 30, 320 << 20, 8 << 30)), strategy))
         priced = [(each.label, each.seconds if each.plan else None, each.reason) for each in planned.others]
@@ -151,7 +151,7 @@ def test_an_explanation_shows_the_alternatives_of_the_plan_and_nothing_else() ->
         assert priced == kept
 
 
-def test_a_strategy_that_was_asked_for_is_not_said_to_have_won() -> None:
+def test_requested_strategy_is_not_described_as_the_fastest() -> None:
     asked = request(home_of((3, 1), 20), "hmp")
     planned = plan_transformer(asked)
     assert "hmp was asked for" in why_won(planned, asked.cluster, "hmp")
@@ -164,7 +164,7 @@ def test_a_strategy_that_was_asked_for_is_not_said_to_have_won() -> None:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs `hearth plan` on a small model, where there is neither a key nor a network."""
+    """Runs `hearth plan` on a small model, without a key or a network."""
     model_dir = write_model(tmp_path / "model")
     spec = read_spec(model_dir)
     devices = [device_profile(index, index + 1.0, spec, 16) for index in range(3)]
@@ -182,7 +182,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_a_saved_profile_plans_the_same_without_any_device(offline: Any) -> None:
+def test_saved_profile_gives_the_same_plan_offline(offline: Any) -> None:
     first = offline("--json", "--save-profile", str(offline.folder / "again.json"))
     assert first.exit_code == 0, first.output
     again = offline("--json", profile="again.json")
@@ -191,7 +191,7 @@ def test_a_saved_profile_plans_the_same_without_any_device(offline: Any) -> None
     ClusterProfile.model_validate_json((offline.folder / "again.json").read_text())
 
 
-def test_an_explanation_fits_a_terminal_of_80_columns(offline: Any) -> None:
+def test_explanation_fits_80_columns(offline: Any) -> None:
     for arguments in ([], ["--explain"]):
         result = offline(*arguments)
         assert result.exit_code == 0, result.output
@@ -205,7 +205,7 @@ def test_an_explanation_fits_a_terminal_of_80_columns(offline: Any) -> None:
     assert all(each["why_not"] for each in priced[1:])
 
 
-def test_limits_and_exclusions_hold_offline(offline: Any) -> None:
+def test_limits_and_exclusions_apply_offline(offline: Any) -> None:
     result = offline("--json", "--exclude", "living-room", "--limit", "kitchen=1MiB")
     assert [device["name"] for device in json.loads(result.output)["devices"]] == ["attic"]
 
@@ -221,7 +221,7 @@ def test_limits_and_exclusions_hold_offline(offline: Any) -> None:
         (("--rounds", "3"), "it needs --compare"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(arguments: tuple[str, ...], said: str, offline: Any) -> None:
+def test_invalid_option_is_reported_in_one_line(arguments: tuple[str, ...], said: str, offline: Any) -> None:
     result = offline(*arguments)
     assert result.exit_code == 1
     assert said in result.output
@@ -252,7 +252,7 @@ def _of_another_model(text: str) -> str:
         (None, "cannot be read"),
     ],
 )
-def test_a_bad_profile_is_one_clear_line(damage: Any, said: str, offline: Any) -> None:
+def test_invalid_profile_is_reported_in_one_line(damage: Any, said: str, offline: Any) -> None:
     if damage is not None:
         (offline.folder / "bad.json").write_text(damage((offline.folder / "profile.json").read_text()))
     result = offline(profile="bad.json")
@@ -261,7 +261,7 @@ def test_a_bad_profile_is_one_clear_line(damage: Any, said: str, offline: Any) -
     assert len(result.output.splitlines()) == 1
 
 
-# ---- for real -------------------------------------------------------------------------------------------------------
+# ---- measurements ---------------------------------------------------------------------------------------------------
 
 
 def plan_of(strategy: Any, seconds: float) -> TransformerPlan:
@@ -269,7 +269,7 @@ def plan_of(strategy: Any, seconds: float) -> TransformerPlan:
     return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"latency_seconds": seconds})})
 
 
-def test_the_error_is_that_of_the_prediction_against_the_median() -> None:
+def test_prediction_error_is_relative_to_the_median() -> None:
     result = Comparison(plan_of("hmp", 1.2), (0.9, 1.0, 5.0))
     assert (result.median_seconds, result.min_seconds) == (1.0, 0.9)
     assert result.error_percent == pytest.approx(20)
@@ -283,8 +283,8 @@ def test_the_error_is_that_of_the_prediction_against_the_median() -> None:
     assert describe([result, failed]).startswith("There was no other plan")
 
 
-def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: pytest.CaptureFixture[str]) -> None:
-    """The prediction in the table is for what was measured, and the title names it."""
+def test_decoder_is_compared_by_the_predicted_request_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """The predicted and the measured time in the table are for the same request, which the title names."""
     prefill_seconds, decode_seconds = 0.5, 0.25
     plan = plan_of("hmp", prefill_seconds)
     limits = GenerationLimits(kv_tokens=512, max_sequences=1, prefill_rows=284, prompt_tokens=142, new_tokens=8)
@@ -305,7 +305,7 @@ def test_a_decoder_is_compared_by_the_prediction_of_the_whole_request(capsys: py
 
 
 class FakeFleet:
-    """Answers as agents do, at once; `broken` strategies fail at their first step."""
+    """Answers immediately, like agents; `broken` strategies fail at their first step."""
 
     holder = "test"
     last_epoch = 7
@@ -380,7 +380,7 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
     return asyncio.run(main())
 
 
-def test_plans_are_run_one_after_the_other_and_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+def test_plans_run_one_after_another_despite_failures(tmp_path: Path) -> None:
     fleet, lines = FakeFleet(broken="sp"), list[str]()
     results = run_fake(fleet, tmp_path, lines)
     assert {result.plan.body.strategy for result in results} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
@@ -395,7 +395,7 @@ def test_plans_are_run_one_after_the_other_and_one_that_fails_does_not_end_the_o
 
 
 @pytest.mark.parametrize("steps", [1, 5, 9])
-def test_a_comparison_that_is_stopped_leaves_no_worker(steps: int, tmp_path: Path) -> None:
+def test_cancelled_comparison_leaves_no_worker(steps: int, tmp_path: Path) -> None:
     fleet = FakeFleet()
     with pytest.raises(asyncio.CancelledError):
         run_fake(fleet, tmp_path, [], stop_after=steps)
@@ -426,7 +426,7 @@ class FakePipeline:
 
 
 @pytest.mark.parametrize(("objective", "at_once", "asked"), [("latency", 1, 4), ("throughput", 4, 5 * 4)])
-def test_a_graph_is_measured_alone_or_with_its_pipeline_full(
+def test_graph_is_measured_alone_or_with_a_full_pipeline(
     objective: str, at_once: int, asked: int, tmp_path: Path
 ) -> None:
     model = save_two_branch_model(tmp_path / "model.onnx")
@@ -437,11 +437,11 @@ def test_a_graph_is_measured_alone_or_with_its_pipeline_full(
     assert len(seconds) == 3
     assert all(each > 0 for each in seconds)
     if objective == "latency":
-        assert seconds == (2.0, 3.0, 4.0)  # the first warms up
+        assert seconds == (2.0, 3.0, 4.0)  # the first request is a warm-up
 
 
 @pytest.mark.parametrize("strategy", ["auto", "heft"])
-def test_strategies_of_a_graph_that_found_one_plan_share_a_run(strategy: str) -> None:
+def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
     spec = two_branches(flops=1e6, out_bytes=10)
     asked = GraphRequest(spec, cluster_of(spec, (1e8, 1e8), 1e9), strategy=strategy, time_limit_seconds=2.0)
     planned = PlannedGraph(plan_graph(asked, time.monotonic), asked)
@@ -454,7 +454,7 @@ def test_strategies_of_a_graph_that_found_one_plan_share_a_run(strategy: str) ->
 
 
 @pytest.mark.parametrize("options", [(), ("--compare",)])
-def test_a_graph_that_no_request_can_feed_is_refused_before_any_device_is_asked(
+def test_graph_with_unsupported_input_is_rejected_before_devices_are_used(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = save_bfloat16_model(tmp_path / "model.onnx")
@@ -494,7 +494,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_path: Path) -> None:
+def test_real_agents_are_leased_during_a_comparison_and_left_without_workers(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     names = ("attic", "kitchen")
     model_dir = save_random_model(tmp_path / "model", small_bert())
@@ -519,7 +519,7 @@ def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_pa
                     _, said = second.communicate(timeout=PATIENCE_SECONDS)
                 assert second.returncode == 1
                 assert "already works for the coordinator" in said
-                assert any(home.worker_pid(name) in pids for name in names)  # and did not disturb it
+                assert any(home.worker_pid(name) in pids for name in names)  # and were not disturbed
             finally:
                 first.send_signal(signal.SIGINT)
                 _, said = first.communicate(timeout=PATIENCE_SECONDS)
@@ -527,7 +527,7 @@ def test_real_agents_are_compared_held_meanwhile_and_left_without_workers(tmp_pa
         assert not any(home.worker_pid(name) for name in names)
 
         def third() -> tuple[str, str] | None:
-            """A lease that a busy agent was not told the end of ends by itself; and one that the machine starves is lost."""
+            """If a busy agent missed the end of its lease, the lease expires; on a busy machine a lease may be lost."""
             with compare("--rounds", "2", "--json") as process:
                 printed, said = process.communicate(timeout=PATIENCE_SECONDS)
             assert process.returncode == 0 or "already works for the coordinator" in said, said

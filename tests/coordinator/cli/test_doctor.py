@@ -1,4 +1,4 @@
-"""The doctor's findings: tables for what it makes of what it sees, and real multicast on loopback."""
+"""Findings of `hearth doctor`: tables for its checks, and real multicast on loopback."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def device(name: str, version: str = hearth.__version__) -> Device:
 
 
 def programs(**outputs: Output) -> Callable[[list[str]], Output | None]:
-    """A machine with only these programs installed."""
+    """A machine on which only these programs are installed."""
     return lambda command: outputs.get(command[0].replace("-", "_"))
 
 
-def test_a_working_installation_has_curve() -> None:
+def test_versions_check_passes_in_a_working_installation() -> None:
     finding = check_versions()
     assert finding.status == "ok"
     assert hearth.__version__ in finding.what
@@ -66,39 +66,39 @@ def test_a_working_installation_has_curve() -> None:
 # ---- network -------------------------------------------------------------------------------------
 
 
-def test_the_interface_check_says_why_others_are_not_used() -> None:
+def test_interface_check_explains_why_others_are_skipped() -> None:
     finding = check_interface([LOOPBACK, BRIDGE], "lo")
     assert finding.status == "warning"
     assert "docker0 (172.17.0.1): it is a container's bridge" in finding.what
     assert "--interface" in finding.do
 
 
-def test_an_interface_that_is_not_there_is_a_problem_that_lists_those_that_are() -> None:
+def test_unknown_interface_is_a_problem_that_lists_known_ones() -> None:
     finding = check_interface([LOOPBACK, BRIDGE], "wlan7")
     assert finding.status == "problem"
     assert "wlan7" in finding.what
     assert "docker0 (172.17.0.1)" in finding.what
 
 
-def test_an_address_that_has_gone_is_a_problem() -> None:
-    """203.0.113.77 is nobody's: it cannot be bound here."""
+def test_interface_without_its_address_is_a_problem() -> None:
+    """203.0.113.77 belongs to no machine and cannot be bound."""
     finding = check_interface([Interface("eth9", "203.0.113.77", False, 1000, "")], None)
     assert finding.status == "problem"
     assert "eth9" in finding.what
 
 
-def test_multicast_on_loopback_comes_back() -> None:
+def test_multicast_on_loopback_is_received() -> None:
     assert check_multicast(["127.0.0.1"], doctor.multicast_works).status == "ok"
 
 
-def test_multicast_from_an_address_that_is_not_ours_is_a_problem() -> None:
+def test_multicast_from_a_foreign_address_is_a_problem() -> None:
     finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor.multicast_works)
     assert finding.status == "problem"
     assert "203.0.113.77" in finding.what
     assert "127.0.0.1" not in finding.what
 
 
-def test_the_multicast_probe_is_a_question_that_mdns_programs_can_read() -> None:
+def test_multicast_probe_is_a_valid_mdns_query() -> None:
     packet = DNSIncoming(doctor.multicast_probe())
     assert packet.valid
     assert packet.is_query()
@@ -122,7 +122,7 @@ def test_the_multicast_probe_is_a_question_that_mdns_programs_can_read() -> None
         ({"nft": Output(False, ""), "ufw": Output(True, "Status: active")}, "warning", "ufw filters"),
     ],
 )
-def test_the_firewall_check_tells_active_from_absent_from_unreadable(
+def test_firewall_check_distinguishes_active_absent_and_unreadable(
     installed: dict[str, Output], status: str, says: str
 ) -> None:
     finding = check_firewall(programs(**installed))
@@ -142,12 +142,12 @@ def test_the_firewall_check_tells_active_from_absent_from_unreadable(
         ({47801}, "warning", "port 47800 does not"),
     ],
 )
-def test_the_port_check_notices_an_agent_that_is_half_there(open_ports: set[int], status: str, says: str) -> None:
+def test_port_check_detects_an_agent_with_one_open_port(open_ports: set[int], status: str, says: str) -> None:
     finding = check_ports(lambda port: port in open_ports)
     assert (finding.status, says in finding.what) == (status, True)
 
 
-def test_a_port_is_open_while_somebody_listens() -> None:
+def test_port_is_open_during_listen_only() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert doctor.port_is_open(port)
@@ -157,7 +157,7 @@ def test_a_port_is_open_while_somebody_listens() -> None:
 # ---- key and disk --------------------------------------------------------------------------------
 
 
-def test_a_good_key_is_named_by_kind_and_fingerprint_and_not_shown(tmp_path: Path) -> None:
+def test_valid_key_is_described_without_its_secret(tmp_path: Path) -> None:
     home = new_home_key()
     save_credential(tmp_path / "key", home)
     finding, credential = check_key(tmp_path / "key")
@@ -166,7 +166,7 @@ def test_a_good_key_is_named_by_kind_and_fingerprint_and_not_shown(tmp_path: Pat
     assert home.key not in finding.what
 
 
-def test_a_key_that_others_can_read_is_a_warning(tmp_path: Path) -> None:
+def test_key_readable_by_others_is_a_warning(tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     (tmp_path / "key").chmod(0o644)
     finding, credential = check_key(tmp_path / "key")
@@ -176,7 +176,7 @@ def test_a_key_that_others_can_read_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "hearth-home-1:cut-short", "nonsense"])
-def test_a_missing_or_damaged_key_is_a_problem_with_a_way_out(tmp_path: Path, content: str | None) -> None:
+def test_missing_or_damaged_key_is_a_problem_with_a_remedy(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "key").write_text(content)
     finding, credential = check_key(tmp_path / "key")
@@ -184,14 +184,14 @@ def test_a_missing_or_damaged_key_is_a_problem_with_a_way_out(tmp_path: Path, co
     assert "hearth key" in finding.do
 
 
-def test_the_disk_is_found_before_the_state_directory_is_made(tmp_path: Path) -> None:
+def test_disk_check_works_before_the_state_directory_exists(tmp_path: Path) -> None:
     assert str(tmp_path) in check_disk(tmp_path / "not" / "yet").what
 
 
 # ---- other devices -------------------------------------------------------------------------------
 
 
-def test_clocks_that_are_off_are_named() -> None:
+def test_wrong_clocks_are_named() -> None:
     finding = check_clocks({"pi": 1000.0, "jetson": 1004.0, "nas": 700.0}, now=1001.0)
     assert finding.status == "warning"
     assert "nas by -301 s" in finding.what
@@ -199,7 +199,7 @@ def test_clocks_that_are_off_are_named() -> None:
     assert check_clocks({"pi": 1000.0}, now=1001.0).status == "ok"
 
 
-def test_agents_that_refused_or_have_another_version_are_findings() -> None:
+def test_refused_and_outdated_agents_are_findings() -> None:
     refusal = ProtocolMismatch(peer="tcp://10.0.0.7:47800", ours=1, theirs=2)
     findings = check_agents([device("pi"), device("jetson", version="0.0.1")], [refusal], now=0.0)
     by_status = {status: [f.what for f in findings if f.status == status] for status in ("problem", "warning")}
@@ -209,21 +209,21 @@ def test_agents_that_refused_or_have_another_version_are_findings() -> None:
     assert any(f.what == "2 answer: jetson, pi" for f in findings)
 
 
-def test_no_agent_at_all_is_a_warning_that_says_what_to_start() -> None:
+def test_no_agent_is_a_warning_with_a_remedy() -> None:
     (finding,) = check_agents([], [], now=0.0)
     assert finding.status == "warning"
     assert "hearth-agent" in finding.do
 
 
 @pytest.mark.parametrize(("count", "status"), [(0, "ok"), (1, "ok"), (2, "problem")])
-def test_a_second_coordinator_is_a_problem(count: int, status: str) -> None:
+def test_second_coordinator_is_a_problem(count: int, status: str) -> None:
     found = [DiscoveredService(str(i), (f"10.0.0.{i}",), 47830, 1, "same home") for i in range(count)]
     finding = check_coordinators(found)
     assert finding.status == status
     assert all(f"10.0.0.{i}:47830" in finding.what for i in range(count))
 
 
-def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes_is_not() -> None:
+def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
     home, other = new_home_key(), new_home_key()
 
     async def look() -> list[doctor.Finding]:
@@ -233,7 +233,7 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
                 await stack.enter_async_context(
                     advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", ["127.0.0.1"])
                 )
-            for _ in range(20):  # on a busy machine multicast is late
+            for _ in range(20):  # multicast is late on a busy machine
                 found = await doctor.look_around(home, ["127.0.0.1"], look_seconds=1.5)
                 if any(finding.status == "problem" for finding in found):
                     break
@@ -247,7 +247,7 @@ def test_two_coordinators_of_this_home_are_seen_on_the_network_and_another_homes
 
 
 @pytest.mark.parametrize("address", ["203.0.113.77", "nonsense"])
-def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: str) -> None:
+def test_invalid_mdns_address_is_a_finding(address: str) -> None:
     findings = asyncio.run(doctor.look_around(new_home_key(), [address], look_seconds=0.1))
     assert [f.status for f in findings] == ["problem"]
     assert address in findings[0].what
@@ -256,7 +256,7 @@ def test_an_mdns_address_that_is_not_ours_is_a_finding_and_not_a_crash(address: 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_prints_json_and_fails_when_there_is_a_problem(tmp_path: Path) -> None:
+def test_command_prints_json_and_fails_on_problems(tmp_path: Path) -> None:
     key = tmp_path / "absent"
     result = CliRunner().invoke(
         app, ["doctor", "--json", "--key", str(key), "--interface", "lo", "--mdns-interfaces", "127.0.0.1"]
@@ -267,7 +267,7 @@ def test_the_command_prints_json_and_fails_when_there_is_a_problem(tmp_path: Pat
     assert {"versions", "interface", "disk", "multicast", "firewall", "ports"} <= {f["check"] for f in findings}
 
 
-def test_the_command_tells_people_what_to_do(tmp_path: Path) -> None:
+def test_command_prints_remedies(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--key", str(tmp_path / "absent"), "--mdns-interfaces", "127.0.0.1"])
     assert result.exit_code == 1
     assert "problem key: There is no key at" in result.stdout.replace("\n", "")

@@ -1,4 +1,4 @@
-"""`hearth plan` and its kin for graphs, as a person types them: what they print, draw and save, and every mistake told."""
+"""`hearth plan` and related commands for graphs: what they print, draw and save, and their error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hearth.plan.plan import plan_from_json
 from hearth.plan.profile import WireCost
 from hearth.platform.security import new_home_key, save_credential
 
-# Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each holds two of the four operators.
+# Two devices; 0 -> 1, 0 -> 2, 1 and 2 -> 3. Each device can hold two of the four operators.
 INSTANCE = {
     "name": "diamond", "K": 2,
     "devices": [{"id": 0, "name": "fast", "mem": 20}, {"id": 1, "name": "slow", "mem": 20}],
@@ -61,13 +61,13 @@ def files(tmp_path: Path) -> Path:
 
 
 def run(files: Path, *arguments: str) -> Any:
-    """Names of files stand for themselves; others are options."""
+    """Run a command; names of files in the folder stand for their paths."""
     given = [str(files / each) if (files / each).exists() else each for each in arguments]
     return CliRunner().invoke(app, ["plan", *given], env={"COLUMNS": "120"})
 
 
-def told(files: Path, *arguments: str) -> str:
-    """The error of a command that must not work, in one line."""
+def error_of(files: Path, *arguments: str) -> str:
+    """The error of a command that must fail, in one line."""
     result = run(files, *arguments)
     assert result.exit_code == 1, result.output
     assert "Traceback" not in result.output
@@ -82,7 +82,7 @@ def as_json(files: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("objective", "value"), [("latency", 0.04), ("throughput", 0.03)])
-def test_json_says_what_was_found_and_how_good_it_is(files: Path, objective: str, value: float) -> None:
+def test_json_has_the_plan_its_objective_and_bound(files: Path, objective: str, value: float) -> None:
     found = as_json(files, "graph.json", "--cluster", "cluster.json", "--objective", objective, "--time-limit", "2")
     assert found["objective_value"] == pytest.approx(value, rel=0.05)
     assert 0 < found["bound"] <= found["objective_value"] + 1e-12
@@ -94,7 +94,7 @@ def test_json_says_what_was_found_and_how_good_it_is(files: Path, objective: str
     assert found["predicted"]["latency_seconds"] >= found["predicted"]["bottleneck_seconds"]
 
 
-def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) -> None:
+def test_graph_is_planned_explained_drawn_and_saved_offline(files: Path) -> None:
     result = run(
         files, "graph.json", "--cluster", "cluster.json", "--time-limit", "2", "--explain",
         "--picture", str(files / "plan.svg"), "--save", str(files / "plan.json"),
@@ -113,7 +113,7 @@ def test_a_graph_is_planned_told_drawn_and_saved_without_devices(files: Path) ->
     assert plan_from_json((files / "plan.json").read_text()).body.objective == "latency"
 
 
-def test_what_the_planner_proved_is_told_apart_from_the_prediction() -> None:
+def test_proof_and_prediction_are_distinguished() -> None:
     plan = make_graph_plan([(0, ["image"], ["scores"])], ["image"], ["scores"])
     solution = Solution(OperatorAssignment((0,)), 0.0146, bound=0.0146, proven=True)
     same = Candidate("moirai", "moirai", ("kitchen",), 0.0146, plan, solution)
@@ -124,7 +124,7 @@ def test_what_the_planner_proved_is_told_apart_from_the_prediction() -> None:
     assert line.endswith("the prediction, with whole segments and the workers' overheads, is 39.0% above it")
 
 
-def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -> None:
+def test_single_device_choice_is_explained_on_slow_links(files: Path) -> None:
     cluster = json.loads((files / "cluster.json").read_text())
     (files / "cluster.json").write_text(json.dumps({**cluster, "latency_seconds": 10}))
     result = run(files, "graph.json", "--cluster", "cluster.json", "--time-limit", "1")
@@ -136,7 +136,7 @@ def test_one_device_is_said_in_so_many_words_where_links_are_slow(files: Path) -
     assert answer["strategy"] == "critical-path"
 
 
-def test_an_onnx_file_is_planned_for_devices_of_a_file(files: Path) -> None:
+def test_onnx_file_is_planned_for_devices_of_a_cluster_file(files: Path) -> None:
     found = as_json(files, "model.onnx", "--dim", "batch=2", "--cluster", "cluster.json", "--strategy", "heft")
     placed = [operator for segment in found["plan"]["body"]["segments"] for operator in segment["operators"]]
     assert sorted(placed) == list(range(len(found["assignment"])))
@@ -144,11 +144,11 @@ def test_an_onnx_file_is_planned_for_devices_of_a_file(files: Path) -> None:
     assert found["plan"]["model"]["inputs"] == ["image"]
 
 
-def test_a_published_placement_problem_brings_its_own_devices(files: Path) -> None:
+def test_published_instance_brings_its_own_devices(files: Path) -> None:
     for strategy in ("auto", "moirai"):
         found = as_json(files, "instance.json", "--strategy", strategy, "--time-limit", "5")
         problem = read_instance(files / "instance.json")
-        # Two operators on each device: 2, then 2 | 1 + 3, then 1 + 2 on the fast one; or the other way round.
+        # Two operators on each device: 2, then 2 | 1 + 3, then 1 + 2 on the fast one; or with the devices exchanged.
         assert found["unit"] == "as in the file"
         assert problem.overflow(found["assignment"]) == 0
         assert found["bound"] <= found["objective_value"]
@@ -181,22 +181,22 @@ def test_a_published_placement_problem_brings_its_own_devices(files: Path) -> No
         ((".", "--picture", "plan.svg"), "it applies to graphs of operators"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_in_a_sentence(files: Path, arguments: tuple[str, ...], reason: str) -> None:
-    assert reason in told(files, *arguments)
+def test_invalid_input_is_reported_in_a_sentence(files: Path, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in error_of(files, *arguments)
 
 
-def test_files_that_are_damaged_are_told(files: Path) -> None:
+def test_damaged_files_are_reported(files: Path) -> None:
     model = (files / "model.onnx").read_bytes()
     (files / "model.onnx").write_bytes(model[: len(model) // 2])
-    assert "model.onnx cannot be used" in told(files, "model.onnx", "--dim", "batch=1", "--cluster", "cluster.json")
+    assert "model.onnx cannot be used" in error_of(files, "model.onnx", "--dim", "batch=1", "--cluster", "cluster.json")
     (files / "graph.json").write_text('{"name": "g", "nodes": [], "edges": []}')
-    assert "graph.json cannot be used" in told(files, "graph.json", "--cluster", "cluster.json")
+    assert "graph.json cannot be used" in error_of(files, "graph.json", "--cluster", "cluster.json")
 
 
 CLUSTER = ("--cluster", "cluster.json", "--strategy", "heft")
 
 
-def test_a_saved_profile_plans_the_same_without_any_device(files: Path) -> None:
+def test_saved_profile_gives_the_same_plan_offline(files: Path) -> None:
     profile = str(files / "profile.json")
     first = as_json(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--save-profile", profile)
     again = as_json(files, "model.onnx", "--dim", "batch=1", "--load-profile", "profile.json", "--strategy", "heft")
@@ -206,15 +206,15 @@ def test_a_saved_profile_plans_the_same_without_any_device(files: Path) -> None:
     assert again == first
     saved = json.loads((files / "profile.json").read_text())
     assert (saved["version"], saved["kind"]) == (1, "graph")
-    assert "Infinity" not in (files / "profile.json").read_text()  # which is no JSON
-    assert "with another --dim" in told(files, "model.onnx", "--dim", "batch=2", "--load-profile", "profile.json")
-    assert "another graph than" in told(files, "graph.json", "--load-profile", "profile.json")
-    assert "--cluster already names the devices" in told(
+    assert "Infinity" not in (files / "profile.json").read_text()  # not valid JSON
+    assert "with another --dim" in error_of(files, "model.onnx", "--dim", "batch=2", "--load-profile", "profile.json")
+    assert "another graph than" in error_of(files, "graph.json", "--load-profile", "profile.json")
+    assert "--cluster already names the devices" in error_of(
         files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--load-profile", profile
     )
 
 
-def test_the_profile_of_measured_devices_is_saved_whole(tmp_path: Path) -> None:
+def test_profile_of_measured_devices_is_saved_completely(tmp_path: Path) -> None:
     graph = open_graph(save_graph(tmp_path / "graph.json", two_branches()), {})
     wire = WireCost(seconds_per_message=1e-5, convert_seconds_per_value={"fp16": 1e-9})
     cluster = cluster_of(
@@ -226,7 +226,7 @@ def test_the_profile_of_measured_devices_is_saved_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
-def test_the_predicted_timeline_is_saved_as_a_chrome_trace(files: Path, objective: str) -> None:
+def test_predicted_timeline_is_saved_as_a_chrome_trace(files: Path, objective: str) -> None:
     timeline = files / "timeline.json"
     result = run(
         files, "graph.json", "--cluster", "cluster.json", "--objective", objective, "--timeline", str(timeline),
@@ -240,17 +240,17 @@ def test_the_predicted_timeline_is_saved_as_a_chrome_trace(files: Path, objectiv
     assert any("request 1" in bar["name"] for bar in bars) == (objective == "throughput")
 
 
-def test_exclusions_and_limits_hold_for_devices_of_a_file(files: Path) -> None:
+def test_exclusions_and_limits_apply_to_cluster_files(files: Path) -> None:
     found = as_json(files, "graph.json", *CLUSTER, "--exclude", "kitchen")
     assert found["devices"] == ["hall"]
     found = as_json(files, "graph.json", *CLUSTER[:2], "--strategy", "local", "--limit", "kitchen=1MiB")
     assert [device["name"] for device in found["plan"]["devices"]] == ["hall"]
-    assert "no device here is called cellar" in told(files, "graph.json", *CLUSTER, "--exclude", "cellar")
+    assert "no device here is called cellar" in error_of(files, "graph.json", *CLUSTER, "--exclude", "cellar")
     everyone = ("--exclude", "kitchen", "--exclude", "hall")
-    assert "no device is left" in told(files, "graph.json", *CLUSTER, *everyone)
+    assert "no device is left" in error_of(files, "graph.json", *CLUSTER, *everyone)
 
 
-def test_a_profile_is_no_plan_to_serve(files: Path) -> None:
+def test_profile_cannot_be_served_as_a_plan(files: Path) -> None:
     as_json(files, "model.onnx", "--dim", "batch=1", *CLUSTER, "--save-profile", str(files / "p.json"))
     save_credential(files / "key", new_home_key())
     result = CliRunner().invoke(
@@ -263,7 +263,7 @@ def test_a_profile_is_no_plan_to_serve(files: Path) -> None:
     assert "p.json is a profile of devices for a graph of operators, not a saved plan" in said
 
 
-def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
+def test_wrong_file_type_is_recognised(files: Path) -> None:
     as_json(files, "graph.json", *CLUSTER, "--save", str(files / "plan.json"), "--save-profile", str(files / "p.json"))
     transformer = {"devices": [], "links": []}
     (files / "transformer.json").write_text(json.dumps(transformer))
@@ -281,7 +281,7 @@ def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
         (("plan.json",), "plan.json cannot be used: it is a saved plan"),
         (("p.json", "--cluster", "cluster.json"), "it is a profile of devices for a graph"),
     ):
-        assert reason in told(files, *arguments)
+        assert reason in error_of(files, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def test_a_file_of_another_kind_is_recognised(files: Path) -> None:
         ({"devices": None}, "is not a valid profile (devices:"),
     ],
 )
-def test_a_damaged_profile_is_told(files: Path, fields: dict[str, Any], reason: str) -> None:
+def test_damaged_profile_is_reported(files: Path, fields: dict[str, Any], reason: str) -> None:
     as_json(files, "graph.json", *CLUSTER, "--save-profile", str(files / "profile.json"))
     saved = json.loads((files / "profile.json").read_text())
     (files / "profile.json").write_text(json.dumps({**saved, **fields}))
-    assert reason in told(files, "graph.json", "--load-profile", "profile.json")
+    assert reason in error_of(files, "graph.json", "--load-profile", "profile.json")
 
 
-def test_a_model_larger_than_all_devices_says_by_how_many_bytes(files: Path) -> None:
+def test_missing_bytes_are_reported_if_the_model_does_not_fit(files: Path) -> None:
     cluster = json.loads((files / "cluster.json").read_text())
     for device in cluster["devices"]:
         device["memory"] = "2MiB"
@@ -311,7 +311,7 @@ def test_a_model_larger_than_all_devices_says_by_how_many_bytes(files: Path) -> 
     assert (found["error"], found["details"]["missing_bytes"]) == ("ModelDoesNotFit", 2 << 20)
 
 
-def test_inputs_that_are_no_arrays_are_told(files: Path) -> None:
+def test_invalid_input_arrays_are_reported(files: Path) -> None:
     for command in (["infer", str(files / "graph.json")], ["bench-model", "--inputs", str(files / "graph.json")]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1
@@ -321,7 +321,7 @@ def test_inputs_that_are_no_arrays_are_told(files: Path) -> None:
     assert "not an .npz file of plain arrays" in re.sub(r"\s+", " ", result.output)
 
 
-def test_serving_refuses_what_is_for_the_other_kind_of_model(files: Path) -> None:
+def test_serve_rejects_options_of_the_other_kind_of_model(files: Path) -> None:
     save_credential(files / "key", new_home_key())
     for arguments, reason in (
         ((str(files / "model.onnx"), "--context", "9"), "it applies to transformers"),

@@ -1,4 +1,4 @@
-"""Which options go with which kinds of MODEL."""
+"""Options that apply to only one kind of model."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def given(name: str) -> list[str]:
 
 def error(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments))
-    # `hearth serve` ends with 2, at which systemd does not start it again.
+    # `hearth serve` exits with 2, at which systemd does not restart it.
     assert result.exit_code == (2 if arguments[0] == "serve" else 1), result.output
     return re.sub(r"\s+", " ", result.output)
 
 
-def test_the_tables_name_parameters_that_exist() -> None:
+def test_option_tables_name_existing_parameters() -> None:
     assert set(CAPABILITIES) <= parameters("plan") | parameters("serve")
     assert set(OF_MODEL) <= parameters("serve")
 
 
 @pytest.mark.parametrize("name", sorted(set(CAPABILITIES) & parameters("plan")))
-def test_an_option_for_another_kind_of_model_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+def test_option_for_another_kind_of_model_is_rejected_by_name(name: str, tmp_path: Path) -> None:
     save_graph(tmp_path / "graph.json", two_branches(flops=1e6, out_bytes=1000, weights=1 << 20))
     models = {"transformer": write_model(tmp_path / "model"), "graph": tmp_path / "graph.json"}
     for kind, model in models.items():
@@ -56,7 +56,7 @@ def test_an_option_for_another_kind_of_model_is_refused_by_its_name(name: str, t
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
-def test_serving_the_last_model_again_takes_no_option_that_describes_a_model(name: str, tmp_path: Path) -> None:
+def test_serve_without_model_rejects_model_options(name: str, tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     said = error("serve", "--key", str(tmp_path / "key"), "--state-dir", str(tmp_path), *given(name))
     assert "it needs a MODEL" in said

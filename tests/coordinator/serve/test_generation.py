@@ -508,7 +508,7 @@ def test_text_resumes_after_failures_at_any_byte(limits: list[int], tokenizer: T
 
 
 @pytest.mark.parametrize("stop", ["", "x" * 1001])
-def test_stop_text_must_not_be_empty(stop: str, tokenizer: TextTokenizer) -> None:
+def test_stop_text_length_is_checked(stop: str, tokenizer: TextTokenizer) -> None:
     script, model = script_of_text(tokenizer, "a")
     with pytest.raises(BadRequest, match="1 to 1000 characters"):
         asyncio.run(ask(Host(script), model=model, stop=(stop,)))
@@ -942,7 +942,7 @@ class Background:
 def test_answer_is_a_plain_iterator() -> None:
     with Background(Script()) as served, served.connect() as home:
         answer = home.generate(token_ids=[1, 2, 3], max_tokens=5)
-        tokens = [token for token in answer]  # noqa: C416 (a for loop is what is tested)
+        tokens = [token for token in answer]  # noqa: C416 (tests iteration)
         assert isinstance(tokens[0], Token)
         assert [token.token_id for token in tokens] == answer.token_ids == expected((1, 2, 3), 5)
         assert answer.usage is not None
@@ -955,7 +955,7 @@ def test_answer_is_a_plain_iterator() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Function that sends SIGINT, which is enabled even if the tests were started with it ignored."""
+    """The default handler of SIGINT, even if the tests were started with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The picture of a plan: boxes that do not lie on each other, few enough to read, coloured by device."""
+"""The picture of a plan: boxes do not overlap, are few enough to read, and are coloured by device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ Edges = list[tuple[int, int]]
 
 @st.composite
 def placed(draw: st.DrawFn) -> tuple[list[int], Edges]:
-    """An assignment of a random graph to three devices, and its edges."""
+    """A random assignment of a random graph to three devices, and its edges."""
     count = draw(st.integers(1, 24))
     edges = draw(st.sets(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=40))
     return draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), sorted((a, b) for a, b in edges if a < b)
 
 
 @given(placed(), st.integers(1, 12))
-def test_parts_hold_every_operator_once_and_never_wait_for_each_other_in_turn(
-    graph: tuple[list[int], Edges], most: int
-) -> None:
+def test_parts_partition_operators_without_cycles(graph: tuple[list[int], Edges], most: int) -> None:
     assignment, edges = graph
     parts, between = parts_of(assignment, edges, most)
     assert sorted(each for part in parts for each in part.operators) == list(range(len(assignment)))
@@ -40,7 +38,7 @@ def test_parts_hold_every_operator_once_and_never_wait_for_each_other_in_turn(
 
 
 @given(placed())
-def test_boxes_lie_beside_each_other_and_edges_lead_from_one_to_the_next(graph: tuple[list[int], Edges]) -> None:
+def test_boxes_do_not_overlap_and_edges_connect_them(graph: tuple[list[int], Edges]) -> None:
     assignment, edges = graph
     layout = lay_out([(f"operator {each}",) for each in range(len(assignment))], assignment, edges)
     boxes = layout.boxes
@@ -60,18 +58,18 @@ def chain(count: int, devices: int) -> tuple[list[int], Edges]:
     return [index * devices // count for index in range(count)], [(i, i + 1) for i in range(count - 1)]
 
 
-def test_a_large_graph_is_drawn_coarser_until_it_can_be_read() -> None:
+def test_large_graph_is_merged_until_readable() -> None:
     assignment, edges = chain(MOST_BOXES, 3)
     assert len(parts_of(assignment, edges)[0]) == MOST_BOXES
     assignment, edges = chain(10 * MOST_BOXES, 3)
     assert len(parts_of(assignment, edges)[0]) == 3
-    # A ladder has no chains: what a device does between two exchanges is one box.
+    # A ladder has no chains: the operators of a device between two exchanges are one box.
     steps = 2 * MOST_BOXES
     rungs = [(i, i + j) for i in range(steps) for j in (1, 2) if i + j < steps]
     assert len(parts_of([min(i // 100, 2) for i in range(steps)], rungs)[0]) == 3
 
 
-def test_a_tall_graph_goes_on_in_the_next_column() -> None:
+def test_tall_graph_is_wrapped_into_columns() -> None:
     assignment, edges = chain(100, 2)
     layout = lay_out([(f"op{index}",) for index in range(100)], assignment, edges)
     assert layout.height < 2000
@@ -79,7 +77,7 @@ def test_a_tall_graph_goes_on_in_the_next_column() -> None:
     assert any(b.y < a.y for edge in layout.edges for a, b in zip(edge.points, edge.points[1:], strict=False))
 
 
-def test_svg_has_a_box_for_each_part_a_legend_and_no_markup_out_of_names() -> None:
+def test_svg_has_boxes_and_legend_and_escapes_names() -> None:
     drawing = drawing_of(
         "model <1>", ["a & b: 2 operators", "c"], ["x<y", "conv2", "relu"], ["Conv", "Conv", "Relu"], [0, 0, 1],
         [(0, 1), (1, 2)],
@@ -89,13 +87,13 @@ def test_svg_has_a_box_for_each_part_a_legend_and_no_markup_out_of_names() -> No
     assert texts[:3] == ["model <1>", "a & b: 2 operators", "c"]
     assert texts[3:] == ["Conv", "x<y", "Conv", "conv2", "Relu", "relu"]
     fills = [each.get("fill") for each in root.iter("{http://www.w3.org/2000/svg}rect")]
-    assert fills[1:3] == [fills[3], fills[5]]  # the legend's colours are the boxes'
+    assert fills[1:3] == [fills[3], fills[5]]  # the legend uses the colours of the boxes
     assert fills[3] == fills[4] != fills[5]
     strokes = [each.get("stroke") for each in root.iter("{http://www.w3.org/2000/svg}path")]
-    assert strokes[0] != strokes[1]  # the second edge leaves its device
+    assert strokes[0] != strokes[1]  # the second edge crosses to another device
 
 
-def test_a_picture_is_saved_by_its_ending(tmp_path: Path) -> None:
+def test_picture_format_follows_the_file_extension(tmp_path: Path) -> None:
     drawing = drawing_of("model", ["a"], ["x", "y"], (), [0, 0], [(0, 1)])
     save_picture(tmp_path / "plan.svg", drawing)
     ElementTree.parse(tmp_path / "plan.svg")
@@ -108,7 +106,7 @@ def test_a_picture_is_saved_by_its_ending(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_png_without_matplotlib_is_told_before_anything_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_without_matplotlib_is_reported_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
