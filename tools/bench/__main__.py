@@ -12,7 +12,6 @@ from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
 from tools.bench import (
-    graphs_command,
     interrupts,
     moirai_coarsening,
     moirai_command,
@@ -127,7 +126,6 @@ def _print(summary: Summary) -> None:
 app.command()(handles_errors(partition_command.partition))
 app.command()(handles_errors(moirai_command.moirai))
 app.command()(handles_errors(moirai_coarsening.coarsening))
-app.command()(handles_errors(graphs_command.graphs))
 for proof in (proofs.push, proofs.capacity, proofs.soak):
     app.command()(proof)
 

@@ -26,6 +26,8 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 KINDS: dict[str, tuple[str, str]] = {
     "strategies": ("strategies", "Strategies"),
     "generation": ("generation", "Generation"),
+    "graph-throughput": ("graphs", "GraphThroughput"),
+    "graph-latency": ("graphs", "GraphLatency"),
     "versions": ("versions", "Versions"),
 }
 

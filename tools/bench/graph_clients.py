@@ -1,4 +1,4 @@
-"""Client app that requests inferences: `python -m tools.bench.graphs_clients ipc://PATH KEY ADDRESS`.
+"""Client app that requests inferences: `python -m tools.bench.graph_clients ipc://PATH KEY ADDRESS`.
 
 Runs in the hub's namespace and uses the client library.
 """

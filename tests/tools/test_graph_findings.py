@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tools.bench.findings import all_hold
-from tools.bench.graphs_findings import Served, interval_seconds, of_answers, of_pipelines, of_placements, served_table
+from tools.bench.graph_findings import of_answers, of_pipelines, of_placements, served_table
+from tools.bench.graph_home import Served
+from tools.bench.graphs import interval_seconds
 
 
 def served(label: str, seconds: tuple[float, ...], predicted: float, devices: int = 1, **more: object) -> Served:
@@ -46,25 +48,32 @@ def test_a_bottleneck_is_predicted_within_15_percent_either_way(predicted: float
     assert off.value == pytest.approx(abs(predicted - 1))
 
 
-def test_where_the_simulator_says_several_devices_they_must_be_faster() -> None:
-    one = served("one device", (1.0, 1.1), 1.0)
-    moirai, auto = served("moirai", (0.7, 0.8), 0.7, 2), served("auto", (0.7, 0.75), 0.7, 2)
-    found = of_placements(one, moirai, auto, None)
+ONE = served("one device", (1.0, 1.1), 1.0)
+SLOW = [ONE, served("moirai", (1.0, 1.0), 1.0), served("auto", (1.0, 1.0), 1.0)]
+FAST = [ONE, served("moirai", (0.7, 0.8), 0.7, 2), served("auto", (0.7, 0.75), 0.7, 2)]
+
+
+def test_several_devices_must_be_faster_where_that_is_predicted() -> None:
+    found = of_placements([FAST, SLOW])
     assert found[0].asked == "faster"
     assert "1.43" in found[0].what
     assert all_hold(found)
-    assert not all_hold(of_placements(one, served("moirai", (1.2, 1.3), 0.7, 2), auto, None))
-    assert not all_hold(of_placements(one, moirai, served("auto", (1.2, 1.3), 0.7, 2), None))
+    assert not all_hold(of_placements([[FAST[0], served("moirai", (1.2, 1.3), 0.7, 2), FAST[2]], SLOW]))
+    assert not all_hold(of_placements([[*FAST[:2], served("auto", (1.2, 1.3), 0.7, 2)], SLOW]))
 
 
-def test_where_it_says_one_device_auto_must_take_one_and_a_forced_plan_must_be_slower() -> None:
-    one, moirai = served("one device", (1.0, 1.1), 1.0), served("moirai", (1.0, 1.0), 1.0)
+def test_auto_must_take_one_device_where_that_is_predicted_and_a_forced_plan_must_be_slower() -> None:
     forced = served("forced", (1.3, 1.5), 1.25, 2)
-    found = of_placements(one, moirai, served("auto", (1.0, 1.0), 1.0), forced)
+    found = of_placements([[*SLOW, forced], FAST])
     assert all_hold(found)
     assert found[1].value == pytest.approx((1.3 + 1.5 / 1.1) / 2)
-    assert not all_hold(of_placements(one, moirai, served("auto", (1.0, 1.0), 1.0, 2), forced))
-    assert not all_hold(of_placements(one, moirai, moirai, served("forced", (0.9, 0.9), 1.25, 2)))
+    assert not all_hold(of_placements([[*SLOW[:2], served("auto", (1.0, 1.0), 1.0, 2), forced], FAST]))
+    assert not all_hold(of_placements([[*SLOW, served("forced", (0.9, 0.9), 1.25, 2)], FAST]))
+
+
+def test_both_outcomes_must_be_predicted_at_some_rate() -> None:
+    assert of_placements([FAST])[-1].measured == "none for one device"
+    assert of_placements([SLOW])[-1].holds is False
 
 
 def test_wrong_and_missing_answers_are_said() -> None:
@@ -77,7 +86,7 @@ def test_wrong_and_missing_answers_are_said() -> None:
 
 
 def test_a_table_has_a_row_for_each_plan() -> None:
-    lines = served_table([served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)]).splitlines()
-    assert len(lines) == 4
-    assert "-10.0%" in lines[2]
-    assert len({line.count("|") for line in lines}) == 1
+    table = served_table("a title", [served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)])
+    assert [row[0] for row in table.rows] == ["one device", "two"]
+    assert "-10.0%" in table.rows[0]
+    assert {len(row) for row in table.rows} == {len(table.columns)}

@@ -1,0 +1,146 @@
+"""Findings of the graph experiments, for pipelines and for latency placements. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hearth.platform.units import format_seconds
+from tools.bench.findings import Finding, at_least, at_most, equal
+from tools.bench.graph_home import Served
+from tools.bench.results import Table
+from tools.bench.stats import Ratio, paired_ratio
+
+TARGET_GAIN = 2.2  # inferences per second of three devices over one
+TARGET_ERROR = 0.15  # relative error of the predicted bottleneck
+ONE_DEVICE = "local"
+NO_GAIN = 1.01  # below this gain the planner uses fewer devices
+# Largest accepted difference for each wire format, relative to the largest output value. `exact` allows for other kernels
+# and summation orders, not for a wrong tensor; the others for the rounding of their values.
+_TOLERANCE = {"exact": 1e-4, "fp16": 0.02, "bf16": 0.1, "int8": 0.3}
+
+
+def of_pipelines(one: Served, pipelines: Sequence[Served], target_gain: float | None) -> list[Finding]:
+    """Findings of pipelines against one device. `target_gain`: target for the best pipeline; None: no target."""
+    findings = [
+        Finding(
+            what=f"{one.label}: inferences a second",
+            measured=f"{1 / one.median_seconds:.2f} ({_range(one.seconds)} each)",
+            value=1 / one.median_seconds,
+        )
+    ]
+    best = max(pipelines, key=lambda each: paired_ratio(one.seconds, each.seconds).median)
+    for each in pipelines:
+        gain = paired_ratio(one.seconds, each.seconds)
+        what = f"{each.label}: inferences a second, over one device's"
+        said = f"{gain.median:.2f} {_interval(gain)} ({1 / each.median_seconds:.2f} a second)"
+        if target_gain is not None and each is best:
+            findings.append(at_least(what, gain.median, target_gain, said, f"at least {target_gain:g}"))
+        else:
+            findings.append(Finding(what=what, measured=said, value=gain.median))
+    for each in (one, *pipelines):
+        what = f"{each.label}: bottleneck, predicted against measured"
+        asked = f"within {TARGET_ERROR:.0%}"
+        findings.append(at_most(what, abs(each.error), TARGET_ERROR, _prediction(each), asked))
+    return [*findings, *of_answers((one, *pipelines))]
+
+
+def of_placements(groups: Iterable[Sequence[Served]]) -> list[Finding]:
+    """Findings by link rate; each group: one device, moirai, auto and, if there is one, a forced plan.
+
+    The forced plan is on several devices although it is not predicted to be faster.
+    """
+    findings: list[Finding] = []
+    winners: set[str] = set()
+    for one, moirai, auto, *forced in groups:
+        several = len(moirai.devices) > 1 and one.predicted_seconds > NO_GAIN * moirai.predicted_seconds
+        winners.add("several devices" if several else "one device")
+        findings += _of_several(one, moirai, auto) if several else _of_one(one, auto, forced)
+        for each in (one, moirai, auto, *forced):
+            what = f"{each.label}: latency, predicted against measured"
+            findings.append(Finding(what=what, measured=_prediction(each), value=each.error))
+        findings += of_answers((one, moirai, auto, *forced))
+    what = "rates at which several devices win, and at which one does, according to the simulator"
+    missing = {"several devices", "one device"} - winners
+    measured = f"none for {', '.join(sorted(missing))}" if missing else "both"
+    return [*findings, Finding(what=what, measured=measured, asked="both", holds=not missing)]
+
+
+def _of_several(one: Served, moirai: Served, auto: Served) -> list[Finding]:
+    """Where several devices are predicted to win, they must be faster."""
+    at, expected = f"{one.mbit:g} Mbit/s", one.predicted_seconds / moirai.predicted_seconds
+    gain, best = paired_ratio(one.seconds, moirai.seconds), paired_ratio(one.seconds, auto.seconds)
+    on = f"{auto.strategy} on {len(auto.devices)}"
+    return [
+        at_least(f"{at}: moirai over the best single device; predicted {expected:.2f}", gain.median, 1.0,
+                 f"{gain.median:.2f} {_interval(gain)} ({_medians(moirai, one)})", "faster"),
+        at_least(f"{at}: auto over the best single device ({on})", best.median, 1.0,
+                 f"{best.median:.2f} {_interval(best)}", "faster"),
+    ]  # fmt: skip
+
+
+def _of_one(one: Served, auto: Served, forced: Sequence[Served]) -> list[Finding]:
+    """Where one device is predicted to win, `auto` must take one, and a plan on several must be slower."""
+    at = f"{one.mbit:g} Mbit/s"
+    what = f"{at}: devices that auto takes where no plan on several is predicted to be faster"
+    findings = [equal(what, len(auto.devices), 1, f"{len(auto.devices)}", "one")]
+    for each in forced:
+        loss, expected = paired_ratio(each.seconds, one.seconds), each.predicted_seconds / one.predicted_seconds
+        what = f"{at}: a plan on {len(each.devices)} devices, latency over one device's; predicted {expected:.2f}"
+        measured = f"{loss.median:.2f} {_interval(loss)} ({_medians(each, one)})"
+        findings.append(at_least(what, loss.median, 1.0, measured, "slower"))
+    return findings
+
+
+def of_answers(served: Sequence[Served]) -> list[Finding]:
+    """Findings on the correctness of the answers."""
+    findings = []
+    for wire in dict.fromkeys(each.wire for each in served):
+        own = [each for each in served if each.wire == wire]
+        worst = max(each.difference for each in own)
+        limit = _TOLERANCE[wire]
+        answers = sum(each.answers for each in own)
+        findings.append(
+            at_most(f"largest difference of an output from one device's, of its largest value ({wire} on the wire)", worst,
+                    limit, f"{worst:.1e} in {answers} answers", f"at most {limit:g}")
+        )  # fmt: skip
+    errors = [error for each in served for error in each.errors]
+    findings.append(equal("requests that failed", len(errors), 0, "; ".join(sorted(set(errors))) or "none", "none"))
+    return findings
+
+
+_COLUMNS = (
+    "plan", "devices", "segments", "stages, predicted", "segments, measured", "predicted", "measured", "min..max",
+    "predicted off by", "sent, of raw",
+)  # fmt: skip
+
+
+def served_table(title: str, served: Sequence[Served]) -> Table:
+    """The measurements, one row for each plan."""
+    return Table.of(title, _COLUMNS, map(_row, served))
+
+
+def _row(each: Served) -> tuple[str, ...]:
+    stages, busy = (
+        " + ".join(map(format_seconds, seconds)) or "-" for seconds in (each.stage_seconds, each.busy_seconds)
+    )
+    return (
+        each.label, ", ".join(each.devices), str(each.segments), stages, busy, format_seconds(each.predicted_seconds),
+        format_seconds(each.median_seconds), _range(each.seconds), f"{each.error:+.1%}",
+        f"{each.sent_bytes / each.raw_bytes:.0%}" if each.raw_bytes else "-",
+    )  # fmt: skip
+
+
+def _prediction(each: Served) -> str:
+    return f"{each.error:+.1%} ({format_seconds(each.predicted_seconds)} against {format_seconds(each.median_seconds)})"
+
+
+def _medians(one: Served, other: Served) -> str:
+    return f"{format_seconds(one.median_seconds)} against {format_seconds(other.median_seconds)}"
+
+
+def _range(seconds: Sequence[float]) -> str:
+    return f"{format_seconds(min(seconds))}..{format_seconds(max(seconds))}"
+
+
+def _interval(ratio: Ratio) -> str:
+    return f"[{ratio.low:.2f}, {ratio.high:.2f}]"
