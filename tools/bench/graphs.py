@@ -24,7 +24,7 @@ from hearth.errors import BadSetting
 from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
-from hearth.plan.value_formats import Values
+from hearth.plan.value_formats import ValueFormatName
 from tools.bench.experiment import Context, Experiment
 from tools.bench.findings import findings_summary
 from tools.bench.graph_findings import NO_GAIN, ONE_DEVICE, TARGET_GAIN, of_pipelines, of_placements, served_table
@@ -86,7 +86,7 @@ class GraphThroughput(_Graphs):
     model: str = "resnet50"  # a network of tools.graph_models, or an ONNX file
     dims: tuple[str, ...] = ()  # NAME=N: sizes of dynamic dimensions of the file
     strategies: tuple[str, ...] = Field(("pipeline-exact",), min_length=1)
-    wires: tuple[Values, ...] = Field(("exact", "fp16", "int8"), min_length=1)
+    wires: tuple[ValueFormatName, ...] = Field(("exact", "fp16", "int8"), min_length=1)
     seconds: float = Field(8.0, ge=1)  # of full load in each round
 
     def _check(self) -> list[str]:
