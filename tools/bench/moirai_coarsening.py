@@ -25,9 +25,9 @@ from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
 from coordinator.models.onnx.segments import segment_model
 from coordinator.plan.graph.latency.baselines import BASELINES
-from coordinator.plan.graph.latency.coarsening import Coarsened, coarsen
+from coordinator.plan.graph.latency.coarsening import CoarseGraph, coarsen
 from coordinator.plan.graph.latency.moirai import solve
-from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
+from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 from hearth.errors import BadMessage, BadSetting, DeadlineExceeded, InternalError, NoPlacement
 from hearth.plan.graph_spec import GraphSpec
@@ -169,7 +169,7 @@ def measure(network: str, spec: GraphSpec, profiled: Profile, congestion: bool, 
     placed = solve(fine, time_limit, time.monotonic)
     began = time.monotonic()
     coarsened = coarsen(spec)
-    coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
+    coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), congestion)
     coarsening_seconds = time.monotonic() - began
     coarse_placed = solve(coarse, time_limit, time.monotonic)
     refined = Refinement.of(spec, coarsened).schedule(fine, coarse_placed.assignment)
@@ -203,7 +203,7 @@ def problem_on_devices(spec: GraphSpec, seconds: Sequence[Sequence[float]], cong
     """The placement problem on devices with room for everything; `seconds` [n][K]."""
     ranks = range(len(SLOWDOWNS))
     room = max(spec.parameter_bytes(range(spec.num_operators)), 1)
-    return problem_of(
+    return placement_problem(
         spec,
         seconds,
         [room for _ in ranks],
@@ -216,11 +216,11 @@ def problem_on_devices(spec: GraphSpec, seconds: Sequence[Sequence[float]], cong
 class Refinement(NamedTuple):
     """Maps a coarsened graph back: its groups, and for each coarsened flow the original flow."""
 
-    coarsened: Coarsened
+    coarsened: CoarseGraph
     flows: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: GraphSpec, coarsened: Coarsened) -> Refinement:
+    def of(cls, spec: GraphSpec, coarsened: CoarseGraph) -> Refinement:
         number = {name: index for index, name in enumerate(_flow_names(spec))}
         return cls(coarsened, tuple(number[name] for name in _flow_names(coarsened.spec)))
 
@@ -232,11 +232,11 @@ class Refinement(NamedTuple):
                 items.append(Send(self.flows[item.flow], item.device))
             else:
                 items += self.coarsened.groups[item]
-        return best_schedule(fine, self.coarsened.spread(known.assignment), items)
+        return best_schedule(fine, self.coarsened.expand_assignment(known.assignment), items)
 
 
 def _flow_names(spec: GraphSpec) -> list[str]:
-    """Names of the tensors that `problem_of` turns into flows, in its order."""
+    """Names of the tensors that `placement_problem` turns into flows, in its order."""
     return [tensor.name for tensor in spec.tensors if tensor.source is not None and tensor.consumers]
 
 

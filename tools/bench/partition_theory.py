@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.plan.graph.throughput.baselines import nearest
+from coordinator.plan.graph.throughput.baselines import fastest_neighbour
 from coordinator.plan.graph.throughput.partitions import Partitioning
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 from hearth.plan.graph_spec import GraphSpec
 
 
@@ -47,9 +47,9 @@ def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices
     for start in devices:
         path, unused = [start], set(devices) - {start}
         while len(path) < len(partitioning.last):
-            path.append(nearest(problem, path[-1], unused))
+            path.append(fastest_neighbour(problem, path[-1], unused))
             unused.remove(path[-1])
-        found.append(stages_at(partitioning.last, path))
+        found.append(stages_from(partitioning.last, path))
     return min(found, key=problem.bottleneck_seconds)
 
 

@@ -26,7 +26,7 @@ async def plan_problem(goal: GraphGoal, output: Output) -> None:
     solution = planned.chosen.solution
     assert solution is not None
     assignment = solution.assignment.devices
-    used = problem.memory_of(assignment)
+    used = problem.used_bytes(assignment)
     rows = []
     for device, name in enumerate(problem.devices):
         own = [operator for operator, on in enumerate(assignment) if on == device]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
-from coordinator.plan.graph.latency.problem import PlacementProblem, problem_of
+from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
 from coordinator.plan.graph.memory import memory_by_rank, reserved_bytes
 from coordinator.plan.graph.methods import GRAPH_METHODS, LOCAL
 from coordinator.plan.graph.predict import coordinator_cpu_seconds, predict_segments, segment_seconds, tensor_transfers
@@ -190,11 +190,11 @@ def _solve(request: GraphRequest, method: Method, options: SearchOptions) -> Sol
         )
         return rebalance(request, solution, rooms) if method.rebalances and cluster.measured else solution
     coarse = coarsen(spec)
-    seconds = coarse.seconds(cluster.seconds)
-    problem = problem_of(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
+    seconds = coarse.group_seconds(cluster.seconds)
+    problem = placement_problem(coarse.spec, seconds, rooms, rates, cluster.latency_seconds, request.congestion)
     solution = _solve_placement(problem, method.name, options)
-    devices = coarse.spread(solution.assignment.devices)
-    starts = coarse.starts(solution.assignment.starts, devices, cluster.seconds)
+    devices = coarse.expand_assignment(solution.assignment.devices)
+    starts = coarse.operator_starts(solution.assignment.starts, devices, cluster.seconds)
     return solution.with_assignment(OperatorAssignment(devices, starts))
 
 

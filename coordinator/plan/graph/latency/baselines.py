@@ -13,7 +13,7 @@ from coordinator.plan.graph.latency.sct import m_sct
 from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 
-_SEED = 0  # fixed, so that the same problem gives the same plan
+_TIE_BREAK_SEED = 0  # fixed, so that the same problem gives the same plan
 # Raises NoPlacement.
 Baseline = Callable[[PlacementProblem], Schedule]
 
@@ -21,7 +21,7 @@ Baseline = Callable[[PlacementProblem], Schedule]
 def local(problem: PlacementProblem) -> Schedule:
     """Everything on the best single device that holds it. Raises NoPlacement."""
     n = problem.num_operators
-    fitting = [[device] * n for device in range(problem.num_devices) if problem.overflow([device] * n) == 0]
+    fitting = [[device] * n for device in range(problem.num_devices) if problem.overflow_bytes([device] * n) == 0]
     if not fitting:
         raise NoPlacement(graph=problem.name, strategy="local")
     return min((best_schedule(problem, each, range(n)) for each in fitting), key=lambda each: each.makespan)
@@ -37,7 +37,7 @@ def solve(name: str, problem: PlacementProblem, options: SearchOptions) -> Solut
 BASELINES: Mapping[str, Baseline] = {
     "local": local,
     "heft": heft,
-    "critical-path": lambda problem: critical_path(problem, Random(_SEED)),
+    "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED)),
     "m-sct": m_sct,
     "getf": getf,
 }

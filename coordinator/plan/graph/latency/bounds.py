@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 
-from coordinator.plan.graph.latency.problem import Matrix, PlacementProblem
+from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
 
-ByDevice = list[dict[int, float]]  # by operator: device -> ticks
+TicksByDevice = list[dict[int, float]]  # by operator: device -> ticks
 
 
 def earliest_ends(
-    problem: PlacementProblem, pins: Mapping[int, int] | None = None, releases: Matrix | None = None
-) -> ByDevice:
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, releases: FloatMatrix | None = None
+) -> TicksByDevice:
     """By operator and device, a lower bound on its end there. It starts no earlier than `releases[i][k]`, if given."""
     pins, ends = pins or {}, list[dict[int, float]]()
     for i in range(problem.num_operators):
@@ -24,34 +24,34 @@ def earliest_ends(
             start = releases[i][k] if releases is not None else 0.0
             for index in problem.incoming[i]:
                 flow = problem.flows[index]
-                ways = (
+                arrivals = (
                     end + (flow.seconds[a][k] + problem.latency[a][k] if a != k else 0.0)
                     for a, end in ends[flow.source].items()
                 )
-                start = max(start, min(ways))
+                start = max(start, min(arrivals))
             ends[i][k] = start + problem.seconds[i][k]
     return ends
 
 
-def least_rests(
-    problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: Matrix | None = None
-) -> ByDevice:
+def remaining_times(
+    problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: FloatMatrix | None = None
+) -> TicksByDevice:
     """By operator and device, a lower bound on the time from its end there to the end of the schedule."""
     pins = pins or {}
-    rests: ByDevice = [{} for _ in problem.operators]
+    rests: TicksByDevice = [{} for _ in problem.operators]
     for i in reversed(range(problem.num_operators)):
         for k in [pins[i]] if i in pins else range(problem.num_devices):
             rest = tails[i][k] if tails is not None else 0.0
             for index in problem.outgoing[i]:
                 flow = problem.flows[index]
                 for target in flow.targets:
-                    ways = (
+                    remaining = (
                         (flow.seconds[k][b] + problem.latency[k][b] if b != k else 0.0)
                         + problem.seconds[target][b]
                         + after
                         for b, after in rests[target].items()
                     )
-                    rest = max(rest, min(ways))
+                    rest = max(rest, min(remaining))
             rests[i][k] = rest
     return rests
 

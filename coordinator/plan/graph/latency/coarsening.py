@@ -13,16 +13,16 @@ from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
 
 _ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Clip", "HardSigmoid")
 
-Rule = tuple[str, ...]
+FusionRule = tuple[str, ...]
 
-_EPILOGUES: tuple[Rule, ...] = ((), ("BatchNormalization",), ("Add",), ("BatchNormalization", "Add"))
+_EPILOGUES: tuple[FusionRule, ...] = ((), ("BatchNormalization",), ("Add",), ("BatchNormalization", "Add"))
 
 # Sequences that onnxruntime's graph optimisations fuse into one CPU kernel: padding, bias and batch normalisation become
 # part of the convolution, an addition and an activation its epilogue; decomposed norms and Gelu become one kernel.
-_CONVOLUTIONS: tuple[Rule, ...] = tuple(
+_CONVOLUTIONS: tuple[FusionRule, ...] = tuple(
     ("Conv", *epilogue, *last) for epilogue in _EPILOGUES for last in ((), *((kind,) for kind in _ACTIVATIONS))
 )
-RULES: tuple[Rule, ...] = (
+FUSION_RULES: tuple[FusionRule, ...] = (
     *(rule for rule in _CONVOLUTIONS if len(rule) > 1),
     *(("Pad", *rule) for rule in _CONVOLUTIONS),
     ("MatMul", "Add"),
@@ -36,13 +36,13 @@ RULES: tuple[Rule, ...] = (
 
 
 @dataclass(frozen=True)
-class Coarsened:
+class CoarseGraph:
     """The coarse graph. `groups[g]` are the operators of the original graph in operator g of `spec`, in their order."""
 
     spec: GraphSpec
     groups: tuple[tuple[int, ...], ...]
 
-    def spread(self, assignment: Sequence[int]) -> tuple[int, ...]:
+    def expand_assignment(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """A device for each original operator, from one for each group."""
         found = [0] * sum(map(len, self.groups))
         for group, device in zip(self.groups, assignment, strict=True):
@@ -50,11 +50,11 @@ class Coarsened:
                 found[operator] = device
         return tuple(found)
 
-    def seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    def group_seconds(self, of_operators: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
         """[groups][K] from [n][K]: a fused kernel takes the sum of its operators' times."""
         return tuple(tuple(map(sum, zip(*(of_operators[i] for i in group), strict=True))) for group in self.groups)
 
-    def starts(
+    def operator_starts(
         self, of_groups: Sequence[float], assignment: Sequence[int], of_operators: Sequence[Sequence[float]]
     ) -> tuple[float, ...]:
         """The start of each original operator: those of a group follow one another. Empty if `of_groups` is empty."""
@@ -68,10 +68,10 @@ class Coarsened:
         return tuple(found)
 
 
-def coarsen(spec: GraphSpec) -> Coarsened:
+def coarsen(spec: GraphSpec) -> CoarseGraph:
     """Fuse chains of operators that match a rule, never across a tensor that has another consumer."""
-    complete = set(RULES)
-    partial = {rule[:length] for rule in RULES for length in range(1, len(rule))}
+    complete = set(FUSION_RULES)
+    partial = {rule[:length] for rule in FUSION_RULES for length in range(1, len(rule))}
     begun = complete | partial
     taken: set[int] = set()
     chains: list[list[int]] = []
@@ -86,7 +86,7 @@ def coarsen(spec: GraphSpec) -> Coarsened:
             if follower is None or follower in taken:
                 break
             kinds += (spec.operators[follower].kind,)
-            if kinds not in begun or not _suits(spec, chain[-1], follower, kinds):
+            if kinds not in begun or not _operands_match(spec, chain[-1], follower, kinds):
                 break
             chain.append(follower)
             if kinds in complete:
@@ -94,10 +94,10 @@ def coarsen(spec: GraphSpec) -> Coarsened:
         if length > 1:
             taken.update(chain[:length])
             chains.append(chain[:length])
-    return _merged(spec, chains)
+    return _merge(spec, chains)
 
 
-def _suits(spec: GraphSpec, last: int, follower: int, kinds: Rule) -> bool:
+def _operands_match(spec: GraphSpec, last: int, follower: int, kinds: FusionRule) -> bool:
     """Whether the operands match the rule: a bias must be a weight, and Swish must gate its own input."""
     if kinds == ("MatMul", "Add"):
         return bool(spec.operators[follower].parameters)
@@ -115,7 +115,7 @@ def _only_successor(spec: GraphSpec, operator: int) -> int | None:
     return made[0].consumers[0]
 
 
-def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
+def _merge(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> CoarseGraph:
     """Each group takes the position of its last operator, which keeps the order topological."""
     by_last = {chain[-1]: tuple(chain) for chain in chains}
     inside = {operator for chain in chains for operator in chain[:-1]}
@@ -136,4 +136,4 @@ def _merged(spec: GraphSpec, chains: Sequence[Sequence[int]]) -> Coarsened:
             source = None if tensor.source is None else group_of[tensor.source]
             consumers = tuple(sorted({group_of[i] for i in tensor.consumers} - {source}))
             tensors.append(tensor._replace(source=source, consumers=consumers))
-    return Coarsened(GraphSpec(spec.name, operators, tuple(tensors), spec.parameters), groups)
+    return CoarseGraph(GraphSpec(spec.name, operators, tuple(tensors), spec.parameters), groups)

@@ -10,15 +10,15 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from coordinator.plan.graph.latency.heft import by_rank
+from coordinator.plan.graph.latency.heft import rank_order
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, first_gap, upward_ranks
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, by_start
+from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, sorted_by_start
 
 _Spans = list[tuple[float, float]]  # sorted, none overlaps another
 
 
-class _Trip(NamedTuple):
+class _BookedTransfer(NamedTuple):
     send: Send
     source: int  # device
     start: float
@@ -38,18 +38,18 @@ def contended_heft(
     if ranks is None:
         ranks = upward_ranks(problem)
     items: list[tuple[float, float, int, Item]] = []
-    for operator in by_rank(problem, ranks):
-        ways = []
+    for operator in rank_order(problem, ranks):
+        options = []
         for device in partial.candidates(operator, [pins[operator]] if operator in pins else None):
-            trips, ready = channels.bring(operator, device, partial)
-            start = partial.earliest_after(operator, device, ready)
-            ways.append((start + problem.seconds[operator][device], device, start, trips))
-        end, device, start, trips = min(ways, key=lambda way: way[:2])
+            transfers, ready = channels.plan_transfers(operator, device, partial)
+            start = partial.first_gap_start(operator, device, ready)
+            options.append((start + problem.seconds[operator][device], device, start, transfers))
+        end, device, start, transfers = min(options, key=lambda option: option[:2])
         partial.place(operator, device, start)
-        channels.book(trips)
+        channels.book(transfers)
         items.append((start, end, operator, operator))
-        items += [(trip.start, trip.end, problem.flows[trip.send.flow].source, trip.send) for trip in trips]
-    return best_schedule(problem, partial.assignment, by_start(items))
+        items += [(each.start, each.end, problem.flows[each.send.flow].source, each.send) for each in transfers]
+    return best_schedule(problem, partial.assignment, sorted_by_start(items))
 
 
 class _Channels:
@@ -57,40 +57,42 @@ class _Channels:
         self._problem = problem
         self._sending: list[_Spans] = [[] for _ in problem.devices]
         self._receiving: list[_Spans] = [[] for _ in problem.devices]
-        self._there: dict[Send, float] = {}  # arrival time of each booked transfer
+        self._arrivals: dict[Send, float] = {}  # arrival time of each booked transfer
 
-    def bring(self, operator: int, device: int, partial: PartialSchedule) -> tuple[list[_Trip], float]:
+    def plan_transfers(
+        self, operator: int, device: int, partial: PartialSchedule
+    ) -> tuple[list[_BookedTransfer], float]:
         """The transfers that the operator needs on a device, and the time at which all its inputs are there."""
-        problem, trips, ready = self._problem, list[_Trip](), 0.0
-        taken: _Spans = []  # of the device's receiving side, by these transfers
+        problem, transfers, ready = self._problem, list[_BookedTransfer](), 0.0
+        reserved: _Spans = []  # of the device's receiving side, by these transfers
         for index in sorted(problem.incoming[operator], key=lambda f: partial.ends[problem.flows[f].source]):
-            made = problem.flows[index].source
-            source, send = partial.assignment[made], Send(index, device)
+            producer = problem.flows[index].source
+            source, send = partial.assignment[producer], Send(index, device)
             if source == device:
-                ready = max(ready, partial.ends[made])
-            elif send in self._there:
-                ready = max(ready, self._there[send])
+                ready = max(ready, partial.ends[producer])
+            elif send in self._arrivals:
+                ready = max(ready, self._arrivals[send])
             else:
                 seconds = problem.flows[index].seconds[source][device]
-                start = self._first_gap(partial.ends[made], seconds, source, device, taken)
-                trips.append(_Trip(send, source, start, start + seconds))
-                insort(taken, (start, start + seconds))
+                start = self._first_gap(partial.ends[producer], seconds, source, device, reserved)
+                transfers.append(_BookedTransfer(send, source, start, start + seconds))
+                insort(reserved, (start, start + seconds))
                 ready = max(ready, start + seconds + problem.latency[source][device])
-        return trips, ready
+        return transfers, ready
 
-    def book(self, trips: list[_Trip]) -> None:
-        for trip in trips:
-            self._there[trip.send] = trip.end + self._problem.latency[trip.source][trip.send.device]
-            if self._problem.congestion and trip.end > trip.start:
-                insort(self._sending[trip.source], (trip.start, trip.end))
-                insort(self._receiving[trip.send.device], (trip.start, trip.end))
+    def book(self, transfers: list[_BookedTransfer]) -> None:
+        for transfer in transfers:
+            self._arrivals[transfer.send] = transfer.end + self._problem.latency[transfer.source][transfer.send.device]
+            if self._problem.congestion and transfer.end > transfer.start:
+                insort(self._sending[transfer.source], (transfer.start, transfer.end))
+                insort(self._receiving[transfer.send.device], (transfer.start, transfer.end))
 
-    def _first_gap(self, ready: float, seconds: float, source: int, device: int, taken: _Spans) -> float:
+    def _first_gap(self, ready: float, seconds: float, source: int, device: int, reserved: _Spans) -> float:
         if not self._problem.congestion or seconds == 0:
             return ready
         start, before = ready, -1.0
         while start != before:  # until one start time is free in all three
             before = start
-            for spans in (self._sending[source], self._receiving[device], taken):
+            for spans in (self._sending[source], self._receiving[device], reserved):
                 start = first_gap(spans, start, seconds)
         return start

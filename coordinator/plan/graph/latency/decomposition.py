@@ -19,9 +19,9 @@ from coordinator.plan.graph.bits import reachable_sets, set_bits
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
-_MOST_BESIDE = 0.3  # fraction of a segment's operators that may be parallel to a near cut
-_MOST_COST = 0.2  # fraction of the segment's work that may be dropped for a near cut
-_COST_OF_A_TRANSFER = 0.01  # cost of a bypassing flow, as a fraction of the segment's work
+_MAX_PARALLEL_FRACTION = 0.3  # fraction of a segment's operators that may be parallel to a near cut
+_MAX_DROPPED_FRACTION = 0.2  # fraction of the segment's work that may be dropped for a near cut
+_TRANSFER_COST = 0.01  # cost of a bypassing flow, as a fraction of the segment's work
 
 
 @dataclass(frozen=True)
@@ -32,73 +32,78 @@ class Cuts:
     dropped: frozenset[int] = frozenset()
 
 
-class Reach:
+class Reachability:
     """The ancestors and descendants of each operator, as bit sets."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         n = problem.num_operators
-        self.before = reachable_sets(problem.predecessors, range(n))
-        self.after = reachable_sets(problem.successors, reversed(range(n)))
+        self.ancestors = reachable_sets(problem.predecessors, range(n))
+        self.descendants = reachable_sets(problem.successors, reversed(range(n)))
         self._all = (1 << n) - 1
 
-    def beside(self, operator: int) -> int:
+    def parallel_to(self, operator: int) -> int:
         """The operators parallel to this one: neither its ancestors nor its descendants."""
-        return self._all & ~(self.before[operator] | self.after[operator] | 1 << operator)
+        return self._all & ~(self.ancestors[operator] | self.descendants[operator] | 1 << operator)
 
 
-def exact_cuts(problem: PlacementProblem, reach: Reach) -> Cuts:
+def exact_cuts(problem: PlacementProblem, reachability: Reachability) -> Cuts:
     """All operators to which no other is parallel, and which no transfer bypasses."""
-    found = [i for i in range(problem.num_operators) if not reach.beside(i)]
+    found = [i for i in range(problem.num_operators) if not reachability.parallel_to(i)]
     late = any(map(any, problem.latency))
     spans = [(f.source, max(f.targets)) for f in problem.flows if late or any(map(any, f.seconds))]
     # Numbers are in topological order: the ancestors of such an operator have lower numbers, its descendants higher ones.
     return Cuts(tuple(cut for cut in found if not any(source < cut < last for source, last in spans)))
 
 
-def near_cuts(problem: PlacementProblem, reach: Reach, cuts: Cuts, most_operators: int) -> Cuts:
-    """Add near cuts until no segment has more than `most_operators`, or no further cut is cheap enough.
+def near_cuts(problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int) -> Cuts:
+    """Add near cuts until no segment has more than `max_operators`, or no further cut is cheap enough.
 
     Each step takes the vertex of a large segment that has the least parallel work, and drops that work. A transfer that
     bypasses the vertex adds a small cost.
     """
     work = [min(row) for row in problem.seconds]
-    passing = _passing(problem, reach)
-    chosen, dropped, lost = set(cuts.operators), 0, 0
-    todo = _between(reach, cuts.operators)
+    bypassing = _bypassing_flows(problem, reachability)
+    chosen, dropped, dropped_flows = set(cuts.operators), 0, 0
+    todo = _operators_between(reachability, cuts.operators)
     while todo:
         segment = todo.pop() & ~dropped
-        if segment.bit_count() <= most_operators:
+        if segment.bit_count() <= max_operators:
             continue
         inside = list(set_bits(segment))
         total = sum(work[i] for i in inside) or 1.0
-        most_beside = _MOST_BESIDE * len(inside)
-        best = (_MOST_COST, -1)
+        max_parallel = _MAX_PARALLEL_FRACTION * len(inside)
+        best = (_MAX_DROPPED_FRACTION, -1)
         for i in inside:
-            beside = reach.beside(i) & segment
-            if beside.bit_count() <= most_beside:
-                transfers = (passing[i] & ~lost).bit_count() * _COST_OF_A_TRANSFER
-                best = min(best, (sum(work[j] for j in set_bits(beside)) / total + transfers, i))
+            parallel = reachability.parallel_to(i) & segment
+            if parallel.bit_count() <= max_parallel:
+                transfers = (bypassing[i] & ~dropped_flows).bit_count() * _TRANSFER_COST
+                best = min(best, (sum(work[j] for j in set_bits(parallel)) / total + transfers, i))
         if best[1] < 0:
             continue
-        dropped |= reach.beside(best[1])
-        lost |= passing[best[1]]
+        dropped |= reachability.parallel_to(best[1])
+        dropped_flows |= bypassing[best[1]]
         # Vertices that have become exact cuts by this are free.
-        new = [i for i in inside if not reach.beside(i) & segment & ~dropped and not passing[i] & ~lost]
+        new = [
+            i
+            for i in inside
+            if not reachability.parallel_to(i) & segment & ~dropped and not bypassing[i] & ~dropped_flows
+        ]
         chosen.update(new)
-        todo += [part & segment for part in _between(reach, sorted(new, key=lambda i: reach.before[i].bit_count()))]
-    order = sorted(chosen, key=lambda i: reach.before[i].bit_count())
+        in_order = sorted(new, key=lambda i: reachability.ancestors[i].bit_count())
+        todo += [part & segment for part in _operators_between(reachability, in_order)]
+    order = sorted(chosen, key=lambda i: reachability.ancestors[i].bit_count())
     return Cuts(tuple(order), frozenset(set_bits(dropped)))
 
 
-def _between(reach: Reach, cuts: Sequence[int]) -> list[int]:
+def _operators_between(reachability: Reachability, cuts: Sequence[int]) -> list[int]:
     """The operators before the first cut, between consecutive cuts, and after the last, as bit sets."""
-    everything = (1 << len(reach.before)) - 1
-    after = [everything, *(reach.after[cut] for cut in cuts)]
-    before = [*(reach.before[cut] for cut in cuts), everything]
+    everything = (1 << len(reachability.ancestors)) - 1
+    after = [everything, *(reachability.descendants[cut] for cut in cuts)]
+    before = [*(reachability.ancestors[cut] for cut in cuts), everything]
     return [a & b for a, b in zip(after, before, strict=True)]
 
 
-def _passing(problem: PlacementProblem, reach: Reach) -> list[int]:
+def _bypassing_flows(problem: PlacementProblem, reachability: Reachability) -> list[int]:
     """By operator, the flows that bypass it (from an ancestor to a descendant) and take time, as bit sets."""
     found = [0] * problem.num_operators
     late = any(map(any, problem.latency))
@@ -106,14 +111,14 @@ def _passing(problem: PlacementProblem, reach: Reach) -> list[int]:
         if late or any(map(any, flow.seconds)):
             until = 0
             for target in flow.targets:
-                until |= reach.before[target]
-            for operator in set_bits(reach.after[flow.source] & until):
+                until |= reachability.ancestors[target]
+            for operator in set_bits(reachability.descendants[flow.source] & until):
                 found[operator] |= 1 << index
     return found
 
 
 @dataclass(frozen=True)
-class Segment:
+class CutSegment:
     """A separate problem: the operators after one cut vertex, up to and including the next.
 
     If `has_entry`, its first operator is the earlier cut vertex, which has already run and takes no time here. If
@@ -133,13 +138,13 @@ class Segment:
         return found
 
 
-def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Segment]:
+def cut_segments(problem: PlacementProblem, cuts: Cuts, reachability: Reachability) -> list[CutSegment]:
     """The segments in the order of the cuts, without memory. Identical blocks give equal problems."""
     parts: list[list[int]] = [[] for _ in range(len(cuts.operators) + 1)]
     cut_bits = sum(1 << cut for cut in cuts.operators)
     for i in range(problem.num_operators):
         if i not in cuts.dropped:
-            parts[(reach.before[i] & cut_bits).bit_count()].append(i)
+            parts[(reachability.ancestors[i] & cut_bits).bit_count()].append(i)
     found = []
     for index, part in enumerate(parts):
         has_entry, has_exit = index > 0, index < len(cuts.operators)
@@ -148,31 +153,31 @@ def segments_of(problem: PlacementProblem, cuts: Cuts, reach: Reach) -> list[Seg
             continue
         local = {operator: position for position, operator in enumerate(operators)}
         last = cuts.operators[index] if has_exit else None
-        flows, kept = [], []
+        flows, flow_numbers = [], []
         for operator in operators:
             for number in problem.outgoing[operator] if operator != last else ():
                 flow = problem.flows[number]
                 targets = tuple(local[target] for target in flow.targets if target in local)
                 if targets:
                     flows.append(Flow(local[operator], targets, flow.seconds))
-                    kept.append(number)
-        nothing = (0.0,) * problem.num_devices
-        alone = replace(
+                    flow_numbers.append(number)
+        zero_seconds = (0.0,) * problem.num_devices
+        subproblem = replace(
             problem,
             operators=tuple(map(str, range(len(operators)))),
             seconds=tuple(
-                nothing if has_entry and position == 0 else problem.seconds[operator]
+                zero_seconds if has_entry and position == 0 else problem.seconds[operator]
                 for position, operator in enumerate(operators)
             ),
             memory_bytes=(0,) * len(operators),
             flows=tuple(flows),
             shared=(),
         )
-        found.append(Segment(alone, tuple(operators), tuple(kept), has_entry, has_exit))
+        found.append(CutSegment(subproblem, tuple(operators), tuple(flow_numbers), has_entry, has_exit))
     return found
 
 
-class Joined(NamedTuple):
+class JoinedSchedule(NamedTuple):
     """The schedules of consecutive segments as one. Devices and starts by operator; dropped operators are missing."""
 
     assignment: dict[int, int]
@@ -181,9 +186,9 @@ class Joined(NamedTuple):
     makespan: float
 
 
-def joined(segments: Sequence[Segment], schedules: Sequence[Schedule]) -> Joined:
+def join_schedules(segments: Sequence[CutSegment], schedules: Sequence[Schedule]) -> JoinedSchedule:
     """The segments' schedules as one."""
-    found = Joined({}, {}, [], sum(part.makespan for part in schedules))
+    found = JoinedSchedule({}, {}, [], sum(part.makespan for part in schedules))
     began = 0.0
     for segment, part in zip(segments, schedules, strict=True):
         for item in part.order:

@@ -9,7 +9,7 @@ from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
-_DETERMINISTIC_SECONDS = 10.0  # CP-SAT's own count of work, so that a run repeats exactly
+_MAX_DETERMINISTIC_SECONDS = 10.0  # CP-SAT's own count of work, so that a run repeats exactly
 
 
 def held_bytes(
@@ -31,7 +31,7 @@ def total_bytes(problem: PlacementProblem) -> int:
     return sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
 
 
-def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
+def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
     """An assignment within all budgets; if none is found, the proven lower bound on the bytes that are missing."""
     model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
     on = [{k: model.new_bool_var("") for k in ranks} for _ in problem.operators]
@@ -44,7 +44,7 @@ def fit(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tupl
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.random_seed = num_workers, 0
     solver.parameters.max_time_in_seconds = max(seconds, 0.0)
-    solver.parameters.max_deterministic_time = _DETERMINISTIC_SECONDS
+    solver.parameters.max_deterministic_time = _MAX_DETERMINISTIC_SECONDS
     status = solver.solve(model)
     missing = max(0, math.ceil(solver.best_objective_bound - 1e-6)) if status != cp_model.UNKNOWN else 0
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:

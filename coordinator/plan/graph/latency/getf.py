@@ -32,7 +32,7 @@ def getf(problem: PlacementProblem) -> Schedule:
             for k in partial.candidates(i, group_of[i])
         )
         partial.place(operator, device, start)
-    return partial.finished()
+    return partial.to_schedule()
 
 
 def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
@@ -70,10 +70,10 @@ def _groups(speeds: list[float]) -> list[list[int]]:
     """
     m = len(speeds)
     factor = max(2.0, math.log2(m) / math.log2(math.log2(m))) if m > 2 else 2.0
-    kept = [device for device in range(m) if speeds[device] * m >= 1]
-    slowest = min(speeds[device] for device in kept)
+    fast_enough = [device for device in range(m) if speeds[device] * m >= 1]
+    slowest = min(speeds[device] for device in fast_enough)
     by_group: dict[int, list[int]] = {}
-    for device in kept:
+    for device in fast_enough:
         by_group.setdefault(int(math.log(speeds[device] / slowest, factor) + 1e-9), []).append(device)
     return [by_group[index] for index in sorted(by_group)]
 
@@ -82,18 +82,18 @@ def _fractions(problem: PlacementProblem) -> Vector:
     """[n, K]: the fraction of each operator on each device in the best fractional schedule, ignoring transfers and memory."""
     n, num_devices = problem.num_operators, problem.num_devices
     share, end, makespan = 0, n * num_devices, n * num_devices + n
-    rows = LinearProgram(makespan + 1)
+    program = LinearProgram(makespan + 1)
     for i, seconds in enumerate(problem.seconds):
         mine = {share + i * num_devices + k: seconds[k] for k in range(num_devices)}
-        rows.add_equal(dict.fromkeys(mine, 1.0), 1.0)
+        program.add_equal(dict.fromkeys(mine, 1.0), 1.0)
         taken = {variable: -coefficient for variable, coefficient in mine.items()}
-        rows.add_at_least({end + i: 1.0, **taken}, 0.0)
+        program.add_at_least({end + i: 1.0, **taken}, 0.0)
         for before in problem.predecessors[i]:
-            rows.add_at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
-        rows.add_at_least({makespan: 1.0, end + i: -1.0}, 0.0)
+            program.add_at_least({end + i: 1.0, end + before: -1.0, **taken}, 0.0)
+        program.add_at_least({makespan: 1.0, end + i: -1.0}, 0.0)
     for k in range(num_devices):
         load = {share + i * num_devices + k: -problem.seconds[i][k] for i in range(n)}
-        rows.add_at_least({makespan: 1.0, **load}, 0.0)
+        program.add_at_least({makespan: 1.0, **load}, 0.0)
     cost = np.zeros(makespan + 1)
     cost[makespan] = 1.0
-    return rows.minimise(cost, np.full(makespan + 1, highspy.kHighsInf))[: n * num_devices].reshape(n, num_devices)
+    return program.minimise(cost, np.full(makespan + 1, highspy.kHighsInf))[: n * num_devices].reshape(n, num_devices)

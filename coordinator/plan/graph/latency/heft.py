@@ -20,40 +20,40 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     pins = pins or {}
     partial = PartialSchedule(problem, "heft")
     ranks = upward_ranks(problem)
-    for operator in by_rank(problem, ranks):
+    for operator in rank_order(problem, ranks):
         start, device = min(
             (
-                (partial.earliest_after(operator, device, partial.inputs_at(operator, device)), device)
+                (partial.first_gap_start(operator, device, partial.inputs_ready_at(operator, device)), device)
                 for device in partial.candidates(operator, [pins[operator]] if operator in pins else None)
             ),
             key=lambda each: each[0] + problem.seconds[operator][each[1]],
         )
         partial.place(operator, device, start)
-    return partial.finished()
+    return partial.to_schedule()
 
 
-def critical_path(problem: PlacementProblem, random: Random, runs: int = 50) -> Schedule:
+def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50) -> Schedule:
     """Place the ready operator with the longest path to the end on the device where it can start first.
 
     As in Doppler's baseline (its section on baselines; Kwok and Ahmad's survey): the best of 50 runs, which differ in how
     ties are broken. Raises NoPlacement.
     """
     ranks = upward_ranks(problem)
-    found = []
+    schedules = []
     for _ in range(runs):
         partial = PartialSchedule(problem, "critical-path")
         while partial.ready:
-            operator = max(partial.ready, key=lambda i: (ranks[i], random.random()))
+            operator = max(partial.ready, key=lambda i: (ranks[i], rng.random()))
             start, _, device = min(
-                (partial.earliest_start(operator, device), random.random(), device)
+                (partial.earliest_start(operator, device), rng.random(), device)
                 for device in partial.candidates(operator)
             )
             partial.place(operator, device, start)
-        found.append(partial)
-    best = min(found, key=lambda each: max(each.ends))
-    return best.finished()
+        schedules.append(partial)
+    best = min(schedules, key=lambda each: max(each.ends))
+    return best.to_schedule()
 
 
-def by_rank(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
+def rank_order(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
     """Operators by decreasing rank, in topological order: ranks alone do not order operators that take no time."""
     return topological_order(problem.predecessors, lambda operator: -ranks[operator])

@@ -21,14 +21,14 @@ class PartialSchedule:
         self.starts = [0.0] * n
         self.ends = [0.0] * n
         self._busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]  # spans, sorted
-        self._room = list(problem.budget_bytes)
-        self._shared: list[list[int]] = [[] for _ in range(n)]  # by operator, indices of shared weights
+        self._free_bytes = list(problem.budget_bytes)
+        self._shared_weights: list[list[int]] = [[] for _ in range(n)]  # by operator, indices of shared weights
         for index, group in enumerate(problem.shared):
             for operator in group.operators:
-                self._shared[operator].append(index)
-        self._held: list[set[int]] = [set() for _ in range(problem.num_devices)]
+                self._shared_weights[operator].append(index)
+        self._held_weights: list[set[int]] = [set() for _ in range(problem.num_devices)]
         self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
-        self._inputs_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
+        self._inputs_ready_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
         self.ready = {i for i in range(n) if self._waiting_for[i] == 0}
 
     def free_at(self, device: int) -> float:
@@ -41,39 +41,39 @@ class PartialSchedule:
         Raises NoPlacement when there is none.
         """
         wanted = range(self._problem.num_devices) if devices is None else devices
-        found = [device for device in wanted if self._need(operator, device) <= self._room[device]]
+        found = [device for device in wanted if self._needed_bytes(operator, device) <= self._free_bytes[device]]
         if not found and devices is not None:
             return self.candidates(operator)
         if not found:
             raise NoPlacement(graph=self._problem.name, strategy=self._strategy)
         return found
 
-    def inputs_at(self, operator: int, device: int) -> float:
+    def inputs_ready_at(self, operator: int, device: int) -> float:
         """The time at which all inputs of the operator can be on the device."""
-        known = self._inputs_at.get((operator, device))
+        known = self._inputs_ready_at.get((operator, device))
         if known is not None:
             return known
         problem, latest = self._problem, 0.0
         for index in problem.incoming[operator]:
             flow = problem.flows[index]
             source = self.assignment[flow.source]
-            carried = flow.seconds[source][device] + problem.latency[source][device] if source != device else 0.0
-            latest = max(latest, self.ends[flow.source] + carried)
-        self._inputs_at[operator, device] = latest
+            transfer = flow.seconds[source][device] + problem.latency[source][device] if source != device else 0.0
+            latest = max(latest, self.ends[flow.source] + transfer)
+        self._inputs_ready_at[operator, device] = latest
         return latest
 
     def earliest_start(self, operator: int, device: int) -> float:
         """The earliest start after everything that was placed on the device."""
-        return max(self.inputs_at(operator, device), self.free_at(device))
+        return max(self.inputs_ready_at(operator, device), self.free_at(device))
 
-    def earliest_after(self, operator: int, device: int, ready: float) -> float:
+    def first_gap_start(self, operator: int, device: int, ready: float) -> float:
         """The start of the first gap on the device that is long enough, from `ready` on."""
         return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
 
     def place(self, operator: int, device: int, start: float) -> None:
         end = start + self._problem.seconds[operator][device]
-        self._room[device] -= self._need(operator, device)
-        self._held[device].update(self._shared[operator])
+        self._free_bytes[device] -= self._needed_bytes(operator, device)
+        self._held_weights[device].update(self._shared_weights[operator])
         self.assignment[operator] = device
         self.starts[operator], self.ends[operator] = start, end
         if end > start:
@@ -84,14 +84,16 @@ class PartialSchedule:
             if self._waiting_for[successor] == 0:
                 self.ready.add(successor)
 
-    def finished(self) -> Schedule:
+    def to_schedule(self) -> Schedule:
         """The schedule as the simulator prices it, in the order of the start times found here."""
         order = sorted(range(self._problem.num_operators), key=lambda i: (self.starts[i], self.ends[i], i))
         return best_schedule(self._problem, self.assignment, order)
 
-    def _need(self, operator: int, device: int) -> int:
-        held = self._held[device]
-        shared = sum(self._problem.shared[index].num_bytes for index in self._shared[operator] if index not in held)
+    def _needed_bytes(self, operator: int, device: int) -> int:
+        held = self._held_weights[device]
+        shared = sum(
+            self._problem.shared[index].num_bytes for index in self._shared_weights[operator] if index not in held
+        )
         return self._problem.memory_bytes[operator] + shared
 
 
@@ -111,7 +113,7 @@ def mean_seconds(problem: PlacementProblem) -> list[float]:
     return [sum(row) / len(row) for row in problem.seconds]
 
 
-def mean_carried(problem: PlacementProblem) -> list[float]:
+def mean_transfer_seconds(problem: PlacementProblem) -> list[float]:
     """Transfer seconds of each flow, latency included, averaged over all pairs of devices; 0 with a single device."""
     pairs = [(a, b) for a in range(problem.num_devices) for b in range(problem.num_devices) if a != b]
     if not pairs:
@@ -121,7 +123,7 @@ def mean_carried(problem: PlacementProblem) -> list[float]:
 
 def upward_ranks(problem: PlacementProblem) -> list[float]:
     """By operator, the longest path from its start to the end of the graph, with mean times (HEFT's rank_u)."""
-    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    seconds, carried = mean_seconds(problem), mean_transfer_seconds(problem)
     ranks = [0.0] * problem.num_operators
     for i in reversed(range(problem.num_operators)):
         after = (carried[f] + max(ranks[t] for t in problem.flows[f].targets) for f in problem.outgoing[i])
@@ -129,9 +131,9 @@ def upward_ranks(problem: PlacementProblem) -> list[float]:
     return ranks
 
 
-def around(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
+def ranks_from_schedule(problem: PlacementProblem, starts: Mapping[int, float], makespan: float) -> list[float]:
     """Ranks that keep the order of a partial schedule; the remaining operators are ranked by their latest start."""
-    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    seconds, carried = mean_seconds(problem), mean_transfer_seconds(problem)
     latest = [0.0] * problem.num_operators
     for i in reversed(range(problem.num_operators)):
         needed = (latest[t] - carried[f] for f in problem.outgoing[i] for t in problem.flows[f].targets)

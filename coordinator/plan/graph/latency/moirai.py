@@ -17,11 +17,18 @@ from functools import partial
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.cpsat import Effort, in_ticks, solve_model
-from coordinator.plan.graph.latency.decomposition import Joined, Reach, exact_cuts, joined, near_cuts, segments_of
-from coordinator.plan.graph.latency.fitting import fit
+from coordinator.plan.graph.latency.cpsat import SolverLimits, in_ticks, solve_model
+from coordinator.plan.graph.latency.decomposition import (
+    JoinedSchedule,
+    Reachability,
+    cut_segments,
+    exact_cuts,
+    join_schedules,
+    near_cuts,
+)
+from coordinator.plan.graph.latency.fitting import fitting_assignment
 from coordinator.plan.graph.latency.heft import heft
-from coordinator.plan.graph.latency.list_scheduling import around
+from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
 from coordinator.plan.graph.latency.paths import shortest_paths
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
@@ -29,9 +36,9 @@ from coordinator.plan.graph.latency.windows import improve
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
-_SEGMENT = 60  # operators; larger segments are cut at near cuts
-_WHOLE = 60  # operators; smaller graphs are solved as one model
-_PATH_SHARE = 0.5  # fraction of the remaining time for the shortest path where that is only a bound
+_MAX_SEGMENT_OPERATORS = 60  # operators; larger segments are cut at near cuts
+_MAX_WHOLE_OPERATORS = 60  # operators; smaller graphs are solved as one model
+_PATH_TIME_FRACTION = 0.5  # fraction of the remaining time for the shortest path where that is only a bound
 
 
 def solve(
@@ -43,105 +50,109 @@ def solve(
     to the precision of a tick (`in_ticks`). Raises ModelDoesNotFit with the missing bytes, or NoPlacement if the search
     could not decide in time whether the graph fits.
     """
-    search = _Search(problem, time_limit_seconds, clock, num_workers)
+    search = _PlacementSearch(problem, time_limit_seconds, clock, num_workers)
     search.run()
     return search.solution()
 
 
-class _Search:
+class _PlacementSearch:
     def __init__(
         self, problem: PlacementProblem, time_limit_seconds: float, clock: Callable[[], float], num_workers: int
     ) -> None:
         self._problem = problem
         self._ticked, self._ticks_per_unit = in_ticks(problem)
         self._clock, self._began = clock, clock()
-        self._until = self._began + time_limit_seconds
+        self._deadline = self._began + time_limit_seconds
         self._num_workers = num_workers
-        self._lower = relaxed_makespan(self._ticked)  # ticks
-        self._missing = 0  # bytes, if the graph does not fit
+        self._bound_ticks = relaxed_makespan(self._ticked)  # ticks
+        self._missing_bytes = 0  # bytes, if the graph does not fit
         self._best: Schedule | None = None  # the best schedule with exact times
-        self._known: Schedule | None = None  # the best schedule in ticks
+        self._best_ticked: Schedule | None = None  # the best schedule in ticks
 
     def run(self) -> None:
         for baseline in BASELINES.values():
-            self._try(partial(baseline, self._problem))
-        self._complete(Joined({}, {}, [], 0.0))
-        if self._known is None:  # memory is tight: list scheduling found no placement
-            fitted = fit(self._problem, self._left, self._num_workers)
+            self._run_and_offer(partial(baseline, self._problem))
+        self._complete_and_offer(JoinedSchedule({}, {}, [], 0.0))
+        if self._best_ticked is None:  # memory is tight: list scheduling found no placement
+            fitted = fitting_assignment(self._problem, self._seconds_left, self._num_workers)
             if isinstance(fitted, int):
-                self._missing = fitted
+                self._missing_bytes = fitted
                 return
             self._offer(fitted, range(self._problem.num_operators))
         if self._is_done():
             return
-        reach = Reach(self._ticked)
-        cuts = exact_cuts(self._ticked, reach)
-        segments, share = segments_of(self._ticked, cuts, reach), 1.0
-        if max(len(segment.operators) for segment in segments) > _SEGMENT:
-            cuts = near_cuts(self._ticked, reach, cuts, _SEGMENT)
-            segments, share = segments_of(self._ticked, cuts, reach), _PATH_SHARE
-        until = self._clock() + share * self._left
-        for path in shortest_paths(self._ticked, segments, self._clock, until, self._num_workers):
-            self._lower = max(self._lower, path.lower)
-            self._complete(joined(segments, path.schedules))
-        if self._known is not None and self._problem.num_operators <= _WHOLE and not self._is_done():
-            self._solve_whole(self._known)
-        if self._known is not None and not self._is_done():
-            for better in improve(self._ticked, self._known, self._clock, self._until, self._num_workers):
+        reachability = Reachability(self._ticked)
+        cuts = exact_cuts(self._ticked, reachability)
+        segments, time_fraction = cut_segments(self._ticked, cuts, reachability), 1.0
+        if max(len(segment.operators) for segment in segments) > _MAX_SEGMENT_OPERATORS:
+            cuts = near_cuts(self._ticked, reachability, cuts, _MAX_SEGMENT_OPERATORS)
+            segments, time_fraction = cut_segments(self._ticked, cuts, reachability), _PATH_TIME_FRACTION
+        deadline = self._clock() + time_fraction * self._seconds_left
+        for path in shortest_paths(self._ticked, segments, self._clock, deadline, self._num_workers):
+            self._bound_ticks = max(self._bound_ticks, path.lower)
+            self._complete_and_offer(join_schedules(segments, path.schedules))
+        if (
+            self._best_ticked is not None
+            and self._problem.num_operators <= _MAX_WHOLE_OPERATORS
+            and not self._is_done()
+        ):
+            self._solve_whole(self._best_ticked)
+        if self._best_ticked is not None and not self._is_done():
+            for better in improve(self._ticked, self._best_ticked, self._clock, self._deadline, self._num_workers):
                 self._offer(better.assignment, better.order)
                 if self._is_done():
                     break
 
     def solution(self) -> Solution[Schedule]:
-        if self._best is None or self._known is None:
-            if self._missing == 0:  # neither found nor ruled out in time
+        if self._best is None or self._best_ticked is None:
+            if self._missing_bytes == 0:  # neither found nor ruled out in time
                 raise NoPlacement(graph=self._problem.name, strategy="moirai")
-            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing)
+            raise ModelDoesNotFit(model=self._problem.name, missing_bytes=self._missing_bytes)
         return Solution(
             self._best,
             self._best.makespan,
-            bound=min(self._lower / self._ticks_per_unit, self._best.makespan),
+            bound=min(self._bound_ticks / self._ticks_per_unit, self._best.makespan),
             proven=self._is_done(),
             seconds=self._clock() - self._began,
         )
 
     @property
-    def _left(self) -> float:
-        return max(0.0, self._until - self._clock())
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - self._clock())
 
     def _is_done(self) -> bool:
-        return self._known is not None and round(self._known.makespan) <= self._lower
+        return self._best_ticked is not None and round(self._best_ticked.makespan) <= self._bound_ticks
 
     def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:
-        if self._problem.overflow(assignment) > 0:
+        if self._problem.overflow_bytes(assignment) > 0:
             return
         items = list(order)
-        for problem, name in ((self._problem, "_best"), (self._ticked, "_known")):
+        for problem, name in ((self._problem, "_best"), (self._ticked, "_best_ticked")):
             found, known = best_schedule(problem, assignment, items), getattr(self, name)
             if known is None or found.makespan < known.makespan:
                 setattr(self, name, found)
 
-    def _try(self, strategy: Callable[[], Schedule]) -> None:
+    def _run_and_offer(self, strategy: Callable[[], Schedule]) -> None:
         try:
             found = strategy()
         except NoPlacement:
             return
         self._offer(found.assignment, found.order)
 
-    def _complete(self, part: Joined) -> None:
+    def _complete_and_offer(self, part: JoinedSchedule) -> None:
         """Extend a partial schedule: list scheduling places the other operators. Offer the results."""
         n, problem = self._problem.num_operators, self._ticked
         if len(part.assignment) == n:
             self._offer([part.assignment[i] for i in range(n)], part.order)
             return
-        ranks = around(problem, part.starts, part.makespan)
-        self._try(partial(heft, problem, part.assignment))
-        self._try(partial(contended_heft, problem, part.assignment))
-        self._try(partial(contended_heft, problem, part.assignment, ranks))
+        ranks = ranks_from_schedule(problem, part.starts, part.makespan)
+        self._run_and_offer(partial(heft, problem, part.assignment))
+        self._run_and_offer(partial(contended_heft, problem, part.assignment))
+        self._run_and_offer(partial(contended_heft, problem, part.assignment, ranks))
 
     def _solve_whole(self, known: Schedule) -> None:
-        effort = Effort(self._left, num_workers=self._num_workers)
-        answer = solve_model(self._ticked, effort, round(known.makespan), hint=known)
-        if answer.schedule is not None:
-            self._offer(answer.schedule.assignment, answer.schedule.order)
-        self._lower = max(self._lower, answer.bound)
+        limits = SolverLimits(self._seconds_left, num_workers=self._num_workers)
+        result = solve_model(self._ticked, limits, round(known.makespan), hint=known)
+        if result.schedule is not None:
+            self._offer(result.schedule.assignment, result.schedule.order)
+        self._bound_ticks = max(self._bound_ticks, result.bound)

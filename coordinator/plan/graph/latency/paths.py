@@ -11,33 +11,33 @@ from itertools import product
 from typing import NamedTuple
 
 from coordinator.plan.graph.latency.bounds import relaxed_makespan
-from coordinator.plan.graph.latency.cpsat import Effort, solve_model
-from coordinator.plan.graph.latency.decomposition import Segment
+from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_model
+from coordinator.plan.graph.latency.decomposition import CutSegment
 from coordinator.plan.graph.latency.heft import heft
-from coordinator.plan.graph.latency.patterns import patterns_of
+from coordinator.plan.graph.latency.patterns import segment_patterns
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
 
-_FIRST_EFFORT = 0.05  # deterministic seconds for an arc; doubled after every two tries
-_LARGE = 30  # operators; a segment with more is bounded first and then searched
-_ANY = -1  # in place of a device: this side of the segment has no cut vertex
-_UNKNOWN = 1 << 62  # ticks; above every makespan
-_STEP = 0.01  # intermediate paths are reported only if shorter by this fraction
+_FIRST_TRY_SECONDS = 0.05  # deterministic seconds for an arc; doubled after every two tries
+_LARGE_ARC_OPERATORS = 30  # operators; a segment with more is bounded first and then searched
+_NO_CUT = -1  # in place of a device: this side of the segment has no cut vertex
+_UNKNOWN_TICKS = 1 << 62  # ticks; above every makespan
+_MIN_REPORTED_GAIN = 0.01  # intermediate paths are reported only if shorter by this fraction
 
 
 class Arc:
     """The makespan of a segment between two devices, in ticks: at least `lower`, at most `upper` (that of `schedule`).
 
     With a `pattern`, the pattern's bound holds here too and its schedules are tried here, so it is tightened first.
-    `upper` is unknown until `look` is called.
+    `upper` is unknown until `find_first_schedule` is called.
     """
 
     def __init__(self, problem: PlacementProblem, pins: Mapping[int, int], pattern: Arc | None = None) -> None:
         self._problem, self._pins, self._pattern = problem, pins, pattern
-        self._effort, self._tries = _FIRST_EFFORT, 0
+        self._try_seconds, self._tries = _FIRST_TRY_SECONDS, 0
         self._lower = relaxed_makespan(problem, pins) if pattern is None else 0
         self._schedule: Schedule | None = None
-        self._seen: Schedule | None = None  # the pattern's last schedule that was tried here
+        self._tried_pattern_schedule: Schedule | None = None  # the pattern's last schedule that was tried here
 
     @property
     def lower(self) -> int:
@@ -45,36 +45,37 @@ class Arc:
 
     @property
     def upper(self) -> int:
-        return _UNKNOWN if self._schedule is None else round(self.schedule.makespan)
+        return _UNKNOWN_TICKS if self._schedule is None else round(self.schedule.makespan)
 
     @property
     def schedule(self) -> Schedule:
         assert self._schedule is not None
         pattern = self._pattern._schedule if self._pattern is not None else None
-        if pattern is not None and pattern is not self._seen:
-            self._seen = pattern
+        if pattern is not None and pattern is not self._tried_pattern_schedule:
+            self._tried_pattern_schedule = pattern
             self._offer(best_schedule(self._problem, pattern.assignment, pattern.order))
         return self._schedule
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.lower < self.upper
 
     @property
-    def patience(self) -> float:
+    def next_try_seconds(self) -> float:
         """Deterministic seconds for the next try."""
-        return self._pattern.patience if self._pattern is not None and self._pattern.open else self._effort
+        pattern = self._pattern
+        return pattern.next_try_seconds if pattern is not None and pattern.is_open else self._try_seconds
 
-    def look(self) -> bool:
+    def find_first_schedule(self) -> bool:
         """Find a first schedule, so that `upper` is known. Returns False if there already was one."""
         if self._schedule is not None:
             return False
         if self._pattern is None:
-            self._schedule = self._first_guess()
+            self._schedule = self._first_schedule()
         else:
-            self._pattern.look()
-            self._seen = self._pattern.schedule
-            self._schedule = best_schedule(self._problem, self._seen.assignment, self._seen.order)
+            self._pattern.find_first_schedule()
+            self._tried_pattern_schedule = pattern = self._pattern.schedule
+            self._schedule = best_schedule(self._problem, pattern.assignment, pattern.order)
             self._lower = relaxed_makespan(self._problem, self._pins)
         if self._problem.num_operators == len(self._pins):
             self._lower = self.upper
@@ -82,28 +83,28 @@ class Arc:
 
     def tighten(self, below: int, seconds: float, num_workers: int) -> None:
         """Look for a schedule that ends before `below`, or for a proof that there is none."""
-        if self._pattern is not None and self._pattern.open:
+        if self._pattern is not None and self._pattern.is_open:
             self._pattern.tighten(below, seconds, num_workers)
             return
         below = min(below, self.upper)
         # Search without a linear relaxation proves small arcs fastest; the relaxation gives good bounds for large arcs,
         # and its full form better ones if there is time for it.
-        large = self._problem.num_operators > _LARGE
+        large = self._problem.num_operators > _LARGE_ARC_OPERATORS
         linearization = 0 if (self._tries + large) % 2 == 0 else 2 if large and self._tries > 1 else 1
-        effort = Effort(seconds, self._effort, num_workers, linearization)
-        answer = solve_model(self._problem, effort, below, self._pins, self.schedule)
+        limits = SolverLimits(seconds, self._try_seconds, num_workers, linearization)
+        result = solve_model(self._problem, limits, below, self._pins, self.schedule)
         self._tries += 1
         if not self._tries % 2:
-            self._effort *= 2
-        if answer.schedule is not None:
-            self._offer(answer.schedule)
-        self._lower = max(self._lower, answer.bound)
+            self._try_seconds *= 2
+        if result.schedule is not None:
+            self._offer(result.schedule)
+        self._lower = max(self._lower, result.bound)
 
     def _offer(self, found: Schedule) -> None:
         if self._schedule is None or found.makespan < self._schedule.makespan:
             self._schedule = found
 
-    def _first_guess(self) -> Schedule:
+    def _first_schedule(self) -> Schedule:
         problem, order = self._problem, range(self._problem.num_operators)
         guesses = [
             best_schedule(problem, [self._pins.get(i, k) for i in order], order) for k in range(problem.num_devices)
@@ -113,7 +114,7 @@ class Arc:
         return min(guesses, key=lambda each: each.makespan)
 
 
-_Layers = list[dict[tuple[int, int], Arc]]  # by segment: devices at its entry and its exit -> arc
+_ArcLayers = list[dict[tuple[int, int], Arc]]  # by segment: devices at its entry and its exit -> arc
 
 
 class Path(NamedTuple):
@@ -126,44 +127,44 @@ class Path(NamedTuple):
 
 def shortest_paths(
     problem: PlacementProblem,
-    segments: Sequence[Segment],
+    segments: Sequence[CutSegment],
     clock: Callable[[], float],
-    until: float,
+    deadline: float,
     num_workers: int = 1,
 ) -> Iterator[Path]:
-    """Yield shorter and shorter paths, the best one last, until the optimum is proven or `clock()` reaches `until`.
+    """Yield shorter and shorter paths, the best one last, until the optimum is proven or `clock()` reaches `deadline`.
 
-    Before the last, only paths that are shorter by `_STEP` are yielded.
+    Before the last, only paths that are shorter by `_MIN_REPORTED_GAIN` are yielded.
     """
-    arcs = _arcs(problem, segments)
-    told = _UNKNOWN
+    arcs = _build_arcs(problem, segments)
+    reported = _UNKNOWN_TICKS
     while True:
-        path, lower = _shortest([{pair: arc.lower for pair, arc in layer.items()} for layer in arcs])
-        looked = [layer[pair].look() for layer, pair in zip(arcs, path, strict=True)]
-        if any(looked):
+        path, lower = _shortest_path([{pair: arc.lower for pair, arc in layer.items()} for layer in arcs])
+        first_seen = [layer[pair].find_first_schedule() for layer, pair in zip(arcs, path, strict=True)]
+        if any(first_seen):
             continue  # their bounds may have risen
-        best, upper = _shortest([{pair: arc.upper for pair, arc in layer.items()} for layer in arcs])
-        still_open = [index for index, pair in enumerate(path) if arcs[index][pair].open]
-        if lower >= upper or not still_open or clock() >= until:
+        best, upper = _shortest_path([{pair: arc.upper for pair, arc in layer.items()} for layer in arcs])
+        still_open = [index for index, pair in enumerate(path) if arcs[index][pair].is_open]
+        if lower >= upper or not still_open or clock() >= deadline:
             if not still_open and lower < upper:
                 best, upper = path, lower
-            yield _path(arcs, best, upper, lower)
+            yield _make_path(arcs, best, upper, lower)
             return
-        if upper <= (1 - _STEP) * told:
-            told = upper
-            yield _path(arcs, best, upper, lower)
-        index = min(still_open, key=lambda i: arcs[i][path[i]].patience)
+        if upper <= (1 - _MIN_REPORTED_GAIN) * reported:
+            reported = upper
+            yield _make_path(arcs, best, upper, lower)
+        index = min(still_open, key=lambda i: arcs[i][path[i]].next_try_seconds)
         arc = arcs[index][path[index]]
         # The rest of the path takes at least this long; the arc matters only if it fits in the remaining time.
         rest = lower - arc.lower
-        arc.tighten(upper - rest, until - clock(), num_workers)
+        arc.tighten(upper - rest, deadline - clock(), num_workers)
 
 
-def _path(arcs: _Layers, pairs: Sequence[tuple[int, int]], upper: int, lower: int) -> Path:
+def _make_path(arcs: _ArcLayers, pairs: Sequence[tuple[int, int]], upper: int, lower: int) -> Path:
     return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, pairs, strict=True)), upper, lower)
 
 
-def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> _Layers:
+def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment]) -> _ArcLayers:
     """By segment, its arc for each pair of devices at its entry and exit; equal arcs are one object."""
     known: dict[tuple[PlacementProblem, tuple[tuple[int, int], ...]], Arc] = {}
 
@@ -173,11 +174,11 @@ def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> _Layers:
             known[key] = Arc(of, pins, pattern)
         return known[key]
 
-    arcs: _Layers = []
+    arcs: _ArcLayers = []
     ranks = range(problem.num_devices)
-    for segment, pattern in zip(segments, patterns_of([segment.problem for segment in segments]), strict=True):
-        entries = ranks if segment.has_entry else (_ANY,)
-        exits = ranks if segment.has_exit else (_ANY,)
+    for segment, pattern in zip(segments, segment_patterns([segment.problem for segment in segments]), strict=True):
+        entries = ranks if segment.has_entry else (_NO_CUT,)
+        exits = ranks if segment.has_exit else (_NO_CUT,)
         arcs.append({})
         for a, b in product(entries, exits):
             pins = segment.pins(a, b)
@@ -185,15 +186,15 @@ def _arcs(problem: PlacementProblem, segments: Sequence[Segment]) -> _Layers:
     return arcs
 
 
-def _shortest(layers: Sequence[Mapping[tuple[int, int], int]]) -> tuple[list[tuple[int, int]], int]:
+def _shortest_path(layers: Sequence[Mapping[tuple[int, int], int]]) -> tuple[list[tuple[int, int]], int]:
     """The arcs of the shortest path through all layers, and its length."""
-    reached: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+    paths_to: dict[int, tuple[int, list[tuple[int, int]]]] = {}
     for index, layer in enumerate(layers):
-        step: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        next_paths: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         for (a, b), cost in layer.items():
-            length, path = reached[a] if index else (0, [])
-            if b not in step or length + cost < step[b][0]:
-                step[b] = (length + cost, [*path, (a, b)])
-        reached = step
-    length, path = min(reached.values(), key=lambda each: each[0])
+            length, path = paths_to[a] if index else (0, [])
+            if b not in next_paths or length + cost < next_paths[b][0]:
+                next_paths[b] = (length + cost, [*path, (a, b)])
+        paths_to = next_paths
+    length, path = min(paths_to.values(), key=lambda each: each[0])
     return path, length

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.plan.graph.latency.problem import Matrix, PlacementProblem
+from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
 
-_ALIKE = 0.95  # fraction of each segment's work, and of its transfers, that its pattern must keep
+_MIN_KEPT_FRACTION = 0.95  # fraction of each segment's work, and of its transfers, that its pattern must keep
 
 
 @dataclass
 class _Group:
     pattern: PlacementProblem
-    most_work: float
-    most_sent: float
+    max_work: float
+    max_transfers: float
     members: list[int]
 
 
-def patterns_of(problems: Sequence[PlacementProblem]) -> list[PlacementProblem | None]:
+def segment_patterns(problems: Sequence[PlacementProblem]) -> list[PlacementProblem | None]:
     """The pattern of each problem; None for a problem that resembles no other, or only identical ones."""
     groups: dict[Any, list[_Group]] = {}
     for index, problem in enumerate(problems):
@@ -33,42 +33,48 @@ def patterns_of(problems: Sequence[PlacementProblem]) -> list[PlacementProblem |
             problem.congestion,
             tuple((flow.source, flow.targets) for flow in problem.flows),
         )
-        alike = groups.setdefault(shape, [])
-        if not any(_joins(group, problem, index) for group in alike):
-            alike.append(_Group(problem, _work(problem), _sent(problem), [index]))
-    found: list[PlacementProblem | None] = [None] * len(problems)
-    for group in (group for alike in groups.values() for group in alike):
+        same_shape = groups.setdefault(shape, [])
+        if not any(_try_to_join(group, problem, index) for group in same_shape):
+            same_shape.append(_Group(problem, _work_ticks(problem), _transfer_ticks(problem), [index]))
+    patterns: list[PlacementProblem | None] = [None] * len(problems)
+    for group in (group for same_shape in groups.values() for group in same_shape):
         if any(problems[index] != group.pattern for index in group.members):
             for index in group.members:
-                found[index] = group.pattern
-    return found
+                patterns[index] = group.pattern
+    return patterns
 
 
-def _joins(group: _Group, problem: PlacementProblem, index: int) -> bool:
+def _try_to_join(group: _Group, problem: PlacementProblem, index: int) -> bool:
     pattern = replace(
         group.pattern,
-        seconds=_least(group.pattern.seconds, problem.seconds),
+        seconds=_elementwise_min(group.pattern.seconds, problem.seconds),
         flows=tuple(
-            ours._replace(seconds=_least(ours.seconds, theirs.seconds))
+            ours._replace(seconds=_elementwise_min(ours.seconds, theirs.seconds))
             for ours, theirs in zip(group.pattern.flows, problem.flows, strict=True)
         ),
     )
-    most_work, most_sent = max(group.most_work, _work(problem)), max(group.most_sent, _sent(problem))
-    if _work(pattern) < _ALIKE * most_work or _sent(pattern) < _ALIKE * most_sent:
+    max_work, max_transfers = (
+        max(group.max_work, _work_ticks(problem)),
+        max(group.max_transfers, _transfer_ticks(problem)),
+    )
+    if (
+        _work_ticks(pattern) < _MIN_KEPT_FRACTION * max_work
+        or _transfer_ticks(pattern) < _MIN_KEPT_FRACTION * max_transfers
+    ):
         return False
-    group.pattern, group.most_work, group.most_sent = pattern, most_work, most_sent
+    group.pattern, group.max_work, group.max_transfers = pattern, max_work, max_transfers
     group.members.append(index)
     return True
 
 
-def _least(ours: Matrix, theirs: Matrix) -> Matrix:
+def _elementwise_min(ours: FloatMatrix, theirs: FloatMatrix) -> FloatMatrix:
     return tuple(tuple(map(min, row, other)) for row, other in zip(ours, theirs, strict=True))
 
 
-def _work(problem: PlacementProblem) -> float:
+def _work_ticks(problem: PlacementProblem) -> float:
     """Total seconds with each operator on its fastest device: slower devices contribute little to the bound."""
     return sum(map(min, problem.seconds))
 
 
-def _sent(problem: PlacementProblem) -> float:
+def _transfer_ticks(problem: PlacementProblem) -> float:
     return sum(sum(map(sum, flow.seconds)) for flow in problem.flows)

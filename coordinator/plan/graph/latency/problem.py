@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hearth.plan.graph_spec import GraphSpec
 
-Matrix = tuple[tuple[float, ...], ...]
+FloatMatrix = tuple[tuple[float, ...], ...]
 
 
 class Flow(NamedTuple):
@@ -25,10 +25,10 @@ class Flow(NamedTuple):
 
     source: int
     targets: tuple[int, ...]
-    seconds: Matrix
+    seconds: FloatMatrix
 
 
-class SharedMemory(NamedTuple):
+class SharedWeights(NamedTuple):
     """Weights that several operators use; each device that runs one of these operators holds them once."""
 
     num_bytes: int
@@ -47,13 +47,13 @@ class PlacementProblem:
     name: str
     operators: tuple[str, ...]
     devices: tuple[str, ...]
-    seconds: Matrix  # [n][K]
+    seconds: FloatMatrix  # [n][K]
     memory_bytes: tuple[int, ...]  # [n], without shared weights
     budget_bytes: tuple[int, ...]  # [K]
     flows: tuple[Flow, ...]
-    latency: Matrix  # [K][K], diagonal 0
+    latency: FloatMatrix  # [K][K], diagonal 0
     congestion: bool = True
-    shared: tuple[SharedMemory, ...] = ()
+    shared: tuple[SharedWeights, ...] = ()
 
     @property
     def num_operators(self) -> int:
@@ -88,7 +88,7 @@ class PlacementProblem:
     def successors(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sorted({t for f in flows for t in self.flows[f].targets})) for flows in self.outgoing)
 
-    def memory_of(self, assignment: Sequence[int]) -> tuple[int, ...]:
+    def used_bytes(self, assignment: Sequence[int]) -> tuple[int, ...]:
         """Bytes that each device holds."""
         used = [0] * self.num_devices
         for operator, device in enumerate(assignment):
@@ -98,13 +98,13 @@ class PlacementProblem:
                 used[device] += group.num_bytes
         return tuple(used)
 
-    def overflow(self, assignment: Sequence[int]) -> int:
+    def overflow_bytes(self, assignment: Sequence[int]) -> int:
         """Total bytes by which devices exceed their budgets; 0 when the assignment fits."""
-        held = self.memory_of(assignment)
+        held = self.used_bytes(assignment)
         return sum(max(0, used - budget) for used, budget in zip(held, self.budget_bytes, strict=True))
 
 
-def problem_of(
+def placement_problem(
     spec: GraphSpec,
     seconds: Sequence[Sequence[float]],
     memory_bytes: Sequence[int],
@@ -128,10 +128,10 @@ def problem_of(
         if len(operators) == 1:
             own[operators[0]] += parameter.num_bytes
         elif operators:
-            shared.append(SharedMemory(parameter.num_bytes, tuple(operators)))
-    matrices: dict[int, Matrix] = {}
+            shared.append(SharedWeights(parameter.num_bytes, tuple(operators)))
+    matrices: dict[int, FloatMatrix] = {}
 
-    def times(num_bytes: int) -> Matrix:
+    def times(num_bytes: int) -> FloatMatrix:
         if num_bytes not in matrices:
             matrices[num_bytes] = tuple(
                 tuple(0.0 if a == b else num_bytes / bytes_per_second[a][b] for b in ranks) for a in ranks

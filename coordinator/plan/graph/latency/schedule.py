@@ -29,7 +29,7 @@ class Send(NamedTuple):
 Item = int | Send  # an operator, or a transfer
 
 
-class Transfer(NamedTuple):
+class ScheduledTransfer(NamedTuple):
     """A scheduled transfer. At `end` the channel is free again; the tensor arrives the channel's latency later."""
 
     flow: int
@@ -46,7 +46,7 @@ class Schedule:
     assignment: tuple[int, ...]
     starts: tuple[float, ...]
     ends: tuple[float, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ScheduledTransfer, ...]
     makespan: float
     sources: tuple[int, ...]  # of each flow, its operator
 
@@ -58,10 +58,10 @@ class Schedule:
         ]
         for index, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
             items.append((start, end, index, index))
-        return by_start(items)
+        return sorted_by_start(items)
 
 
-def by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
+def sorted_by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
     """Sort items given as (start, end, operator or transfer's source, item): dependencies come first.
 
     Items that take no time precede others with the same start, so that they do not wait for them.
@@ -69,26 +69,26 @@ def by_start(items: Iterable[tuple[float, float, int, Item]]) -> list[Item]:
     return [item for *_, item in sorted(items, key=lambda each: (*each[:3], isinstance(each[3], Send)))]
 
 
-def with_sends(problem: PlacementProblem, assignment: Sequence[int], order: Iterable[Item]) -> list[Item]:
+def with_required_sends(problem: PlacementProblem, assignment: Sequence[int], order: Iterable[Item]) -> list[Item]:
     """Add missing transfers to the order, each just before the first operator that waits for it.
 
     Transfers that this assignment does not need are removed.
     """
     items: list[Item] = []
-    there: set[Send] = set()
+    sent: set[Send] = set()
     for item in order:
         if isinstance(item, Send):
             flow = problem.flows[item.flow]
             needed = item.device in {assignment[target] for target in flow.targets} - {assignment[flow.source]}
-            if needed and item not in there:
-                there.add(item)
+            if needed and item not in sent:
+                sent.add(item)
                 items.append(item)
             continue
         device = assignment[item]
         for index in problem.incoming[item]:
             send = Send(index, device)
-            if assignment[problem.flows[index].source] != device and send not in there:
-                there.add(send)
+            if assignment[problem.flows[index].source] != device and send not in sent:
+                sent.add(send)
                 items.append(send)
         items.append(item)
     return items
@@ -101,7 +101,7 @@ def schedule(
 
     `order` lists every operator once; with `in_order`, every item comes after its dependencies. Raises ValueError if not.
     """
-    items = with_sends(problem, assignment, order)
+    items = with_required_sends(problem, assignment, order)
     tasks: list[Task] = []
     ran: dict[int, int] = {}  # operator -> task
     sent: dict[Send, int] = {}  # transfer -> task that keeps the channel busy
@@ -152,7 +152,9 @@ def schedule(
         starts=tuple(timeline.starts[ran[i]] for i in range(problem.num_operators)),
         ends=tuple(timeline.ends[ran[i]] for i in range(problem.num_operators)),
         transfers=tuple(
-            Transfer(send.flow, assignment[sources[send.flow]], send.device, timeline.starts[task], timeline.ends[task])
+            ScheduledTransfer(
+                send.flow, assignment[sources[send.flow]], send.device, timeline.starts[task], timeline.ends[task]
+            )
             for send, task in sent.items()
         ),
         makespan=timeline.makespan,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import highspy
 import numpy as np
 
-from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_carried, mean_seconds
+from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule
 from coordinator.plan.linear import LinearProgram
 
 # Edges with a relaxed transfer variable below this count as without transfer; the default of Baechi's published code.
-_THRESHOLD = 0.5
+_FAVOURITE_THRESHOLD = 0.5
 
 
 def m_sct(problem: PlacementProblem) -> Schedule:
@@ -39,10 +39,12 @@ def m_sct(problem: PlacementProblem) -> Schedule:
             if partial.free_at(device) > now:
                 later.append(partial.free_at(device))
                 continue
-            starts = {i: partial.inputs_at(i, device) for i in sorted(partial.ready) if device in partial.candidates(i)}
+            starts = {
+                i: partial.inputs_ready_at(i, device) for i in sorted(partial.ready) if device in partial.candidates(i)
+            }
             child = favourite.get(last[device]) if last[device] is not None else None
             waits = child in starts and all(
-                starts[child] <= partial.inputs_at(child, other) for other in partial.candidates(child)
+                starts[child] <= partial.inputs_ready_at(child, other) for other in partial.candidates(child)
             )
             # A device that waits for its favourite child only runs operators that could run on any device by now.
             when = {i: urgent_at[i] for i in starts} if waits else dict(starts)
@@ -57,35 +59,35 @@ def m_sct(problem: PlacementProblem) -> Schedule:
             now = min(later)
             continue
         operator, device = chosen
-        partial.place(operator, device, max(now, partial.inputs_at(operator, device)))
+        partial.place(operator, device, max(now, partial.inputs_ready_at(operator, device)))
         last[device] = operator
-    return partial.finished()
+    return partial.to_schedule()
 
 
 def favourite_children(problem: PlacementProblem) -> dict[int | None, int]:
     """By operator, the successor that should follow it on the same device."""
     edges = [(f, flow.source, target) for f, flow in enumerate(problem.flows) for target in flow.targets]
-    seconds, carried = mean_seconds(problem), mean_carried(problem)
+    seconds, transfer_seconds = mean_seconds(problem), mean_transfer_seconds(problem)
     n, m = problem.num_operators, len(edges)
-    rows = LinearProgram(m + n + 1)  # x of each edge (1: the transfer is paid), start of each operator, makespan
+    program = LinearProgram(m + n + 1)  # x of each edge (1: the transfer is paid), start of each operator, makespan
     for index, (flow, i, j) in enumerate(edges):
-        rows.add_at_least({m + j: 1.0, m + i: -1.0, index: -carried[flow]}, seconds[i])
+        program.add_at_least({m + j: 1.0, m + i: -1.0, index: -transfer_seconds[flow]}, seconds[i])
     for i in range(n):
-        rows.add_at_least({m + n: 1.0, m + i: -1.0}, seconds[i])
+        program.add_at_least({m + n: 1.0, m + i: -1.0}, seconds[i])
         for side in (1, 2):
-            around = [index for index, edge in enumerate(edges) if edge[side] == i]
-            if len(around) > 1:
-                rows.add_at_least(dict.fromkeys(around, 1.0), len(around) - 1.0)
+            incident = [index for index, edge in enumerate(edges) if edge[side] == i]
+            if len(incident) > 1:
+                program.add_at_least(dict.fromkeys(incident, 1.0), len(incident) - 1.0)
     upper = np.full(m + n + 1, highspy.kHighsInf)
     upper[:m] = 1.0
     cost = np.zeros(m + n + 1)
     cost[-1] = 1.0
-    values = rows.minimise(cost, upper)
-    found: dict[int | None, int] = {}
+    values = program.minimise(cost, upper)
+    favourites: dict[int | None, int] = {}
     taken: set[int] = set()
     for index in np.argsort(values[:m], kind="stable").tolist():
         _, i, j = edges[index]
-        if values[index] < _THRESHOLD and i not in found and j not in taken:
-            found[i] = j
+        if values[index] < _FAVOURITE_THRESHOLD and i not in favourites and j not in taken:
+            favourites[i] = j
             taken.add(j)
-    return found
+    return favourites

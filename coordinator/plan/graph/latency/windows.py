@@ -12,25 +12,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from coordinator.plan.graph.latency.cpsat import Context, Effort, solve_model
-from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
+from coordinator.plan.graph.latency.cpsat import SolverLimits, WindowContext, solve_model
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 
-_EFFORT = 2.0  # CP-SAT's deterministic seconds per window
-_SIZES = (24, 48, 96)  # operators in a window; the next size when a sweep finds no improvement
+_WINDOW_SECONDS = 2.0  # CP-SAT's deterministic seconds per window
+_WINDOW_SIZES = (24, 48, 96)  # operators in a window; the next size when a sweep finds no improvement
 
 
 def improve(
-    problem: PlacementProblem, start: Schedule, clock: Callable[[], float], until: float, num_workers: int = 1
+    problem: PlacementProblem, start: Schedule, clock: Callable[[], float], deadline: float, num_workers: int = 1
 ) -> Iterator[Schedule]:
-    """Yield better and better schedules from `start`, until `clock()` reaches `until` or no window improves it.
+    """Yield better and better schedules from `start`, until `clock()` reaches `deadline` or no window improves it.
 
     Problem and schedules are in ticks.
     """
     best = start
-    sizes = [size for size in _SIZES if size < 2 * problem.num_operators]
-    while sizes and clock() < until:
-        better = _sweep(problem, best, sizes[0], clock, until, num_workers)
+    sizes = [size for size in _WINDOW_SIZES if size < 2 * problem.num_operators]
+    while sizes and clock() < deadline:
+        better = _sweep(problem, best, sizes[0], clock, deadline, num_workers)
         if better.makespan < best.makespan:
             best = better
             yield best
@@ -39,14 +39,14 @@ def improve(
 
 
 def _sweep(
-    problem: PlacementProblem, best: Schedule, size: int, clock: Callable[[], float], until: float, num_workers: int
+    problem: PlacementProblem, best: Schedule, size: int, clock: Callable[[], float], deadline: float, num_workers: int
 ) -> Schedule:
     """Improve the schedule window by window; consecutive windows overlap by half."""
     position = 0
-    while position < problem.num_operators and clock() < until:
+    while position < problem.num_operators and clock() < deadline:
         order = [item for item in best.order if not isinstance(item, Send)]
         inside = order[position : position + size]
-        found = solve_window(problem, best, inside, Effort(until - clock(), _EFFORT, num_workers))
+        found = solve_window(problem, best, inside, SolverLimits(deadline - clock(), _WINDOW_SECONDS, num_workers))
         if found is not None and found.makespan < best.makespan:
             best = found
         position += max(1, size // 2)
@@ -58,40 +58,42 @@ class _Window(NamedTuple):
     operators: tuple[int, ...]  # numbers in the whole problem; pinned ones first, then those inside
     flows: tuple[int, ...]
     pins: dict[int, int]
-    context: Context
+    context: WindowContext
 
 
-def solve_window(problem: PlacementProblem, known: Schedule, inside: Sequence[int], effort: Effort) -> Schedule | None:
+def solve_window(
+    problem: PlacementProblem, known: Schedule, inside: Sequence[int], limits: SolverLimits
+) -> Schedule | None:
     """The schedule with the operators inside re-placed and reordered; None when the model found no improvement."""
-    window = _window(problem, known, inside)
-    answer = solve_model(window.problem, effort, round(known.makespan), window.pins, context=window.context)
-    if answer.schedule is None:
+    window = _make_window(problem, known, inside)
+    result = solve_model(window.problem, limits, round(known.makespan), window.pins, context=window.context)
+    if result.schedule is None:
         return None
-    where = list(known.assignment)
-    for operator, device in zip(window.operators, answer.schedule.assignment, strict=True):
-        where[operator] = device
+    assignment = list(known.assignment)
+    for operator, device in zip(window.operators, result.schedule.assignment, strict=True):
+        assignment[operator] = device
     new: list[Item] = []
-    for item in answer.schedule.order:
+    for item in result.schedule.order:
         if isinstance(item, Send):
             new.append(Send(window.flows[item.flow], item.device))
         elif window.operators[item] in inside:
             new.append(window.operators[item])
     old = known.order
     first = min(old.index(operator) for operator in inside)
-    members, moved = set(inside), set(new)
+    window_operators, moved = set(inside), set(new)
     before = [item for item in old[:first] if item not in moved]
-    after = [item for item in old[first:] if item not in members and item not in moved]
-    return best_schedule(problem, where, [*before, *new, *after])
+    after = [item for item in old[first:] if item not in window_operators and item not in moved]
+    return best_schedule(problem, assignment, [*before, *new, *after])
 
 
-def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -> _Window:
-    members = set(inside)
+def _make_window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -> _Window:
+    inside_set = set(inside)
     order = known.order
     position = {item: index for index, item in enumerate(order)}
     first = min(position[operator] for operator in inside)
     past = {i for i in range(problem.num_operators) if position[i] < first}
-    outside = [i for i in range(problem.num_operators) if i not in members]
-    rest = _rest(problem, known, order)
+    outside = [i for i in range(problem.num_operators) if i not in inside_set]
+    remaining = _remaining_times(problem, known, order)
     ranks = range(problem.num_devices)
     free_at, next_on = [0.0] * problem.num_devices, [0.0] * problem.num_devices
     for i in outside:
@@ -99,26 +101,27 @@ def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -
         if i in past:
             free_at[k] = max(free_at[k], known.ends[i])
         else:
-            next_on[k] = max(next_on[k], rest[i])
+            next_on[k] = max(next_on[k], remaining[i])
 
-    sources = sorted({problem.flows[f].source for i in inside for f in problem.incoming[i]} - members)
-    holders = _holders(problem, known, members, sources)
+    sources = sorted({problem.flows[f].source for i in inside for f in problem.incoming[i]} - inside_set)
+    holders = _shared_weight_holders(problem, known, inside_set, sources)
     pinned = sources + holders
     operators = tuple(sorted(pinned) + sorted(inside))
     local = {operator: index for index, operator in enumerate(operators)}
-    nothing = [0.0] * len(ranks)
+    zero_ticks = [0.0] * len(ranks)
     releases = [
-        list(free_at) if i in members else [known.ends[i]] * len(ranks) if i in sources else nothing for i in operators
+        list(free_at) if i in inside_set else [known.ends[i]] * len(ranks) if i in sources else zero_ticks
+        for i in operators
     ]
-    tails = [list(next_on) if i in members else nothing for i in operators]
+    tails = [list(next_on) if i in inside_set else zero_ticks for i in operators]
     arrived = {Send(t.flow, t.device): t.end + problem.latency[t.source][t.device] for t in known.transfers}
 
-    flows, kept = [], []
+    flows, flow_numbers = [], []
     for number in sorted({f for i in inside for f in (*problem.incoming[i], *problem.outgoing[i])}):
         flow = problem.flows[number]
-        targets = tuple(local[target] for target in flow.targets if target in members)
+        targets = tuple(local[target] for target in flow.targets if target in inside_set)
         times = [list(row) for row in flow.seconds]
-        if flow.source not in members:
+        if flow.source not in inside_set:
             # It is already on the devices of its consumers before the window.
             here = known.assignment[flow.source]
             for k in {known.assignment[t] for t in flow.targets if t in past} - {here}:
@@ -126,43 +129,45 @@ def _window(problem: PlacementProblem, known: Schedule, inside: Sequence[int]) -
                 for target in targets:
                     releases[target][k] = max(releases[target][k], arrived[Send(number, k)])
         else:
-            for target in (t for t in flow.targets if t not in members):
+            for target in (t for t in flow.targets if t not in inside_set):
                 there = known.assignment[target]
                 for k in ranks:
                     way = flow.seconds[k][there] + problem.latency[k][there] if k != there else 0.0
                     tail = tails[local[flow.source]]
-                    tail[k] = max(tail[k], way + rest[target])
+                    tail[k] = max(tail[k], way + remaining[target])
         if targets:
             flows.append(Flow(local[flow.source], targets, tuple(map(tuple, times))))
-            kept.append(number)
+            flow_numbers.append(number)
     part = replace(
         problem,
         operators=tuple(problem.operators[i] for i in operators),
-        seconds=tuple(problem.seconds[i] if i in members else (0.0,) * len(ranks) for i in operators),
-        memory_bytes=tuple(problem.memory_bytes[i] if i in members else 0 for i in operators),
-        budget_bytes=_room(problem, known, outside),
+        seconds=tuple(problem.seconds[i] if i in inside_set else (0.0,) * len(ranks) for i in operators),
+        memory_bytes=tuple(problem.memory_bytes[i] if i in inside_set else 0 for i in operators),
+        budget_bytes=_free_bytes(problem, known, outside),
         flows=tuple(flows),
         shared=tuple(
-            SharedMemory(group.num_bytes, tuple(local[i] for i in group.operators if i in local))
+            SharedWeights(group.num_bytes, tuple(local[i] for i in group.operators if i in local))
             for group in problem.shared
-            if members.intersection(group.operators)
+            if inside_set.intersection(group.operators)
         ),
     )
     pins = {local[i]: known.assignment[i] for i in pinned}
-    return _Window(part, operators, tuple(kept), pins, Context(tuple(map(tuple, releases)), tuple(map(tuple, tails))))
+    return _Window(
+        part, operators, tuple(flow_numbers), pins, WindowContext(tuple(map(tuple, releases)), tuple(map(tuple, tails)))
+    )
 
 
-def _rest(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> dict[int, float]:
+def _remaining_times(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> dict[int, float]:
     """By operator, the time from its start to the end of everything that waits for it, in the schedule's order."""
-    where = known.assignment
-    rest: dict[int, float] = {}
+    assignment = known.assignment
+    remaining: dict[int, float] = {}
     sent: dict[Send, float] = {}
     next_on: dict[tuple[str, int], float] = {}  # by resource, the rest of the item that uses it next
     for item in reversed(order):
         if isinstance(item, Send):
             flow = problem.flows[item.flow]
-            source, device = where[flow.source], item.device
-            after = problem.latency[source][device] + max(rest[t] for t in flow.targets if where[t] == device)
+            source, device = assignment[flow.source], item.device
+            after = problem.latency[source][device] + max(remaining[t] for t in flow.targets if assignment[t] == device)
             sides = (
                 (("send", source), ("receive", device)) if problem.congestion and flow.seconds[source][device] else ()
             )
@@ -170,35 +175,37 @@ def _rest(problem: PlacementProblem, known: Schedule, order: Sequence[Item]) -> 
             sent[item] = flow.seconds[source][device] + after
             next_on.update(dict.fromkeys(sides, sent[item]))
             continue
-        device = where[item]
+        device = assignment[item]
         after = next_on.get(("compute", device), 0.0)
         for index in problem.outgoing[item]:
             for target in problem.flows[index].targets:
-                there = where[target]
-                after = max(after, rest[target] if there == device else sent[Send(index, there)])
-        rest[item] = problem.seconds[item][device] + after
-        next_on["compute", device] = rest[item]
-    return rest
+                there = assignment[target]
+                after = max(after, remaining[target] if there == device else sent[Send(index, there)])
+        remaining[item] = problem.seconds[item][device] + after
+        next_on["compute", device] = remaining[item]
+    return remaining
 
 
-def _holders(problem: PlacementProblem, known: Schedule, members: set[int], taken: Sequence[int]) -> list[int]:
+def _shared_weight_holders(
+    problem: PlacementProblem, known: Schedule, inside: set[int], already_pinned: Sequence[int]
+) -> list[int]:
     """Operators outside that hold weights shared with operators inside: one per group of weights and device."""
-    found: dict[tuple[int, int], int] = {}
+    holders: dict[tuple[int, int], int] = {}
     for index, group in enumerate(problem.shared):
-        if members.intersection(group.operators):
+        if inside.intersection(group.operators):
             for i in group.operators:
-                if i not in members:
-                    found.setdefault((index, known.assignment[i]), i)
-    return sorted(set(found.values()) - set(taken))
+                if i not in inside:
+                    holders.setdefault((index, known.assignment[i]), i)
+    return sorted(set(holders.values()) - set(already_pinned))
 
 
-def _room(problem: PlacementProblem, known: Schedule, outside: Sequence[int]) -> tuple[int, ...]:
+def _free_bytes(problem: PlacementProblem, known: Schedule, outside: Sequence[int]) -> tuple[int, ...]:
     """Bytes of each device that the operators outside leave free; weights shared with the inside are not subtracted."""
-    room = list(problem.budget_bytes)
+    free = list(problem.budget_bytes)
     for i in outside:
-        room[known.assignment[i]] -= problem.memory_bytes[i]
+        free[known.assignment[i]] -= problem.memory_bytes[i]
     for group in problem.shared:
         if set(group.operators) <= set(outside):
             for device in {known.assignment[i] for i in group.operators}:
-                room[device] -= group.num_bytes
-    return tuple(room)
+                free[device] -= group.num_bytes
+    return tuple(free)

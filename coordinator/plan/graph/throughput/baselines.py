@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from coordinator.plan.graph.throughput.partitions import fewest_stages
+from coordinator.plan.graph.throughput.partitions import min_num_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
-_ATTEMPTS = 200  # with devices of unequal memory, a random order can reach a dead end
+_MAX_ATTEMPTS = 200  # with devices of unequal memory, a random order can reach a dead end
 
 
-def random_stages(problem: PipelineProblem, chance: Random) -> Stages:
+def random_stages(problem: PipelineProblem, rng: Random) -> Stages:
     """Repeatedly choose a random device, and a random partition that it can hold and that leaves the rest feasible.
 
     Raises ModelDoesNotFit.
     """
-    needed = fewest_stages(problem, max(problem.memory_bytes))
-    for _ in range(_ATTEMPTS):
+    needed = min_num_stages(problem, max(problem.memory_bytes))
+    for _ in range(_MAX_ATTEMPTS):
         devices = list(range(problem.num_devices))
-        chance.shuffle(devices)
+        rng.shuffle(devices)
         stages: list[Stage] = []
         first = 0
         while first < problem.num_blocks and devices:
             device = devices.pop()
-            ends = _ends(problem, needed, first, device, len(devices))
+            ends = _feasible_ends(problem, needed, first, device, len(devices))
             if not ends:
                 break
-            stages.append(Stage(first, chance.choice(ends), device))
+            stages.append(Stage(first, rng.choice(ends), device))
             first = stages[-1].last + 1
         if first == problem.num_blocks:
             return tuple(stages)
@@ -62,34 +62,34 @@ def largest_first(problem: PipelineProblem) -> Stages:
 
 def joint_stages_from(problem: PipelineProblem, device: int) -> Stages | None:
     """The greedy choice that starts at one device; None if it reaches a dead end."""
-    needed = fewest_stages(problem, max(problem.memory_bytes))
+    needed = min_num_stages(problem, max(problem.memory_bytes))
     unused = set(range(problem.num_devices)) - {device}
     stages: list[Stage] = []
     first = 0
     while True:
-        ends = _ends(problem, needed, first, device, len(unused))
+        ends = _feasible_ends(problem, needed, first, device, len(unused))
         if not ends:
             return None
-        last = min(ends, key=lambda each: (_transfer(problem, each), -each))
+        last = min(ends, key=lambda each: (_bytes_after(problem, each), -each))
         stages.append(Stage(first, last, device))
         first = last + 1
         if first == problem.num_blocks:
             return tuple(stages)
-        device = nearest(problem, device, unused)
+        device = fastest_neighbour(problem, device, unused)
         unused.remove(device)
 
 
-def nearest(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
+def fastest_neighbour(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
     """The unused device with the fastest link from this one."""
     rates = problem.rate[device]
     return max(unused, key=lambda each: (rates[each], -each))
 
 
-def _ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:
+def _feasible_ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:
     """Last blocks of a partition on this device after which the remaining devices may still hold the rest."""
     last = problem.last_block(first, problem.memory_bytes[device])
     return [each for each in range(first, last + 1) if needed[each + 1] <= num_left]
 
 
-def _transfer(problem: PipelineProblem, last: int) -> float:
+def _bytes_after(problem: PipelineProblem, last: int) -> float:
     return problem.boundary_bytes[last] if last < problem.num_blocks - 1 else 0.0

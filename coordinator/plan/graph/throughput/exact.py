@@ -21,34 +21,34 @@ import numpy as np
 from coordinator.plan.graph.throughput.baselines import joint_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages
 from coordinator.plan.graph.throughput.published import published_stages
-from coordinator.plan.graph.throughput.search import Decision, Reaches, TooMuchWork
+from coordinator.plan.graph.throughput.search import FeasibilityProblem, SearchLimitReached, StageLimits
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit
 
-_CLOSE = 1.002  # ratio of values at which the search ends if the values below are undecided
+_UNDECIDED_RATIO = 1.002  # ratio of values at which the search ends if the values below are undecided
 
 
 def best_stages(
-    problem: PipelineProblem, chance: Random, stop: Callable[[], bool], known: Sequence[Stages] = ()
+    problem: PipelineProblem, rng: Random, stop: Callable[[], bool], known: Sequence[Stages] = ()
 ) -> Solution[Stages]:
     """Search until the optimum is proven, or until `stop()`. Raises ModelDoesNotFit.
 
     `known` are pipelines to start from, and should include the published planner's; if empty, that one is computed here.
     """
-    reaches = Reaches(problem)
-    best = min(known or _simple(reaches, chance, stop), key=problem.bottleneck_seconds)
-    values = _values(problem, problem.bottleneck_seconds(best))
+    limits = StageLimits(problem)
+    best = min(known or _starting_pipelines(limits, rng, stop), key=problem.bottleneck_seconds)
+    values = _possible_bottlenecks(problem, problem.bottleneck_seconds(best))
     # No pipeline is below values[proven]; `best` is at values[high].
-    proven, high = _first_with_walk(reaches, values), len(values) - 1
+    proven, high = _first_with_walk(limits, values), len(values) - 1
     critical: set[int] = set()
     low, step, top = proven, 0, high
     while low < high and not stop():  # the optimum is often at or near the bound: go up from there in growing steps
-        if low > proven and values[high] <= values[low] * _CLOSE:
+        if low > proven and values[high] <= values[low] * _UNDECIDED_RATIO:
             break  # the values below are undecided, and the rest of the interval is too small to matter
         middle = min(low + step, (low + high) // 2)
         try:
-            found = Decision(reaches, values[middle]).pipeline(critical, stop)
-        except TooMuchWork:
+            found = FeasibilityProblem(limits, values[middle]).find_pipeline(critical, stop)
+        except SearchLimitReached:
             low, top, step = middle + 1, min(top, middle), high
             continue
         if found is None:
@@ -61,8 +61,8 @@ def best_stages(
     while proven < top and not stop():  # some values stayed undecided: try to raise the bound
         middle = (proven + top) // 2
         try:
-            found = Decision(reaches, values[middle]).pipeline(critical, stop)
-        except TooMuchWork:
+            found = FeasibilityProblem(limits, values[middle]).find_pipeline(critical, stop)
+        except SearchLimitReached:
             top = middle
             continue
         if found is None:
@@ -79,16 +79,18 @@ def relaxed_bound(problem: PipelineProblem, stages: Stages) -> float:
 
     `stages` is any known pipeline.
     """
-    values = _values(problem, problem.bottleneck_seconds(stages))
-    return values[_first_with_walk(Reaches(problem), values)]
+    values = _possible_bottlenecks(problem, problem.bottleneck_seconds(stages))
+    return values[_first_with_walk(StageLimits(problem), values)]
 
 
-def _first_with_walk(reaches: Reaches, values: Sequence[float]) -> int:
+def _first_with_walk(limits: StageLimits, values: Sequence[float]) -> int:
     """The index of the least value with a walk (a pipeline that may repeat devices). The last value has one."""
-    return bisect_left(range(len(values) - 1), True, key=lambda index: Decision(reaches, values[index]).has_walk)
+    return bisect_left(
+        range(len(values) - 1), True, key=lambda index: FeasibilityProblem(limits, values[index]).has_walk
+    )
 
 
-def _values(problem: PipelineProblem, upper: float) -> list[float]:
+def _possible_bottlenecks(problem: PipelineProblem, upper: float) -> list[float]:
     """All possible values of a bottleneck of at most `upper`, sorted and unique; `upper` is included."""
     rates = np.unique(problem.link_rates)
     found = [np.array([0.0, upper])]
@@ -96,16 +98,16 @@ def _values(problem: PipelineProblem, upper: float) -> list[float]:
         found.append(size / rates[rates > 0])
     if problem.seconds.any():
         for first in range(problem.num_blocks):
-            found.append((problem.elapsed[first + 1 :] - problem.elapsed[first]).ravel())
+            found.append((problem.cumulative_seconds[first + 1 :] - problem.cumulative_seconds[first]).ravel())
     values: list[float] = np.unique(np.concatenate([part[part <= upper] for part in found])).tolist()
     return values
 
 
-def _simple(reaches: Reaches, chance: Random, stop: Callable[[], bool]) -> list[Stages]:
-    problem = reaches.problem
+def _starting_pipelines(limits: StageLimits, rng: Random, stop: Callable[[], bool]) -> list[Stages]:
+    problem = limits.problem
     found = []
     searches: Sequence[Callable[[], Stages]] = (
-        lambda: published_stages(problem, chance),
+        lambda: published_stages(problem, rng),
         lambda: joint_stages(problem),
     )
     for search in searches:
@@ -113,8 +115,8 @@ def _simple(reaches: Reaches, chance: Random, stop: Callable[[], bool]) -> list[
             found.append(search())
     if found:
         return found
-    with suppress(TooMuchWork):
-        any_at_all = Decision(reaches, math.inf).pipeline(set(), stop)
+    with suppress(SearchLimitReached):
+        any_at_all = FeasibilityProblem(limits, math.inf).find_pipeline(set(), stop)
         if any_at_all is not None:
             return [any_at_all]
     raise ModelDoesNotFit(model=problem.name, missing_bytes=problem.missing_bytes(problem.memory_bytes))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coordinator.plan.graph.bits import set_bits
 
 T = TypeVar("T")
-Graph = Sequence[int]
+AdjacencyMasks = Sequence[int]
 _Words = NDArray[np.uint64]
 _Tables = dict[tuple[int, ...], _Words]  # by set of colours
 
@@ -31,17 +31,17 @@ FAILURE_PROBABILITY = 0.01
 # More colours than vertices of the path: good colourings become likelier, and the tables larger.
 _COLOURS_PER_VERTEX = 1.3
 # Table entries: 2^colours times trials. Beyond this (k about 12) only the depth-first search looks for a path.
-_MAX_TABLE = 1 << 24
-_SEARCH_STEPS = 40  # steps of the depth-first search, per vertex of the path
+_MAX_TABLE_ENTRIES = 1 << 24
+_STEPS_PER_VERTEX = 40  # steps of the depth-first search, per vertex of the path
 
 
 def k_path(
-    graph: Graph,
+    graph: AdjacencyMasks,
     allowed: int,
     k: int,
     start: int | None,
     end: int | None,
-    chance: Random,
+    rng: Random,
     failure_probability: float = FAILURE_PROBABILITY,
 ) -> tuple[int, ...] | None:
     """A simple path of k vertices out of `allowed` (a mask), from `start` to `end` where these are given.
@@ -60,17 +60,17 @@ def k_path(
     first = allowed if start is None else graph[start] & allowed
     last = allowed if end is None else allowed & sum(1 << each for each in set_bits(allowed) if graph[each] >> end & 1)
     for part in _components(graph, allowed):
-        layers = _walks(graph, part, free, first & part, last & part)
+        layers = _walk_layers(graph, part, free, first & part, last & part)
         if layers is None:
             continue
-        found = _search(graph, layers, _SEARCH_STEPS * free)
-        found = found or colour_coded_path(graph, layers, chance, failure_probability)
+        found = _depth_first_path(graph, layers, _STEPS_PER_VERTEX * free)
+        found = found or colour_coded_path(graph, layers, rng, failure_probability)
         if found is not None:
             return (*([] if start is None else [start]), *found, *([] if end is None else [end]))
     return None
 
 
-def neighbours(graph: Graph, mask: int) -> int:
+def successors_of(graph: AdjacencyMasks, mask: int) -> int:
     """The mask of all successors of the vertices in `mask`."""
     found = 0
     while mask:
@@ -81,31 +81,31 @@ def neighbours(graph: Graph, mask: int) -> int:
 
 
 def colour_coded_path(
-    graph: Graph, layers: Sequence[int], chance: Random, failure_probability: float
+    graph: AdjacencyMasks, layers: Sequence[int], rng: Random, failure_probability: float
 ) -> tuple[int, ...] | None:
     """A simple path whose i-th vertex is in the mask `layers[i]`; None is wrong with at most `failure_probability`.
 
-    Also returns None if the tables would be too large (`_MAX_TABLE`).
+    Also returns None if the tables would be too large (`_MAX_TABLE_ENTRIES`).
     """
     k = len(layers)
     used = sorted({vertex for mask in layers for vertex in set_bits(mask)})
     num_colours = math.ceil(_COLOURS_PER_VERTEX * k)
     trials = num_trials(k, failure_probability)
-    if len(used) < k or trials << num_colours > _MAX_TABLE:
+    if len(used) < k or trials << num_colours > _MAX_TABLE_ENTRIES:
         return None
     place = {vertex: index for index, vertex in enumerate(used)}
     words = -(-len(used) // 64)
-    colours = np.frombuffer(chance.randbytes(4 * trials * len(used)), dtype=np.uint32) % np.uint32(num_colours)
+    colours = np.frombuffer(rng.randbytes(4 * trials * len(used)), dtype=np.uint32) % np.uint32(num_colours)
     of_colour = np.zeros((num_colours, trials, words), dtype=np.uint64)
     for index, column in enumerate(colours.reshape(trials, len(used)).T):
         of_colour[column, np.arange(trials), index // 64] |= np.uint64(1 << index % 64)
-    reaches = _lookup(graph, used, place, words)
-    masks = [_words(sum(1 << place[vertex] for vertex in set_bits(mask)), words) for mask in layers]
+    reaches = _successor_table(graph, used, place, words)
+    masks = [_to_words(sum(1 << place[vertex] for vertex in set_bits(mask)), words) for mask in layers]
     # tables[i][set of i + 1 colours] [trials, words]: the ends of paths of i + 1 vertices in exactly these colours.
     tables: list[_Tables] = [{(colour,): of_colour[colour] & masks[0] for colour in range(num_colours)}]
     for mask in masks[1:]:
         sets = list(combinations(range(num_colours), len(tables) + 1))
-        ends = {key: _onward(table, reaches) & mask for key, table in tables[-1].items()}
+        ends = {key: _successor_masks(table, reaches) & mask for key, table in tables[-1].items()}
         grown: _Tables = {}
         for key in sets:
             grown[key] = np.bitwise_or.reduce(
@@ -115,7 +115,7 @@ def colour_coded_path(
     for key, table in tables[-1].items():
         hits = np.flatnonzero(table.any(axis=1))
         if hits.size:
-            return _walk_back(graph, tables, of_colour, key, int(hits[0]), used)
+            return _reconstruct(graph, tables, of_colour, key, int(hits[0]), used)
     return None
 
 
@@ -132,7 +132,7 @@ def num_trials(k: int, failure_probability: float) -> int:
 # ---- exact tests ------------------------------------------------------------------------------------------------------
 
 
-def _components(graph: Graph, allowed: int) -> Iterator[int]:
+def _components(graph: AdjacencyMasks, allowed: int) -> Iterator[int]:
     """The weakly connected components, largest first."""
     joined = [graph[each] & allowed if allowed >> each & 1 else 0 for each in range(len(graph))]
     for vertex in set_bits(allowed):
@@ -142,14 +142,14 @@ def _components(graph: Graph, allowed: int) -> Iterator[int]:
     while left:
         part = grown = left & -left
         while grown:
-            grown = neighbours(joined, grown) & ~part
+            grown = successors_of(joined, grown) & ~part
             part |= grown
         parts.append(part)
         left &= ~part
     return iter(sorted(parts, key=lambda part: -part.bit_count()))
 
 
-def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[int] | None:
+def _walk_layers(graph: AdjacencyMasks, allowed: int, k: int, first: int, last: int) -> list[int] | None:
     """By position, the vertices at that position of walks of k vertices from `first` to `last`.
 
     None if there is no walk, or if the walks have too few vertices for a path.
@@ -158,7 +158,7 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
         return None
     layers = [first]
     for _ in range(k - 1):
-        layers.append(neighbours(graph, layers[-1]) & allowed)
+        layers.append(successors_of(graph, layers[-1]) & allowed)
     layers[-1] &= last
     for index in range(k - 2, -1, -1):
         after = layers[index + 1]
@@ -171,7 +171,7 @@ def _walks(graph: Graph, allowed: int, k: int, first: int, last: int) -> list[in
     return layers if union.bit_count() >= k else None
 
 
-def depth_first(
+def depth_first_search(
     choices: Callable[[Sequence[T]], Iterator[T]], is_done: Callable[[Sequence[T]], bool], steps: int
 ) -> list[T] | None:
     """Depth-first search: the first path for which `is_done`; None if there is none, or none was found in `steps` steps.
@@ -194,7 +194,7 @@ def depth_first(
     return None
 
 
-def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
+def _depth_first_path(graph: AdjacencyMasks, layers: Sequence[int], steps: int) -> tuple[int, ...] | None:
     """Depth-first search that tries vertices with the fewest successors first; gives up after `steps` steps."""
 
     def ways_on(path: Sequence[int]) -> Iterator[int]:
@@ -204,21 +204,24 @@ def _search(graph: Graph, layers: Sequence[int], steps: int) -> tuple[int, ...] 
         ranked = sorted(((graph[each] & after & ~(1 << each)).bit_count(), each) for each in set_bits(ahead))
         return iter([each for ways, each in ranked if ways or not after])
 
-    found = depth_first(ways_on, lambda path: len(path) == len(layers), steps)
+    found = depth_first_search(ways_on, lambda path: len(path) == len(layers), steps)
     return tuple(found) if found else None
 
 
 # ---- tables of bit masks, one for each trial ----------------------------------------------------------------------------
 
 
-def _words(mask: int, words: int) -> _Words:
+def _to_words(mask: int, words: int) -> _Words:
     return np.frombuffer(mask.to_bytes(8 * words, "little"), dtype="<u8").astype(np.uint64)
 
 
-def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int) -> NDArray[np.uint64]:
+def _successor_table(
+    graph: AdjacencyMasks, used: Sequence[int], place: dict[int, int], words: int
+) -> NDArray[np.uint64]:
     """[bytes, 256, words]: for each byte of a mask and each value of it, the mask of the successors of its vertices."""
     onward = [
-        _words(sum(1 << place[other] for other in set_bits(graph[vertex]) if other in place), words) for vertex in used
+        _to_words(sum(1 << place[other] for other in set_bits(graph[vertex]) if other in place), words)
+        for vertex in used
     ]
     found = np.zeros((8 * words, 256, words), dtype=np.uint64)
     for index, reach in enumerate(onward):
@@ -227,7 +230,7 @@ def _lookup(graph: Graph, used: Sequence[int], place: dict[int, int], words: int
     return found
 
 
-def _onward(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
+def _successor_masks(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
     """[trials, words]: masks of vertices to the masks of their successors."""
     found = np.zeros_like(table)
     for index, byte in enumerate(table.view(np.uint8).T):
@@ -235,8 +238,8 @@ def _onward(table: _Words, reaches: NDArray[np.uint64]) -> _Words:
     return found
 
 
-def _walk_back(
-    graph: Graph,
+def _reconstruct(
+    graph: AdjacencyMasks,
     tables: Sequence[_Tables],
     of_colour: NDArray[np.uint64],
     key: tuple[int, ...],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coordinator.plan.graph.throughput.k_path import Graph
+from coordinator.plan.graph.throughput.k_path import AdjacencyMasks
 from coordinator.plan.graph.throughput.problem import PipelineProblem
 
 
@@ -19,9 +19,9 @@ class Links:
         self._rates = problem.link_rates
         chosen = problem.link_rates[np.ix_(devices, devices)]
         self.thresholds: list[float] = sorted(set(chosen[chosen > 0].tolist()), reverse=True)
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[int, AdjacencyMasks] = {}
 
-    def from_threshold(self, index: int) -> Graph:
+    def graph_at_threshold(self, index: int) -> AdjacencyMasks:
         """Links at least as fast as the threshold of this index; -1: no link at all."""
         if index not in self._graphs:
             fast = self._rates >= self.thresholds[index] if index >= 0 else np.zeros_like(self._rates, dtype=bool)
@@ -29,6 +29,6 @@ class Links:
             self._graphs[index] = [int.from_bytes(row.tobytes(), "little") & self.devices for row in rows]
         return self._graphs[index]
 
-    def slowest_within(self, num_bytes: float, seconds: float) -> int:
+    def slowest_threshold_within(self, num_bytes: float, seconds: float) -> int:
         """Index of the slowest threshold at which `num_bytes` take at most `seconds`; -1 if none is fast enough."""
         return bisect_right(self.thresholds, seconds, key=lambda rate: num_bytes / rate) - 1

@@ -21,7 +21,7 @@ class Partitioning(NamedTuple):
     transfers: tuple[float, ...]
 
 
-def fewest_stages(problem: PipelineProblem, budget_bytes: int) -> list[float]:
+def min_num_stages(problem: PipelineProblem, budget_bytes: int) -> list[float]:
     """[N + 1]: the least number of devices of this memory for the blocks from each one on; infinite if a block does not fit."""
     needed: list[float] = [math.inf] * problem.num_blocks + [0]
     for first in range(problem.num_blocks - 1, -1, -1):
@@ -31,7 +31,7 @@ def fewest_stages(problem: PipelineProblem, budget_bytes: int) -> list[float]:
     return needed
 
 
-def least_transfers(problem: PipelineProblem, budget_bytes: int, max_stages: int) -> Partitioning | None:
+def min_transfer_partitioning(problem: PipelineProblem, budget_bytes: int, max_stages: int) -> Partitioning | None:
     """Algorithm 1: the partitions of at most `budget_bytes` with the least sum of transfers; None if none fit.
 
     The paper does not say what happens if there are more partitions than nodes; this takes the least sum with at most
@@ -60,7 +60,7 @@ def least_transfers(problem: PipelineProblem, budget_bytes: int, max_stages: int
     return Partitioning(tuple(ends), tuple(problem.boundary_bytes[cut] for cut in ends[:-1]))
 
 
-def classes_of(problem: PipelineProblem, transfers: Sequence[float], num_classes: int) -> tuple[int, ...]:
+def transfer_classes(problem: PipelineProblem, transfers: Sequence[float], num_classes: int) -> tuple[int, ...]:
     """The class of each transfer, 1 (smallest) to `num_classes` (equation 5).
 
     The classes are equal steps from the smallest transfer at any cut to the largest.

@@ -20,7 +20,7 @@ from random import Random
 from coordinator.plan.graph.throughput.baselines import joint_stages, random_stages
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
-from coordinator.plan.graph.throughput.problem import Matrix, PipelineProblem, Stage, Stages, pipeline_problem
+from coordinator.plan.graph.throughput.problem import MatrixLike, PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import published_stages
 from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from hearth.errors import ModelDoesNotFit
@@ -31,12 +31,17 @@ EXACT = "pipeline-exact"
 PUBLISHED: Mapping[str, Callable[[PipelineProblem, Random], Stages]] = {
     "pipeline": published_stages,
     "random": random_stages,
-    "joint": lambda problem, chance: joint_stages(problem),
+    "joint": lambda problem, rng: joint_stages(problem),
 }
 
 
 def plan_pipeline(
-    spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, strategy: str, options: SearchOptions
+    spec: GraphSpec,
+    seconds: MatrixLike,
+    memory_bytes: Sequence[int],
+    rate: MatrixLike,
+    strategy: str,
+    options: SearchOptions,
 ) -> Solution[OperatorAssignment]:
     """The device of each operator, by `EXACT` or one of `PUBLISHED`; other arguments as in `pipeline_problem`.
 
@@ -55,7 +60,7 @@ def plan_pipeline(
 
     if strategy == EXACT:
         try:
-            known = [refined(coarse, published_stages(coarse, Random(options.seed)))]
+            known = [to_fine_chain(coarse, published_stages(coarse, Random(options.seed)))]
         except ModelDoesNotFit:
             known = []
         problem, stages = fine, best_stages(fine, Random(options.seed), stop, known).assignment
@@ -64,13 +69,13 @@ def plan_pipeline(
     else:
         problem, stages = coarse, PUBLISHED[strategy](coarse, Random(options.seed))
         took = options.clock() - began  # without the bound, which is not part of these planners
-        bound = relaxed_bound(least, refined(coarse, stages))
+        bound = relaxed_bound(least, to_fine_chain(coarse, stages))
     value = problem.bottleneck_seconds(stages)
     bound = min(bound, value)
     return Solution(OperatorAssignment(problem.assignment(stages)), value, bound, bound >= value, took)
 
 
-def refined(coarse: PipelineProblem, stages: Stages) -> Stages:
+def to_fine_chain(coarse: PipelineProblem, stages: Stages) -> Stages:
     """The same stages on a chain of the same operators in which each operator is one block."""
     ends = [0, *itertools.accumulate(map(len, coarse.blocks))]
     return tuple(Stage(ends[stage.first], ends[stage.last + 1] - 1, stage.device) for stage in stages)

@@ -23,7 +23,7 @@ from coordinator.plan.graph.bits import reachable_sets, set_bits
 from hearth.plan.graph_spec import GraphSpec, Tensor
 
 # Integer tensors of up to this many bytes carry shapes and indices, not activations.
-_SHAPE_BYTES = 1024
+_MAX_SHAPE_BYTES = 1024
 
 
 class Chain(NamedTuple):
@@ -67,7 +67,7 @@ def candidate_chain(spec: GraphSpec) -> Chain:
     last = max(len(points) - 1, 0)
     for operator, before in enumerate(spec.predecessors):
         block[operator] = min(max((block[each] + (each in is_point) for each in before), default=0), last)
-    main = _between(spec, points)
+    main = _operators_between(spec, points)
     for operator in range(spec.num_operators - 1, -1, -1):
         after = spec.successors[operator]
         if operator not in main and after:
@@ -77,7 +77,7 @@ def candidate_chain(spec: GraphSpec) -> Chain:
     blocks: list[list[int]] = [[] for _ in range(last + 1)]
     for operator, index in enumerate(block):
         blocks[index].append(operator)
-    return Chain(points, tuple(map(tuple, blocks)), _crossing(spec, block, last))
+    return Chain(points, tuple(map(tuple, blocks)), _crossing_tensors(spec, block, last))
 
 
 def fine_chain(spec: GraphSpec) -> Chain:
@@ -86,12 +86,12 @@ def fine_chain(spec: GraphSpec) -> Chain:
     Within a block, branches follow one another in an order that keeps few bytes alive: the next operator is the ready one
     that adds least to the tensors still needed.
     """
-    order = [operator for block in candidate_chain(spec).blocks for operator in _thrifty(spec, block)]
+    order = [operator for block in candidate_chain(spec).blocks for operator in _low_memory_order(spec, block)]
     place = [0] * spec.num_operators
     for index, operator in enumerate(order):
         place[operator] = index
     num_cuts = max(len(order) - 1, 0)
-    return Chain(tuple(order), tuple((operator,) for operator in order), _crossing(spec, place, num_cuts))
+    return Chain(tuple(order), tuple((operator,) for operator in order), _crossing_tensors(spec, place, num_cuts))
 
 
 def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def candidate_points(spec: GraphSpec) -> tuple[int, ...]:
     return tuple(points)
 
 
-def _thrifty(spec: GraphSpec, block: Sequence[int]) -> list[int]:
+def _low_memory_order(spec: GraphSpec, block: Sequence[int]) -> list[int]:
     inside = set(block)
     waits_for = {operator: sum(each in inside for each in spec.predecessors[operator]) for operator in block}
     # Operators of this block that still need each tensor, plus one if other blocks need it: that one never dies here.
@@ -155,7 +155,7 @@ def _added_bytes(spec: GraphSpec, operator: int, needed: Mapping[str, int]) -> i
     return made - sum(tensor.num_bytes for tensor in spec.consumed[operator] if needed[tensor.name] == 1)
 
 
-def _crossing(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tuple[int, ...], ...]:
+def _crossing_tensors(spec: GraphSpec, block: Sequence[int], num_cuts: int) -> tuple[tuple[int, ...], ...]:
     found: list[list[int]] = [[] for _ in range(num_cuts)]
     for index, tensor in enumerate(spec.tensors):
         if tensor.consumers:
@@ -174,7 +174,7 @@ def _data_successors(spec: GraphSpec) -> list[tuple[int, ...]]:
 
 
 def _is_shape(tensor: Tensor) -> bool:
-    return tensor.num_bytes <= _SHAPE_BYTES and tensor.dtype.startswith(("int", "uint", "bool"))
+    return tensor.num_bytes <= _MAX_SHAPE_BYTES and tensor.dtype.startswith(("int", "uint", "bool"))
 
 
 def _main_sink(spec: GraphSpec, successors: Sequence[tuple[int, ...]]) -> int:
@@ -188,7 +188,7 @@ def _main_sink(spec: GraphSpec, successors: Sequence[tuple[int, ...]]) -> int:
     return max(sinks, key=lambda each: (carries[each], needed[each].bit_count(), each))
 
 
-def _between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
+def _operators_between(spec: GraphSpec, points: Sequence[int]) -> set[int]:
     """The operators on paths from the first point to the last."""
     if not points:
         return set()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from coordinator.plan.graph.throughput.points import Chain, candidate_chain
 from hearth.plan.graph_spec import GraphSpec
 
-Matrix = Sequence[Sequence[float]]
+MatrixLike = Sequence[Sequence[float]]
 
 
 class Stage(NamedTuple):
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 Stages = tuple[Stage, ...]
 
 
-def stages_at(last: Sequence[int], devices: Sequence[int]) -> Stages:
+def stages_from(last: Sequence[int], devices: Sequence[int]) -> Stages:
     """Stages from the last block of each and the device of each."""
     return tuple(map(Stage, [0, *(each + 1 for each in last[:-1])], last, devices))
 
@@ -62,7 +62,7 @@ class PipelineProblem:
         return len(self.memory_bytes)
 
     @cached_property
-    def elapsed(self) -> NDArray[np.float64]:
+    def cumulative_seconds(self) -> NDArray[np.float64]:
         """[N + 1, K]: total seconds of the blocks before each one; a stage takes the difference of two entries."""
         zeros = np.zeros((1, self.num_devices))
         elapsed: NDArray[np.float64] = np.concatenate([zeros, np.cumsum(self.seconds, axis=0)])
@@ -81,7 +81,9 @@ class PipelineProblem:
         return first - 1 + int(fits)
 
     def stage_seconds(self, stage: Stage) -> float:
-        return float(self.elapsed[stage.last + 1, stage.device] - self.elapsed[stage.first, stage.device])
+        return float(
+            self.cumulative_seconds[stage.last + 1, stage.device] - self.cumulative_seconds[stage.first, stage.device]
+        )
 
     def transfer_seconds(self, cut: int, sender: int, receiver: int) -> float:
         """Seconds of the transfer across the cut after block `cut`."""
@@ -113,7 +115,7 @@ class PipelineProblem:
 
 
 def pipeline_problem(
-    spec: GraphSpec, seconds: Matrix, memory_bytes: Sequence[int], rate: Matrix, chain: Chain | None = None
+    spec: GraphSpec, seconds: MatrixLike, memory_bytes: Sequence[int], rate: MatrixLike, chain: Chain | None = None
 ) -> PipelineProblem:
     """The problem of a graph on K devices: operator seconds [n][K], weight bytes per device, bytes per second [K][K].
 

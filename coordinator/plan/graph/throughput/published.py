@@ -14,25 +14,25 @@ from random import Random
 from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import k_path
 from coordinator.plan.graph.throughput.links import Links
-from coordinator.plan.graph.throughput.partitions import Partitioning, classes_of, least_transfers
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
+from coordinator.plan.graph.throughput.partitions import Partitioning, min_transfer_partitioning, transfer_classes
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 from hearth.errors import ModelDoesNotFit
 
 # Classes of transfers: the largest number that the paper tries, and the best one it finds.
 NUM_CLASSES = 20
 
 
-def published_stages(problem: PipelineProblem, chance: Random, num_classes: int = NUM_CLASSES) -> Stages:
+def published_stages(problem: PipelineProblem, rng: Random, num_classes: int = NUM_CLASSES) -> Stages:
     """Algorithms 1 to 3. Uses fewer classes if `num_classes` yield no placement. Raises ModelDoesNotFit."""
     partitioning, devices = equal_partitions(problem)
     links = Links(problem, devices)
     for classes in range(num_classes, 0, -1):
-        of_cut = classes_of(problem, partitioning.transfers, classes)
-        nodes = match_paths(links, of_cut, chance)
+        of_cut = transfer_classes(problem, partitioning.transfers, classes)
+        nodes = match_paths(links, of_cut, rng)
         if nodes is not None:
-            return stages_at(partitioning.last, nodes)
+            return stages_from(partitioning.last, nodes)
     # Every search missed, by chance: any order of the devices is a placement.
-    return stages_at(partitioning.last, devices[: len(partitioning.last)])
+    return stages_from(partitioning.last, devices[: len(partitioning.last)])
 
 
 def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int, ...]]:
@@ -45,7 +45,7 @@ def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int,
     missing = []
     for count in range(len(ranked), 0, -1):
         budget = problem.memory_bytes[ranked[count - 1]]
-        found = least_transfers(problem, budget, count)
+        found = min_transfer_partitioning(problem, budget, count)
         if found is not None:
             return found, tuple(sorted(ranked[:count]))
         missing.append(problem.missing_bytes([budget] * count))
@@ -55,15 +55,15 @@ def equal_partitions(problem: PipelineProblem) -> tuple[Partitioning, tuple[int,
 # ---- Algorithms 2 and 3 ------------------------------------------------------------------------------------------------
 
 
-def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[int, ...] | None:
+def match_paths(links: Links, classes: Sequence[int], rng: Random) -> tuple[int, ...] | None:
     """Algorithm 3 for the classes of the transfers, in order: the device of each partition, or None."""
     nodes: list[int | None] = [None] * (len(classes) + 1)
     unused = links.devices
     if not classes:
         return (next(set_bits(unused)),)
-    for first, last in runs_of(classes):
+    for first, last in class_runs(classes):
         start, end = nodes[first], nodes[last + 1]
-        path = _best_path(links, unused, last - first + 2, start, end, chance)
+        path = _best_path(links, unused, last - first + 2, start, end, rng)
         if path is None:
             return None
         nodes[first : last + 2] = path
@@ -71,7 +71,7 @@ def match_paths(links: Links, classes: Sequence[int], chance: Random) -> tuple[i
     return tuple(node for node in nodes if node is not None)
 
 
-def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
+def class_runs(classes: Sequence[int]) -> list[tuple[int, int]]:
     """First and last transfer of each maximal run of one class: highest class first, longest run first within a class."""
     runs: list[tuple[int, int]] = []
     for index, each in enumerate(classes):
@@ -83,14 +83,14 @@ def runs_of(classes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _best_path(
-    links: Links, unused: int, k: int, start: int | None, end: int | None, chance: Random
+    links: Links, unused: int, k: int, start: int | None, end: int | None, rng: Random
 ) -> tuple[int, ...] | None:
     """Algorithm 2: binary search for the highest threshold whose links contain a path of k vertices."""
     low, high = 0, len(links.thresholds)
     best = None
     while low < high:
         middle = (low + high) // 2
-        path = k_path(links.from_threshold(middle), unused, k, start, end, chance)
+        path = k_path(links.graph_at_threshold(middle), unused, k, start, end, rng)
         if path is None:
             low = middle + 1
         else:

@@ -20,44 +20,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.bits import set_bits
-from coordinator.plan.graph.throughput.k_path import Graph, depth_first, neighbours
+from coordinator.plan.graph.throughput.k_path import AdjacencyMasks, depth_first_search, successors_of
 from coordinator.plan.graph.throughput.links import Links
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_at
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
 
-_QUICK_STEPS = 300  # steps of the depth-first search
+_MAX_DEPTH_FIRST_STEPS = 300  # steps of the depth-first search
 _MAX_STATES = 30_000  # limit on the states of one dynamic program, all positions together
-_BEAM = 100  # states kept per position in the heuristic search
-_FEW_CRITICAL = 8  # groups of twins that are critical; with up to this many there are few states, and no beam is needed
+_BEAM_WIDTH = 100  # states kept per position in the heuristic search
+# Critical groups of twins; with up to this many there are few states, so that the exact search needs no beam search first.
+_MAX_CRITICAL_WITHOUT_BEAM = 8
 
-_Parts = list[tuple[int, int]]  # (position, mask of devices), masks disjoint
+_DeviceLimits = list[tuple[int, int]]  # (position, mask of devices), masks disjoint
 _Ranking = Callable[[int], float]  # mask of used devices -> rank; lower is better
 
 
-class TooMuchWork(Exception):
+class SearchLimitReached(Exception):
     """The search reached its limit of work without a decision."""
 
 
-class Decision:
+class FeasibilityProblem:
     """The decision problem for one beta, in seconds."""
 
-    def __init__(self, reaches: Reaches, beta: float) -> None:
-        problem = reaches.problem
+    def __init__(self, limits: StageLimits, beta: float) -> None:
+        problem = limits.problem
         self._n = problem.num_blocks
-        self._all = reaches.links.devices
-        self._links = reaches.links
-        levels = [reaches.links.slowest_within(size, beta) for size in problem.boundary_bytes]
+        self._all = limits.links.devices
+        self._links = limits.links
+        levels = [limits.links.slowest_threshold_within(size, beta) for size in problem.boundary_bytes]
         self._levels = sorted(set(levels) - {-1})
         # By position, the graph of links that are fast enough for the cut there; cuts without such links are left out.
-        self._graphs = {cut + 1: self._links.from_threshold(level) for cut, level in enumerate(levels) if level >= 0}
+        self._graphs = {
+            cut + 1: self._links.graph_at_threshold(level) for cut, level in enumerate(levels) if level >= 0
+        }
         self._positions = [0, *self._graphs]
-        self._limits = {position: reaches.limits(position, beta) for position in self._positions}
-        self._share = reaches.share(beta)
+        self._limits = {position: limits.stage_limits(position, beta) for position in self._positions}
+        self._device_fractions = limits.device_fractions(beta)
         # By position, the devices with a walk to the end if their stage ends there.
-        self._back, startable = self._ways_to_the_end()
+        self._reaches_end, startable = self._walks_to_end()
         # Whether there is a walk. If not, there is no pipeline either.
         self.has_walk = startable != 0
 
-    def pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
+    def find_pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
         """A pipeline, or None if there is none. Newly found critical devices are added to the set, for the next decision.
 
         Raises TooMuchWork.
@@ -66,32 +69,33 @@ class Decision:
             return None
         twins = self._twins()
         # Look for a pipeline heuristically before spending much on a proof that there is none.
-        searched = tried = False
+        tried_depth_first = tried_beam = False
         while True:
             tracked = sum(1 << each for each in critical)
             tracked = sum(twin for twin in twins if twin & tracked)
-            if not tried and sum(twin & tracked != 0 for twin in twins) > _FEW_CRITICAL:
-                tried = True
-                for ranking in (int.bit_count, self._share_of):
-                    if (found := self._walk(self._all, twins, stop, ranking)) is not None:
+            if not tried_beam and sum(twin & tracked != 0 for twin in twins) > _MAX_CRITICAL_WITHOUT_BEAM:
+                tried_beam = True
+                for ranking in (int.bit_count, self._used_fraction):
+                    if (found := self._find_walk(self._all, twins, stop, ranking)) is not None:
                         return found
-            walk = self._walk(tracked, twins, stop)
+            walk = self._find_walk(tracked, twins, stop)
             if walk is None:
                 return None
             devices = [stage.device for stage in walk]
-            twice = {device for device in devices if devices.count(device) > 1}
-            if not twice:
+            repeated = {device for device in devices if devices.count(device) > 1}
+            if not repeated:
                 return walk
-            critical |= twice
-            if not searched and (found := self._search(_QUICK_STEPS)) is not None:
+            critical |= repeated
+            if not tried_depth_first and (found := self._depth_first(_MAX_DEPTH_FIRST_STEPS)) is not None:
                 return found
-            searched = True
+            tried_depth_first = True
 
     # ---- walks that may repeat devices ---------------------------------------------------------------------------------
 
-    def _ways_to_the_end(self) -> tuple[dict[int, int], int]:
+    def _walks_to_end(self) -> tuple[dict[int, int], int]:
         back, startable = {self._n: self._all}, 0
-        nearest: _Parts = [(self._n, self._all)]  # by device, the next position with a walk to the end; nearest last
+        # By device, the next position with a walk to the end; nearest last.
+        nearest: _DeviceLimits = [(self._n, self._all)]
         for position in reversed(self._positions):
             startable = 0
             for limit, mask in self._limits[position]:
@@ -107,22 +111,22 @@ class Decision:
 
     # ---- depth-first search, for a quick positive answer ---------------------------------------------------------------
 
-    def _search(self, steps: int) -> Stages | None:
+    def _depth_first(self, steps: int) -> Stages | None:
         def ways_on(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             end, device = path[-1] if path else (0, None)
-            return self._choices(end, device, sum(1 << each for _, each in path))
+            return self._next_stages(end, device, sum(1 << each for _, each in path))
 
-        path = depth_first(ways_on, lambda path: path[-1][0] == self._n, steps)
-        return _as_stages(path) if path else None
+        path = depth_first_search(ways_on, lambda path: path[-1][0] == self._n, steps)
+        return _to_stages(path) if path else None
 
-    def _choices(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
+    def _next_stages(self, position: int, device: int | None, used: int) -> Iterator[tuple[int, int]]:
         """The next stages, longest first; for one length, devices with the fewest successors first."""
         ahead = (self._all if device is None else self._graphs[position][device]) & ~used
         for end in (self._n, *reversed(self._graphs)):
             if end <= position:
                 return
             fits = sum(mask for limit, mask in self._limits[position] if limit >= end)
-            possible = ahead & fits & self._back[end]
+            possible = ahead & fits & self._reaches_end[end]
             if not possible:
                 continue
             if end == self._n:
@@ -135,7 +139,7 @@ class Decision:
 
     # ---- exact search --------------------------------------------------------------------------------------------------
 
-    def _walk(
+    def _find_walk(
         self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
     ) -> Stages | None:
         """A walk that visits no tracked device twice, but may repeat others; None if there is none. Raises TooMuchWork.
@@ -145,30 +149,30 @@ class Decision:
         """
         groups = [twin for twin in twins if twin & tracked]
         # By tracked devices used: the last position at which the stage on each device may end. Past ones are dropped.
-        active: dict[int, _Parts] = {}
-        reach: dict[int, dict[int, int]] = {}  # [position][tracked devices used]: devices whose stage may end there
+        active: dict[int, _DeviceLimits] = {}
+        states_at: dict[int, dict[int, int]] = {}  # [position][tracked devices used]: devices whose stage may end there
         num_states = 0
         for position in self._positions:
             states = self._states_at(position, active, ranking) if position else {0: 0}
-            reach[position] = states
+            states_at[position] = states
             num_states += len(states)
             if (ranking is None and num_states > _MAX_STATES) or stop():
-                raise TooMuchWork
+                raise SearchLimitReached
             for used, devices in states.items():
-                ahead = (neighbours(self._graphs[position], devices) if position else self._all) & ~used
+                ahead = (successors_of(self._graphs[position], devices) if position else self._all) & ~used
                 free = ahead & ~tracked
                 chosen = [bit for bit in _first_unused(groups, used) if bit & ahead]
                 for limit, mask in self._limits[position]:
                     if free & mask:
-                        _put(active, used, limit, free & mask)
+                        _record_limit(active, used, limit, free & mask)
                     for bit in chosen:
                         if bit & mask:
-                            _put(active, used | bit, limit, bit)
+                            _record_limit(active, used | bit, limit, bit)
         done = ((used, mask) for used, parts in active.items() for until, mask in parts if until >= self._n)
         last = next(done, None)
-        return self._walk_back(reach, tracked, *last) if last else None
+        return self._reconstruct(states_at, tracked, *last) if last else None
 
-    def _states_at(self, position: int, active: dict[int, _Parts], ranking: _Ranking | None) -> dict[int, int]:
+    def _states_at(self, position: int, active: dict[int, _DeviceLimits], ranking: _Ranking | None) -> dict[int, int]:
         found = []
         for used, parts in list(active.items()):
             if parts[0][0] < position:
@@ -176,17 +180,17 @@ class Decision:
                 if not parts:
                     del active[used]
                     continue
-            devices = sum(mask for _, mask in parts) & self._back[position]
+            devices = sum(mask for _, mask in parts) & self._reaches_end[position]
             if devices:
                 found.append((used, devices))
         found.sort(key=lambda state: (ranking or int.bit_count)(state[0]))
-        return _undominated(found if ranking is None else found[:_BEAM])
+        return _undominated(found if ranking is None else found[:_BEAM_WIDTH])
 
-    def _share_of(self, used: int) -> float:
+    def _used_fraction(self, used: int) -> float:
         """Estimate of the fraction of the model that the used devices could have held."""
-        return sum(self._share[each] for each in set_bits(used))
+        return sum(self._device_fractions[each] for each in set_bits(used))
 
-    def _walk_back(self, reach: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
+    def _reconstruct(self, states_at: dict[int, dict[int, int]], tracked: int, used: int, devices: int) -> Stages:
         path: list[tuple[int, int]] = []
         position, seen = self._n, 0
         while position:
@@ -195,15 +199,15 @@ class Decision:
             path.append((position, device))
             seen |= 1 << device
             used &= ~(1 << device & tracked)
-            position, devices = self._came_from(reach, position, device, used, seen)
-        return _as_stages(path[::-1])
+            position, devices = self._predecessor(states_at, position, device, used, seen)
+        return _to_stages(path[::-1])
 
-    def _came_from(
-        self, reach: dict[int, dict[int, int]], end: int, device: int, used: int, seen: int
+    def _predecessor(
+        self, states_at: dict[int, dict[int, int]], end: int, device: int, used: int, seen: int
     ) -> tuple[int, int]:
         """The position at which this device's stage began, and the devices that the stage before may have."""
         found = []
-        for position, states in reach.items():
+        for position, states in states_at.items():
             if position >= end:
                 break
             if used in states and any(mask >> device & 1 and limit >= end for limit, mask in self._limits[position]):
@@ -221,8 +225,8 @@ class Decision:
         """Groups of interchangeable devices, as masks: those with the same links and the same stages at this beta."""
         keys: list[list[object]] = [[] for _ in range(self._all.bit_length())]
         for level in self._levels:
-            out = self._links.from_threshold(level)
-            for device, key in zip(set_bits(self._all), _alike(out, self._all), strict=True):
+            out = self._links.graph_at_threshold(level)
+            for device, key in zip(set_bits(self._all), _twin_keys(out, self._all), strict=True):
                 keys[device].append(key)
         for position, parts in self._limits.items():
             for limit, mask in parts if len(parts) > 1 or parts[0][1] != self._all else ():
@@ -235,7 +239,7 @@ class Decision:
         return list(groups.values())
 
 
-class Reaches:
+class StageLimits:
     """The longest stages and the usable links of one problem, for any beta. Shared by its decisions."""
 
     def __init__(self, problem: PipelineProblem) -> None:
@@ -243,48 +247,48 @@ class Reaches:
         self.links = Links(problem, range(problem.num_devices))
         n, budgets = problem.num_blocks, np.array(problem.memory_bytes)
         # [N, K]: the end of the longest stage from each position, limited by memory alone.
-        self._by_memory: NDArray[np.int64] = np.array(
+        self._memory_limits: NDArray[np.int64] = np.array(
             [first + np.searchsorted(problem.stage_bytes[first, first:], budgets, side="right") for first in range(n)]
         )
-        self._computes = bool(problem.seconds.any())
-        self._parts: dict[tuple[int, bytes], _Parts] = {}
+        self._has_compute = bool(problem.seconds.any())
+        self._cached_limits: dict[tuple[int, bytes], _DeviceLimits] = {}
 
-    def limits(self, first: int, beta: float) -> _Parts:
+    def stage_limits(self, first: int, beta: float) -> _DeviceLimits:
         """The last positions at which a stage from `first` may end, each with the mask of its devices; farthest first."""
-        limits: NDArray[np.int64] = self._by_memory[first]
-        if self._computes:
-            elapsed = self.problem.elapsed
+        limits: NDArray[np.int64] = self._memory_limits[first]
+        if self._has_compute:
+            elapsed = self.problem.cumulative_seconds
             limits = np.minimum(limits, first + ((elapsed[first + 1 :] - elapsed[first]) <= beta).sum(axis=0))
         key = (first, limits.tobytes())
-        if key not in self._parts:
-            self._parts[key] = [
+        if key not in self._cached_limits:
+            self._cached_limits[key] = [
                 (limit, sum(1 << device for device in np.flatnonzero(limits == limit).tolist()))
                 for limit in sorted(set(limits.tolist()), reverse=True)
                 if limit > first
             ] or [(first, 0)]
-        return self._parts[key]
+        return self._cached_limits[key]
 
-    def share(self, beta: float) -> list[float]:
+    def device_fractions(self, beta: float) -> list[float]:
         """[K]: estimate of the fraction of the model that each device could take, by memory and by time."""
         whole = max(int(self.problem.stage_bytes[0, -1]), 1)
         by_memory = [budget / whole for budget in self.problem.memory_bytes]
-        if not self._computes:
+        if not self._has_compute:
             return by_memory
-        times = self.problem.elapsed[-1].tolist()
+        times = self.problem.cumulative_seconds[-1].tolist()
         return [min(share, beta / max(time, 1e-30)) for share, time in zip(by_memory, times, strict=True)]
 
 
-def _as_stages(path: Sequence[tuple[int, int]]) -> Stages:
-    return stages_at([end - 1 for end, _ in path], [device for _, device in path])
+def _to_stages(path: Sequence[tuple[int, int]]) -> Stages:
+    return stages_from([end - 1 for end, _ in path], [device for _, device in path])
 
 
-def _put(active: dict[int, _Parts], used: int, limit: int, mask: int) -> None:
+def _record_limit(active: dict[int, _DeviceLimits], used: int, limit: int, mask: int) -> None:
     """Record that stages of these devices may end as late as `limit`; entries stay sorted by limit."""
     parts = active.get(used)
     if parts is None:
         active[used] = [(limit, mask)]
         return
-    kept: _Parts = []
+    kept: _DeviceLimits = []
     for until, devices in parts:
         if until >= limit:
             mask &= ~devices
@@ -318,7 +322,7 @@ def _undominated(states: Iterable[tuple[int, int]]) -> dict[int, int]:
     return kept
 
 
-def _alike(out: Graph, devices: int) -> list[object]:
+def _twin_keys(out: AdjacencyMasks, devices: int) -> list[object]:
     """A key per device: equal for two devices that can be swapped without changing the graph, linked or not."""
     into = [0] * len(out)
     for sender in set_bits(devices):

@@ -100,7 +100,7 @@ def test_groups_partition_operators_in_topological_order(data: st.DataObject) ->
     everything = range(found.spec.num_operators)
     assert found.spec.parameter_bytes(everything) == spec.parameter_bytes(range(spec.num_operators))
     device = [g % 3 for g in everything]
-    spread = found.spread(device)
+    spread = found.expand_assignment(device)
     assert all(spread[i] == device[g] for g, group in enumerate(found.groups) for i in group)
 
 
@@ -116,7 +116,7 @@ def test_coarsened_plan_is_valid_and_no_slower_on_the_original_graph(data: st.Da
     congestion = data.draw(st.booleans())
     on_each, coarsened = on_devices(seconds), coarsen(spec)
     fine = problem_on_devices(spec, on_each, congestion)
-    coarse = problem_on_devices(coarsened.spec, coarsened.seconds(on_each), congestion)
+    coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each), congestion)
     ranks = st.sampled_from(range(len(SLOWDOWNS)))
     where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
     solved = solve(coarse, 5.0, time.monotonic).assignment
@@ -125,7 +125,7 @@ def test_coarsened_plan_is_valid_and_no_slower_on_the_original_graph(data: st.Da
         refined = Refinement.of(spec, coarsened).schedule(fine, known)
         assert violations(fine, refined) == []
         assert refined.makespan <= known.makespan * (1 + 1e-9)
-        assert refined.assignment == coarsened.spread(known.assignment)
+        assert refined.assignment == coarsened.expand_assignment(known.assignment)
 
 
 def residual() -> GraphSpec:

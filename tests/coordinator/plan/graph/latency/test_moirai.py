@@ -21,14 +21,14 @@ from support.schedule_checker import violations
 from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.latency.baselines import BASELINES
 from coordinator.plan.graph.latency.contention import contended_heft
-from coordinator.plan.graph.latency.cpsat import Answer, Effort, in_ticks, solve_model
-from coordinator.plan.graph.latency.decomposition import Reach, exact_cuts, segments_of
-from coordinator.plan.graph.latency.list_scheduling import around
+from coordinator.plan.graph.latency.cpsat import ModelResult, SolverLimits, in_ticks, solve_model
+from coordinator.plan.graph.latency.decomposition import Reachability, cut_segments, exact_cuts
+from coordinator.plan.graph.latency.list_scheduling import ranks_from_schedule
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.paths import shortest_paths
-from coordinator.plan.graph.latency.patterns import patterns_of
-from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedMemory
-from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_sends
+from coordinator.plan.graph.latency.patterns import segment_patterns
+from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
+from coordinator.plan.graph.latency.schedule import Schedule, Send, best_schedule, schedule, with_required_sends
 from hearth.errors import BadGraph, ModelDoesNotFit, NoPlacement
 
 
@@ -49,7 +49,7 @@ def problems(draw: st.DrawFn, most: int = 5, memory: bool = True) -> PlacementPr
     sizes = draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
     loose = st.just(100)
     budgets = draw(st.lists(st.one_of(loose, st.integers(0, 8)) if memory else loose, min_size=k, max_size=k))
-    shared = [SharedMemory(2, (0, n - 1))] if draw(st.booleans()) else []
+    shared = [SharedWeights(2, (0, n - 1))] if draw(st.booleans()) else []
     return PlacementProblem(
         name="random",
         operators=tuple(f"op{i}" for i in range(n)),
@@ -69,9 +69,9 @@ def brute_force(problem: PlacementProblem) -> float | None:
     best = None
     n = problem.num_operators
     for where in itertools.product(range(problem.num_devices), repeat=n):
-        if problem.overflow(where):
+        if problem.overflow_bytes(where):
             continue
-        for order in orders(problem, with_sends(problem, where, range(n)), where):
+        for order in orders(problem, with_required_sends(problem, where, range(n)), where):
             found = schedule(problem, where, order, in_order=True).makespan
             best = found if best is None else min(best, found)
     return best
@@ -99,10 +99,10 @@ def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
     yield from extend([], items)
 
 
-def solve_whole(problem: PlacementProblem) -> Answer:
+def solve_whole(problem: PlacementProblem) -> ModelResult:
     """The optimum of one model for the whole graph, bounded by the makespan on the first device alone."""
     n = problem.num_operators
-    return solve_model(problem, Effort(20), round(best_schedule(problem, [0] * n, range(n)).makespan) + 1)
+    return solve_model(problem, SolverLimits(20), round(best_schedule(problem, [0] * n, range(n)).makespan) + 1)
 
 
 @settings(max_examples=40)
@@ -143,8 +143,8 @@ def test_never_worse_than_a_baseline_and_schedules_pass_the_checker(problem: Pla
 @given(problems(most=6, memory=False))
 def test_shortest_path_over_cut_vertices_is_optimal(problem: PlacementProblem) -> None:
     ticked, _ = in_ticks(problem)
-    reach = Reach(ticked)
-    segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
+    reachability = Reachability(ticked)
+    segments = cut_segments(ticked, exact_cuts(ticked, reachability), reachability)
     *_, path = shortest_paths(ticked, segments, lambda: 0.0, 1.0)
     whole = solve_whole(ticked)
     assert whole.schedule is not None
@@ -187,9 +187,9 @@ def test_nearly_equal_blocks_share_a_bound_and_the_path_is_optimal(
     problem: PlacementProblem,
 ) -> None:
     ticked, _ = in_ticks(problem)
-    reach = Reach(ticked)
-    segments = segments_of(ticked, exact_cuts(ticked, reach), reach)
-    for segment, pattern in zip(segments, patterns_of([each.problem for each in segments]), strict=True):
+    reachability = Reachability(ticked)
+    segments = cut_segments(ticked, exact_cuts(ticked, reachability), reachability)
+    for segment, pattern in zip(segments, segment_patterns([each.problem for each in segments]), strict=True):
         if pattern is not None:
             assert all(
                 ours <= theirs
@@ -205,9 +205,9 @@ def test_nearly_equal_blocks_share_a_bound_and_the_path_is_optimal(
 def test_only_similar_blocks_share_a_pattern(two_branches: PlacementProblem) -> None:
     slower = replace(two_branches, seconds=((1.0, 1.0), (4.1, 4.1), (4.0, 4.0), (1.0, 1.0)))
     other = replace(two_branches, seconds=((1.0, 1.0), (9.0, 9.0), (4.0, 4.0), (1.0, 1.0)))
-    assert patterns_of([two_branches, slower, other]) == [two_branches, two_branches, None]
+    assert segment_patterns([two_branches, slower, other]) == [two_branches, two_branches, None]
     # identical blocks need no pattern: one arc serves both
-    assert patterns_of([two_branches, two_branches]) == [None, None]
+    assert segment_patterns([two_branches, two_branches]) == [None, None]
 
 
 @given(problems(most=7, memory=False), st.data())
@@ -233,7 +233,7 @@ def test_operators_off_the_path_are_scheduled_in_parallel() -> None:
         latency=((0.0, 0.0), (0.0, 0.0)),
     )
     starts = {0: 0.0, 1: 5.0, 3: 10.0}
-    found = contended_heft(problem, dict.fromkeys(starts, 0), around(problem, starts, 11.0))
+    found = contended_heft(problem, dict.fromkeys(starts, 0), ranks_from_schedule(problem, starts, 11.0))
     assert found.assignment == (0, 0, 1, 0)
     assert found.makespan == 11.0
 
@@ -343,7 +343,7 @@ def test_published_example_has_optimum_30_with_tight_memory(congestion: bool) ->
     found = solve(problem, 20, time.monotonic)
     assert (found.value, found.bound, found.proven) == (30.0, 30.0, True)
     assert violations(problem, found.assignment) == []
-    assert problem.memory_of(found.assignment.assignment) == problem.budget_bytes
+    assert problem.used_bytes(found.assignment.assignment) == problem.budget_bytes
 
 
 def _instance(time: Sequence[float] = (1, 2), edge: Sequence[object] = (0, 1, 0, None)) -> str:

@@ -14,7 +14,7 @@ from support.graphs import from_edges, two_branches
 from support.schedule_checker import check_stages
 
 from coordinator.models.onnx.cutting import cut
-from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED, plan_pipeline, refined
+from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED, plan_pipeline, to_fine_chain
 from coordinator.plan.graph.throughput.points import candidate_chain, fine_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
 from coordinator.plan.graph.throughput.published import published_stages
@@ -25,17 +25,17 @@ from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 SEEDS = st.integers(0, 10**9)
 
 
-def random_case(chance: Random) -> tuple[GraphSpec, list[list[float]], list[int], list[list[float]]]:
+def random_case(rng: Random) -> tuple[GraphSpec, list[list[float]], list[int], list[list[float]]]:
     """A graph with branches; times, memory and rates of up to three devices."""
-    count, devices = chance.randint(1, 7), chance.randint(1, 3)
-    edges = {(max(0, target - chance.randint(1, 3)), target) for target in range(1, count)}
-    edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.3}
+    count, devices = rng.randint(1, 7), rng.randint(1, 3)
+    edges = {(max(0, target - rng.randint(1, 3)), target) for target in range(1, count)}
+    edges |= {(rng.randrange(target), target) for target in range(1, count) if rng.random() < 0.3}
     operators = [Operator(f"op{index}", "X", 1.0, (index,)) for index in range(count)]
-    weights = [Parameter(f"w{index}", chance.randint(1, 9)) for index in range(count)]
-    spec = from_edges("random", operators, [chance.randint(1, 9) for _ in range(count)], sorted(edges), weights)
-    seconds = [[chance.uniform(0.5, 3) for _ in range(devices)] for _ in range(count)]
-    rate = [[chance.choice([1.0, 4.0, 20.0]) for _ in range(devices)] for _ in range(devices)]
-    return spec, seconds, [chance.randint(8, 50) for _ in range(devices)], rate
+    weights = [Parameter(f"w{index}", rng.randint(1, 9)) for index in range(count)]
+    spec = from_edges("random", operators, [rng.randint(1, 9) for _ in range(count)], sorted(edges), weights)
+    seconds = [[rng.uniform(0.5, 3) for _ in range(devices)] for _ in range(count)]
+    rate = [[rng.choice([1.0, 4.0, 20.0]) for _ in range(devices)] for _ in range(devices)]
+    return spec, seconds, [rng.randint(8, 50) for _ in range(devices)], rate
 
 
 @given(SEEDS)
@@ -86,7 +86,7 @@ def test_stages_between_points_are_also_fine_cuts(seed: int) -> None:
         stages = published_stages(coarse, Random(seed))
     except ModelDoesNotFit:
         return
-    same = refined(coarse, stages)
+    same = to_fine_chain(coarse, stages)
     check_stages(fine, same)
     assert fine.bottleneck_seconds(same) == pytest.approx(coarse.bottleneck_seconds(stages))
     assert fine.assignment(same) == coarse.assignment(stages)

@@ -17,10 +17,10 @@ from support.schedule_checker import check_stages
 
 from coordinator.plan.graph.throughput.exact import best_stages, relaxed_bound
 from coordinator.plan.graph.throughput.k_path import FAILURE_PROBABILITY, colour_coded_path, k_path, num_trials
-from coordinator.plan.graph.throughput.partitions import classes_of, least_transfers
+from coordinator.plan.graph.throughput.partitions import min_transfer_partitioning, transfer_classes
 from coordinator.plan.graph.throughput.planners import EXACT, PUBLISHED
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
-from coordinator.plan.graph.throughput.published import equal_partitions, published_stages, runs_of
+from coordinator.plan.graph.throughput.published import class_runs, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.partition_theory import nearest_stages, theorem_bound
@@ -28,20 +28,20 @@ from tools.bench.partition_theory import nearest_stages, theorem_bound
 SEEDS = st.integers(0, 10**9)
 
 
-def random_problem(chance: Random, equal: bool = False) -> PipelineProblem:
+def random_problem(rng: Random, equal: bool = False) -> PipelineProblem:
     """Up to 6 blocks on up to 5 devices; weights, times and rates from few values, so that ties occur."""
-    n, k = chance.randint(1, 6), chance.randint(1, 5)
-    ends = np.cumsum([0, *(chance.randint(1, 9) for _ in range(n))])
-    rate = np.array([[chance.choice([1.0, 2.0, 3.0, 7.5]) for _ in range(k)] for _ in range(k)])
-    if chance.random() < 0.5:
+    n, k = rng.randint(1, 6), rng.randint(1, 5)
+    ends = np.cumsum([0, *(rng.randint(1, 9) for _ in range(n))])
+    rate = np.array([[rng.choice([1.0, 2.0, 3.0, 7.5]) for _ in range(k)] for _ in range(k)])
+    if rng.random() < 0.5:
         rate = np.minimum(rate, rate.T)
     np.fill_diagonal(rate, np.inf)
-    memory = (chance.randint(6, 25),) * k if equal else tuple(chance.randint(4, 25) for _ in range(k))
-    seconds = np.array([[chance.uniform(0.1, 2) for _ in range(k)] for _ in range(n)]) * chance.choice([0, 1])
+    memory = (rng.randint(6, 25),) * k if equal else tuple(rng.randint(4, 25) for _ in range(k))
+    seconds = np.array([[rng.uniform(0.1, 2) for _ in range(k)] for _ in range(n)]) * rng.choice([0, 1])
     return PipelineProblem(
         name="random",
         blocks=tuple((index,) for index in range(n)),
-        boundary_bytes=tuple(float(chance.randint(0, 9)) for _ in range(n - 1)),
+        boundary_bytes=tuple(float(rng.randint(0, 9)) for _ in range(n - 1)),
         seconds=seconds,
         stage_bytes=np.triu(ends[None, 1:] - ends[:-1, None]),
         memory_bytes=memory,
@@ -97,7 +97,7 @@ def test_exact_planner_equals_brute_force_and_proves_it(seed: int) -> None:
 def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
     problem = random_problem(Random(seed), equal=True)
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
-    searches = {**PUBLISHED, EXACT: lambda problem, chance: best_stages(problem, chance, after_a_minute()).assignment}
+    searches = {**PUBLISHED, EXACT: lambda problem, rng: best_stages(problem, rng, after_a_minute()).assignment}
     for name, search in searches.items():
         if not values:
             with pytest.raises(ModelDoesNotFit):
@@ -143,8 +143,8 @@ def _nearest_walk(problem: PipelineProblem, start: int, devices: Sequence[int], 
 @given(SEEDS)
 @settings(max_examples=30, deadline=None)
 def test_exact_is_never_worse_than_published_even_without_time(seed: int) -> None:
-    chance = Random(seed)
-    problem = larger_problem(chance, num_blocks=12, num_devices=9)
+    rng = Random(seed)
+    problem = larger_problem(rng, num_blocks=12, num_devices=9)
     published = published_stages(problem, Random(seed))
     for stop in (lambda: True, lambda: False):
         answer = best_stages(problem, Random(seed), stop)
@@ -154,10 +154,10 @@ def test_exact_is_never_worse_than_published_even_without_time(seed: int) -> Non
     assert answer.bound == value  # proven, given time
 
 
-def larger_problem(chance: Random, num_blocks: int, num_devices: int) -> PipelineProblem:
-    spec = chain(1, [chance.randint(1, 50) for _ in range(num_blocks)], [1] * num_blocks)
-    rate = [[chance.uniform(1, 10) for _ in range(num_devices)] for _ in range(num_devices)]
-    seconds = [[chance.uniform(0.1, 3) for _ in range(num_devices)] for _ in range(num_blocks)]
+def larger_problem(rng: Random, num_blocks: int, num_devices: int) -> PipelineProblem:
+    spec = chain(1, [rng.randint(1, 50) for _ in range(num_blocks)], [1] * num_blocks)
+    rate = [[rng.uniform(1, 10) for _ in range(num_devices)] for _ in range(num_devices)]
+    seconds = [[rng.uniform(0.1, 3) for _ in range(num_devices)] for _ in range(num_blocks)]
     return pipeline_problem(spec, seconds, [num_blocks // 3] * num_devices, rate)
 
 
@@ -187,7 +187,7 @@ def test_partitions_minimise_total_transfers(seed: int, max_stages: int) -> None
             if all(problem.stage_bytes[a, b] <= budget for a, b in zip(firsts, lasts, strict=True)):
                 sums.setdefault(count, []).append(sum(problem.boundary_bytes[cut] for cut in cuts))
     within = [each for count, found in sums.items() if count <= max_stages for each in found]
-    found = least_transfers(problem, budget, max_stages)
+    found = min_transfer_partitioning(problem, budget, max_stages)
     if found is None:
         assert not within
         return
@@ -197,12 +197,12 @@ def test_partitions_minimise_total_transfers(seed: int, max_stages: int) -> None
 
 def test_transfer_classes_have_equal_width() -> None:
     problem = pipeline_problem(chain(1, [10, 20, 30, 100, 5]), [[1.0]] * 5, [1], [[1.0]])
-    assert classes_of(problem, [10, 20, 30, 100], 3) == (1, 1, 1, 3)
-    assert classes_of(problem, [10], 1) == (1,)
+    assert transfer_classes(problem, [10, 20, 30, 100], 3) == (1, 1, 1, 3)
+    assert transfer_classes(problem, [10], 1) == (1,)
 
 
 def test_runs_are_ordered_by_class_then_length() -> None:
-    assert runs_of([2, 3, 3, 1, 3, 2, 2]) == [(1, 2), (4, 4), (5, 6), (0, 0), (3, 3)]
+    assert class_runs([2, 3, 3, 1, 3, 2, 2]) == [(1, 2), (4, 4), (5, 6), (0, 0), (3, 3)]
 
 
 def test_shared_weights_count_once_per_stage() -> None:
@@ -217,9 +217,9 @@ def test_shared_weights_count_once_per_stage() -> None:
 # ---- k-paths ------------------------------------------------------------------------------------------------------------
 
 
-def random_digraph(chance: Random, n: int) -> list[int]:
-    share = chance.uniform(0.1, 0.6)
-    return [sum(1 << b for b in range(n) if a != b and chance.random() < share) for a in range(n)]
+def random_digraph(rng: Random, n: int) -> list[int]:
+    share = rng.uniform(0.1, 0.6)
+    return [sum(1 << b for b in range(n) if a != b and rng.random() < share) for a in range(n)]
 
 
 def has_path(graph: Sequence[int], k: int, start: int | None, end: int | None) -> bool:
@@ -239,13 +239,13 @@ def assert_path(graph: Sequence[int], path: Sequence[int], k: int) -> None:
 @given(SEEDS)
 @settings(max_examples=150, deadline=None)
 def test_k_path_is_found_if_one_exists(seed: int) -> None:
-    chance = Random(seed)
-    n = chance.randint(2, 7)
-    graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
-    start = chance.choice([None, *range(n)])
-    end = chance.choice([None, *(each for each in range(n) if each != start)])
+    rng = Random(seed)
+    n = rng.randint(2, 7)
+    graph, k = random_digraph(rng, n), rng.randint(2, min(n, 5))
+    start = rng.choice([None, *range(n)])
+    end = rng.choice([None, *(each for each in range(n) if each != start)])
     # The failure probability is so small that a miss is a defect.
-    path = k_path(graph, (1 << n) - 1, k, start, end, chance, failure_probability=1e-9)
+    path = k_path(graph, (1 << n) - 1, k, start, end, rng, failure_probability=1e-9)
     assert (path is not None) == has_path(graph, k, start, end)
     if path is not None:
         assert_path(graph, path, k)
@@ -256,10 +256,10 @@ def test_k_path_is_found_if_one_exists(seed: int) -> None:
 @given(SEEDS)
 @settings(max_examples=100, deadline=None)
 def test_colour_coding_finds_a_path_if_one_exists(seed: int) -> None:
-    chance = Random(seed)
-    n = chance.randint(2, 7)
-    graph, k = random_digraph(chance, n), chance.randint(2, min(n, 5))
-    path = colour_coded_path(graph, [(1 << n) - 1] * k, chance, 1e-9)
+    rng = Random(seed)
+    n = rng.randint(2, 7)
+    graph, k = random_digraph(rng, n), rng.randint(2, min(n, 5))
+    path = colour_coded_path(graph, [(1 << n) - 1] * k, rng, 1e-9)
     assert (path is not None) == has_path(graph, k, None, None)
     if path is not None:
         assert_path(graph, path, k)
@@ -270,8 +270,8 @@ def test_colour_coding_failure_rate_is_as_specified() -> None:
     graph = [0] * 70
     for a, b in itertools.pairwise((3, 68, 12, 66, 40)):
         graph[a] |= 1 << b
-    chance, tries = Random(5), 60
-    found = [colour_coded_path(graph, [(1 << 70) - 1] * 5, chance, 0.2) for _ in range(tries)]
+    rng, tries = Random(5), 60
+    found = [colour_coded_path(graph, [(1 << 70) - 1] * 5, rng, 0.2) for _ in range(tries)]
     assert {each for each in found if each} == {(3, 68, 12, 66, 40)}
     missed = found.count(None) / tries
     # The number of trials follows from 0.2, rounded up; the tolerance is three standard errors.

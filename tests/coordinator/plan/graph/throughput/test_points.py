@@ -20,13 +20,13 @@ def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:
     return from_edges("graph", operators, [100 + index for index in range(num_operators)], edges)
 
 
-def random_graph(chance: Random, one_source: bool) -> GraphSpec:
+def random_graph(rng: Random, one_source: bool) -> GraphSpec:
     """Density at which some operators lie on every path and some do not."""
-    count = chance.randint(1, 12)
-    edges = {(max(0, target - 1 - int(chance.expovariate(1.2))), target) for target in range(1, count)}
-    edges |= {(chance.randrange(target), target) for target in range(1, count) if chance.random() < 0.2}
+    count = rng.randint(1, 12)
+    edges = {(max(0, target - 1 - int(rng.expovariate(1.2))), target) for target in range(1, count)}
+    edges |= {(rng.randrange(target), target) for target in range(1, count) if rng.random() < 0.2}
     if not one_source:
-        edges = {edge for edge in edges if chance.random() < 0.85}
+        edges = {edge for edge in edges if rng.random() < 0.85}
     return graph(count, sorted(edges))
 
 
