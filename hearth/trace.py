@@ -24,7 +24,9 @@ def shift_to_common_clock(done: RunDone, sent_seconds: float, answered_seconds: 
     )
 
 
-_Hop: TypeAlias = tuple[TaskKind, int | None, int | None, int | None, int | None]  # kind, layer, tile, sender, receiver
+_HopKey: TypeAlias = tuple[
+    TaskKind, int | None, int | None, int | None, int | None
+]  # kind, layer, tile, sender, receiver
 
 
 class TileTransfer(NamedTuple):
@@ -40,13 +42,13 @@ class TileTransfer(NamedTuple):
 
 def label(event: TraceEvent) -> str:
     """The displayed name of an event: `layer 3 qkv tile 1`, `layer 0 gather attention tile 2`, `segment 4`."""
-    of_graph = event.kind in (Work.SEGMENT, Phase.TENSOR)
+    is_graph = event.kind in (Work.SEGMENT, Phase.TENSOR)
     name = event.kind.value if isinstance(event.kind, Work) else event.kind.name.lower().replace("_", " ")
     parts = [name, event.tensor]
     if event.layer is not None and not event.tensor:
-        parts = [name, str(event.layer)] if of_graph else [f"layer {event.layer}", name]
+        parts = [name, str(event.layer)] if is_graph else [f"layer {event.layer}", name]
     if event.tile is not None:
-        parts.append(f"{'request' if of_graph else 'tile'} {event.tile}")
+        parts.append(f"{'request' if is_graph else 'tile'} {event.tile}")
     if event.lane == "compute" and event.peer is not None:
         parts.append(f"of rank {event.peer}")
     return " ".join(filter(None, parts))
@@ -58,7 +60,7 @@ def transfers(traces: Sequence[DeviceTrace]) -> list[TileTransfer]:
     A tile in several chunks, or in several steps, has several sends and receives. They are paired in order, since a link
     preserves the order.
     """
-    sent: dict[_Hop, deque[TraceEvent]] = defaultdict(deque)
+    sent: dict[_HopKey, deque[TraceEvent]] = defaultdict(deque)
     for trace in traces:
         for event in trace.events:
             if event.lane == "send":

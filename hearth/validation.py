@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 _SAME: Mapping[str, str] = MappingProxyType({})
 
 
-def first_error(error: ValidationError, whole: str = "", names: Mapping[str, str] = _SAME) -> str:
+def first_error(error: ValidationError, root: str = "", names: Mapping[str, str] = _SAME) -> str:
     """The first invalid field and the reason: `devices.0.name: Field required`.
 
-    `whole` is used as the field's name if the input as a whole is invalid; `names` maps field names to the user's names.
+    `root` is used as the field's name if the input as a whole is invalid; `names` maps field names to the user's names.
     """
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    where = ".".join(names.get(str(part), str(part)) for part in first["loc"]) or whole
+    where = ".".join(names.get(str(part), str(part)) for part in first["loc"]) or root
     return f"{where}: {first['msg']}" if where else first["msg"]

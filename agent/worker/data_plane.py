@@ -88,7 +88,7 @@ class DataPlane(ABC, Generic[T]):
         except (BadMessage, FrameTooLarge) as error:
             self._drop(str(error))
 
-    def _drop(self, what: str) -> None:
+    def _drop(self, description: str) -> None:
         self.dropped += 1
         if self.dropped == 1:  # log only the first one; the status contains the count
-            log.warning("dropped %s", what)
+            log.warning("dropped %s", description)

@@ -67,17 +67,17 @@ class StrategyTraits(NamedTuple):
     """Properties that all plans of one strategy share."""
 
     mode: LayerMode = SHARDED  # of layers without their own mode
-    own_modes: bool = False  # whether each layer may have its own mode
-    repeats_rows: bool = False  # every rank has all rows; AllReduce sums partial results
+    per_layer_modes: bool = False  # whether each layer may have its own mode
+    replicates_rows: bool = False  # every rank has all rows; AllReduce sums partial results
     micro_batches: bool = False  # whether a decoder's prefill step may be split into micro-batches
     one_device: bool = False
 
 
 _TRAITS: dict[str, StrategyTraits] = {
     "local": StrategyTraits(one_device=True),
-    "megatron-tp": StrategyTraits(repeats_rows=True, micro_batches=True),
+    "megatron-tp": StrategyTraits(replicates_rows=True, micro_batches=True),
     "sp": StrategyTraits(mode=SEQUENCE),
-    "hmp": StrategyTraits(own_modes=True, micro_batches=True),
+    "hmp": StrategyTraits(per_layer_modes=True, micro_batches=True),
 }
 
 
@@ -205,13 +205,13 @@ class TensorParallel(_TransformerBody):
 
     def step_rows(self, rank: int) -> int:
         """Number of rows, in a step of `seq_len` rows, for which the rank computes norms and residuals."""
-        return self.seq_len if self.traits.repeats_rows else rows_for(self.row_weights, self.seq_len)[rank]
+        return self.seq_len if self.traits.replicates_rows else rows_for(self.row_weights, self.seq_len)[rank]
 
     def has_rows(self, rank: int) -> bool:
         """Whether the rank computes norms and residuals for rows of a step."""
-        return self.traits.repeats_rows or self.row_weights[rank] > 0
+        return self.traits.replicates_rows or self.row_weights[rank] > 0
 
-    def embeds(self, rank: int) -> bool:
+    def needs_embedding(self, rank: int) -> bool:
         """Whether the rank needs the embedding's positions, token types and norm."""
         return self.has_rows(rank)
 
@@ -219,7 +219,7 @@ class TensorParallel(_TransformerBody):
         """Whether the rank allocates memory for the embedding's positions, token types and norm."""
         return True
 
-    def repeats_norms(self, rank: int) -> bool:
+    def replicates_norms(self, rank: int) -> bool:
         """Whether the rank computes all norms of a decoded token: a single row cannot be split between ranks."""
         return max(self.heads[rank], self.columns[rank], self.vocabulary[rank]) > 0
 
@@ -241,7 +241,7 @@ class TensorParallel(_TransformerBody):
                 raise ValueError(f"{name} {shares} must be non-negative and sum to {total}")
             for span in spans(shares):
                 grains_of(span, total, grain)
-        if self.modes and (not self.traits.own_modes or len(self.modes) != model.num_layers):
+        if self.modes and (not self.traits.per_layer_modes or len(self.modes) != model.num_layers):
             raise ValueError(f"modes are for hmp, one for each of the {model.num_layers} layers")
         if self.micro_batches > 1 and not self.can_split_prefill:
             raise ValueError("micro_batches are for hmp with attention by heads, and for megatron-tp")
@@ -338,13 +338,13 @@ class Pipeline(_TransformerBody):
     def has_rows(self, rank: int) -> bool:
         return self.row_weights[rank] > 0
 
-    def embeds(self, rank: int) -> bool:
+    def needs_embedding(self, rank: int) -> bool:
         return rank == 0
 
     def allocates_embedding(self, rank: int) -> bool:
         return rank == 0
 
-    def repeats_norms(self, rank: int) -> bool:
+    def replicates_norms(self, rank: int) -> bool:
         return False
 
     def _check_shares(self, model: ModelSpec, num_ranks: int) -> None:

@@ -161,7 +161,7 @@ class Codec:
         return lz4_pays(sample.nbytes, len(compressed), between - start, end - between, self._link_bytes_per_second)
 
 
-def decode(
+def decode_array(
     values: ValueFormat,
     compressed: bool,
     dtype: np.dtype[Any],

@@ -31,7 +31,7 @@ _COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4
 _HEADER = struct.Struct(f"<5BxxxQIHHHH{MAX_DIMS}I")
 _HEADER_BYTES = TOKEN_BYTES + _HEADER.size
 _MAX_SINGLE_FRAME_BYTES = 32 << 10  # for larger buffers, copying costs more than a second frame
-_ARRAY = struct.Struct(f"<3Bx{MAX_DIMS}I")
+_ARRAY_HEADER = struct.Struct(f"<3Bx{MAX_DIMS}I")
 
 _DTYPES = tuple(
     np.dtype(name) for name in ("<f4", "<f2", "<i4", "<i8", "u1", "i1", "?", "<f8", "<i2", "<u2", "<u4", "<u8")
@@ -56,13 +56,13 @@ class TileKey(NamedTuple):
     chunk: int = 0
 
 
-def encode_tile(token: bytes, key: TileKey, array: Array, link: Codec) -> list[Buffer]:
+def encode_tile(token: bytes, key: TileKey, array: Array, link_codec: Codec) -> list[Buffer]:
     """Encode one tile for one link. The array must not change until the frames are sent.
 
     Raises FrameTooLarge if the peer would have to refuse the tile, ValueError for a dtype that tiles cannot have.
     """
     array, dtype_code = _for_wire(array, _tile_dtypes(key.phase))
-    encoded = link.encode(key.phase.name, array, verbatim=key.phase.verbatim)
+    encoded = link_codec.encode(key.phase.name, array, verbatim=key.phase.verbatim)
     header = _HEADER.pack(
         _HEADER_VERSION,
         dtype_code,
@@ -98,26 +98,28 @@ def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]
 
 def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
     """Decode the values of a tile, given its header from `read_header`. Raises BadMessage."""
-    return codec.decode(header.values, header.compressed, header.dtype, header.shape, split_frames(frames)[1:], casts)
+    return codec.decode_array(
+        header.values, header.compressed, header.dtype, header.shape, split_frames(frames)[1:], casts
+    )
 
 
 def pack_array(array: Array) -> list[Buffer]:
     """Encode an array as two payload frames of a message. Raises FrameTooLarge, ValueError for an unsupported dtype."""
     array, dtype_code = _for_wire(array, _DTYPES)
-    header = _ARRAY.pack(_HEADER_VERSION, dtype_code, array.ndim, *_padded(array.shape))
+    header = _ARRAY_HEADER.pack(_HEADER_VERSION, dtype_code, array.ndim, *_padded(array.shape))
     return [header, memoryview(np.ascontiguousarray(array).data).cast("B") if array.size else b""]
 
 
 def unpack_array(frames: Sequence[Buffer]) -> Array:
     """Decode the frames of `pack_array`; read-only, without a copy. Raises BadMessage, FrameTooLarge."""
-    if len(frames) != 2 or len(frames[0]) != _ARRAY.size:
+    if len(frames) != 2 or len(frames[0]) != _ARRAY_HEADER.size:
         raise BadMessage(reason="an array is a header and a buffer")
-    version, dtype_code, num_dims, *dims = _ARRAY.unpack(frames[0])
+    version, dtype_code, num_dims, *dims = _ARRAY_HEADER.unpack(frames[0])
     if version != _HEADER_VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown array header (version {version}, dtype {dtype_code})")
     dtype = _DTYPES[dtype_code]
     shape = _checked_shape(num_dims, dims, dtype)
-    return codec.decode(EXACT, False, dtype, shape, frames[1:])
+    return codec.decode_array(EXACT, False, dtype, shape, frames[1:])
 
 
 def pack_arrays(arrays: Mapping[str, Array], names: Iterable[str] | None = None) -> list[Buffer]:

@@ -30,7 +30,7 @@ from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import Engine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.steps import LEADER_RANK, StepExecutor
-from agent.worker.transformer.profiler import profile
+from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.shard import Shard, load_shard
 from hearth.errors import StepFailed
 from hearth.plan.geometry import spans
@@ -238,7 +238,7 @@ class Runner:
     def profile(self, model: Any, seq_len: int, num_threads: int) -> dict[str, Any]:
         """Profile one layer's blocks on this device with the agent's profiler."""
         spec = ModelSpec.model_validate(model)
-        return {"blocks": profile(spec, seq_len, num_threads, "cpu").model_dump()}
+        return {"blocks": profile_blocks(spec, seq_len, num_threads, "cpu").model_dump()}
 
     def ping(self, num_bytes: int, count: int) -> dict[str, Any]:
         """Median seconds of half a round trip of messages of this size over an open link; the other end runs `echo`."""

@@ -55,13 +55,13 @@ def operators_of(
     graph = _read(original, inputs)
     anchors = [_anchors(graph, node) for node in optimised]
     owner: dict[int, int] = {}
-    for place, found in enumerate(anchors):
+    for optimised_index, found in enumerate(anchors):
         for index in found:
-            owner.setdefault(index, place)
+            owner.setdefault(index, optimised_index)
     _assign_hidden_consumers(graph, {name for node in optimised for name in node.output}, owner)
-    for place, found in enumerate(anchors):
+    for optimised_index, found in enumerate(anchors):
         for index in _unassigned_predecessors(graph, found, owner):
-            owner[index] = place
+            owner[index] = optimised_index
     names: dict[str, list[str]] = {node.name: [] for node in optimised}
     for index in sorted(owner):
         names[optimised[owner[index]].name].append(graph.nodes[index].name)
@@ -110,7 +110,7 @@ def _assign_hidden_consumers(graph: _Original, exposed: set[str], owner: dict[in
         producers = {name: graph.producer[name] for name in node.input if name in graph.producer}
         owners = {name: owner[producer] for name, producer in producers.items() if producer in owner}
         last = max(owners.values(), default=-1)
-        if any(place == last and name not in exposed for name, place in owners.items()):
+        if any(optimised_index == last and name not in exposed for name, optimised_index in owners.items()):
             owner[index] = last
 
 

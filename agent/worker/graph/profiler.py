@@ -43,12 +43,12 @@ from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
 _SAMPLE_SECONDS = 0.05
-_SAMPLES = 5  # per measurement, which is their median
-_REPEATS = 3  # of a measurement that background load disturbed
-_SPREAD = 1.25  # if the slowest sample takes more than this times the fastest, the measurement was disturbed
+_SAMPLES_PER_MEASUREMENT = 5  # per measurement, which is their median
+_MAX_REPEATS = 3  # of a measurement that background load disturbed
+_MAX_SAMPLE_RATIO = 1.25  # if the slowest sample takes more than this times the fastest, the measurement was disturbed
 _PROFILED_SECONDS = 0.5
 _PROFILED_RUNS = (4, 40)  # minimum and maximum, after a first run for warm-up
-_OUTLIER = 1.5  # profiled runs longer than this times the median are ignored
+_MAX_RUN_RATIO = 1.5  # profiled runs longer than this times the median are ignored
 _PATTERN_VALUES = 1 << 18  # random values, repeated over all weights
 _KERNEL_SUFFIX = "_kernel_time"
 _RESERVE_BYTES = 64 << 20  # kept free on the disk, in addition to the weights
@@ -78,12 +78,12 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
         model = onnx.load(folder / GRAPH_FILE, load_external_data=False)
     except DecodeError:
         raise BadPlan(reason="the graph to be profiled is not an ONNX model") from None
-    _check_room(model, folder, device)
+    _check_disk_space(model, folder, device)
     path = _with_random_weights(model, folder)
     providers = providers_for(compute_device, folder)
 
-    def session(change: Callable[[ort.SessionOptions], None] = lambda options: None) -> ort.InferenceSession:
-        return make_session(path, "the graph", num_threads, providers, change)
+    def session(configure: Callable[[ort.SessionOptions], None] = lambda options: None) -> ort.InferenceSession:
+        return make_session(path, "the graph", num_threads, providers, configure)
 
     plain = session()
     give_back_freed_buffers()
@@ -91,8 +91,8 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     loaded = _Memory.now()
     feeds = _feeds(plain)
     meter = Meter(_SAMPLE_SECONDS)
-    run_seconds = _seconds(meter, partial(_run, plain, feeds))
-    ran = _Memory.now()
+    run_seconds = _seconds_per_run(meter, partial(_run, plain, feeds))
+    after_run = _Memory.now()
     provider = plain.get_providers()[0]
     del plain
     kernels = _kernels(model, session, feeds, run_seconds, folder)
@@ -102,9 +102,9 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
         provider=provider,
         process_bytes=sum(before),
         # Mapped weights that are used in place become resident in the first run.
-        load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(ran.mapped - before.mapped, 0),
+        load_bytes=max(loaded.anonymous - before.anonymous, 0) + max(after_run.mapped - before.mapped, 0),
         peak_bytes=peak_bytes,
-        run_bytes=max(ran.anonymous - loaded.anonymous, 0),
+        run_bytes=max(after_run.anonymous - loaded.anonymous, 0),
         wire=measure_wire_cost(meter.cpu_per_second, NUMPY_CASTS),
     )
 
@@ -122,7 +122,7 @@ def _kernels(
     optimised_path = folder / "optimised.onnx"
     (folder / "weights-of-optimised").symlink_to(os.devnull)  # only the nodes are needed, not a copy of the weights
 
-    def change(options: ort.SessionOptions) -> None:
+    def configure(options: ort.SessionOptions) -> None:
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
         options.optimized_model_filepath = str(optimised_path)
@@ -131,11 +131,11 @@ def _kernels(
         )
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "256")
 
-    profiled = session(change)
-    began, (least, most) = time.perf_counter(), _PROFILED_RUNS
-    for index in range(1 + most):
+    profiled = session(configure)
+    began, (min_runs, max_runs) = time.perf_counter(), _PROFILED_RUNS
+    for index in range(1 + max_runs):
         _run(profiled, feeds)
-        if index >= least and time.perf_counter() - began > _PROFILED_SECONDS:
+        if index >= min_runs and time.perf_counter() - began > _PROFILED_SECONDS:
             break
     events = json.loads(Path(profiled.end_profiling()).read_text())
     optimised = onnx.load(optimised_path, load_external_data=False)
@@ -164,8 +164,8 @@ def kernel_times(events: Iterable[dict[str, Any]], operators: Mapping[str, tuple
     nodes.sort(key=lambda event: (event["ts"], -event["dur"]))
     per_run = [_outermost(event for event in nodes if start <= event["ts"] < stop) for start, stop in runs[1:]]
     totals = [sum(event["dur"] for event in run) for run in per_run]
-    usual = statistics.median(totals) if totals else 0
-    kept = [run for run, total in zip(per_run, totals, strict=True) if total <= _OUTLIER * usual]
+    median_total = statistics.median(totals) if totals else 0
+    kept = [run for run, total in zip(per_run, totals, strict=True) if total <= _MAX_RUN_RATIO * median_total]
     sums: dict[str, int] = defaultdict(int)
     arguments: dict[str, dict[str, Any]] = {}
     for event in chain.from_iterable(kept):
@@ -214,7 +214,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
     return path
 
 
-def _check_room(model: onnx.ModelProto, folder: Path, device: str) -> None:
+def _check_disk_space(model: onnx.ModelProto, folder: Path, device: str) -> None:
     """Raise StoreFull if the weights do not fit on the disk."""
     needed = sum(map(data_bytes, placeholders_of(model)))
     free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
@@ -260,14 +260,14 @@ def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
 # ---- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _seconds(meter: Meter, run: Callable[[], object]) -> float:
+def _seconds_per_run(meter: Meter, run: Callable[[], object]) -> float:
     """Seconds per run: the median of samples after a warm-up run. If samples differ, measure again; the least counts."""
     run()
     least = float("inf")
-    for _ in range(1 + _REPEATS):
-        samples = [meter.sample(run) for _ in range(_SAMPLES)]
+    for _ in range(1 + _MAX_REPEATS):
+        samples = [meter.sample(run) for _ in range(_SAMPLES_PER_MEASUREMENT)]
         least = min(least, statistics.median(samples))
-        if max(samples) <= _SPREAD * min(samples):
+        if max(samples) <= _MAX_SAMPLE_RATIO * min(samples):
             break
     return least
 
@@ -282,9 +282,9 @@ def _status() -> dict[str, int]:
     return {name: found.get(name, 0) for name in ("RssAnon", "RssShmem", "RssFile", "VmHWM")}
 
 
-def _profile_graph(start: StartProfile) -> GraphProfile:
+def _profile_request(start: StartProfile) -> GraphProfile:
     return profile_graph(Path(start.folder), start.device, start.num_threads, start.compute_device)
 
 
 if __name__ == "__main__":
-    serve_one(_profile_graph)
+    serve_one(_profile_request)

@@ -141,7 +141,7 @@ def make_session(
     name: str,
     num_threads: int,
     providers: Sequence[Provider],
-    change: Callable[[ort.SessionOptions], None] = lambda options: None,
+    configure: Callable[[ort.SessionOptions], None] = lambda options: None,
 ) -> ort.InferenceSession:
     """Create a session from an ONNX file. Raises BadPlan."""
     options = ort.SessionOptions()
@@ -150,7 +150,7 @@ def make_session(
     options.log_severity_level = _ERRORS_ONLY
     # Idle threads must not spin between runs, because communication needs the cores.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    change(options)
+    configure(options)
     try:
         return ort.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
@@ -166,8 +166,8 @@ def providers_for(compute_device: ComputeDevice, store: Path) -> list[Provider]:
     if compute_device == "cuda":
         engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(store / "tensorrt")}
         wanted = [("TensorrtExecutionProvider", engines), ("CUDAExecutionProvider", {}), *wanted]
-    offered = ort.get_available_providers()
-    found = [provider for provider in wanted if provider[0] in offered]
+    available = ort.get_available_providers()
+    found = [provider for provider in wanted if provider[0] in available]
     if compute_device == "cuda" and len(found) == 1:
         log.warning("this build of onnxruntime has no CUDA provider; segments run on the CPU")
     return found

@@ -55,7 +55,7 @@ def run_concurrently(runs: Sequence[Callable[[], T]], abort: Callable[[HearthErr
     results: list[T | None] = [None] * len(runs)
     errors: list[BaseException] = []
 
-    def one(index: int) -> None:
+    def run_one(index: int) -> None:
         try:
             results[index] = runs[index]()
         except BaseException as error:
@@ -64,7 +64,7 @@ def run_concurrently(runs: Sequence[Callable[[], T]], abort: Callable[[HearthErr
 
     def in_thread(index: int) -> None:
         torch.set_num_threads(num_threads)  # torch's setting is per thread; the default is all cores
-        one(index)
+        run_one(index)
 
     threads = [
         threading.Thread(target=in_thread, args=(index,), name=f"micro-batch-{index}", daemon=True)
@@ -72,7 +72,7 @@ def run_concurrently(runs: Sequence[Callable[[], T]], abort: Callable[[HearthErr
     ]
     for thread in threads:
         thread.start()
-    one(0)
+    run_one(0)
     for thread in threads:
         thread.join()
     if errors:

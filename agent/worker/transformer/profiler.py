@@ -33,60 +33,62 @@ from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspiciou
 from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
-_PARTS = (0.25, 0.5, 1.0)  # measured sizes, as fractions of the whole
+_MEASURED_FRACTIONS = (0.25, 0.5, 1.0)  # measured sizes, as fractions of the whole
 _SAMPLE_SECONDS = 0.03
-_SAMPLES = 3  # per point, which is their median
-_REPEATS = 3  # of points that background load disturbed
+_SAMPLES_PER_POINT = 3  # per point, which is their median
+_MAX_REPEATS = 3  # of points that background load disturbed
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
-_COPIES_BYTES = 160 << 20
+_MAX_COPIES_BYTES = 160 << 20
 _MAX_COPIES = 4
 # Decoding is measured over more weights than any cache holds, as far as the model has that many.
-_DECODED_BYTES = 256 << 20
-_LEAST_SHARE = 0.01  # minimum fraction of the products' time that counts as reading weights, however small the layer
+_DECODE_WEIGHT_BYTES = 256 << 20
+_MIN_READ_FRACTION = (
+    0.01  # minimum fraction of the products' time that counts as reading weights, however small the layer
+)
 
 
-def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
+def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
     """Measure one layer's blocks. Each point is the median of several samples after a warm-up run."""
     torch.set_num_threads(num_threads)
     device = make_staging(compute_device).device
     S = seq_len
     H, d = spec.hidden_size, spec.head_dim
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-    measure = _Meter(_SAMPLE_SECONDS, synchronise)
+    measure = _BlockMeter(_SAMPLE_SECONDS, synchronise)
     # Measured first, while nothing else is in memory: a device may hold little more than these copies.
     with torch.inference_mode():
-        per_byte, per_layer = _decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
+        per_byte, per_layer = _measure_decoding(spec, measure, device) if spec.causal else (0.0, 0.0)
     give_back_freed_buffers()
     layers = [_without_matrices(random_layer(spec, device), device)] * _num_copies(spec)
-    embedding = _plain_embedding(spec, device)
+    embedding = _neutral_embedding(spec, device)
     x_TH = torch.randn(S, H, device=device)
-    everything = Span(0, S)
+    all_rows = Span(0, S)
 
     def gemm(x_sk: Tensor) -> Callable[[], object]:
-        turn = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
-        return lambda: next(turn).matmul(x_sk)
+        copies = cycle([_random_matrix(H, x_sk.shape[1], device, spec.weights) for _ in layers])
+        return lambda: next(copies).matmul(x_sk)
 
     def qkv(heads: int) -> Callable[[], object]:
         out = x_TH.new_empty(S, spec.qkv_width(heads))
         width = spec.qkv_width(heads)
-        turn = cycle(
+        copies = cycle(
             [
                 replace(layer, qkv_blocks=(Span(0, heads),), qkv_weight=_random_matrix(width, H, device, spec.weights))
                 for layer in layers
             ]
         )
-        return lambda: blocks.project_qkv(spec, next(turn), 0, x_TH, rows, everything, out)
+        return lambda: blocks.project_qkv(spec, next(copies), 0, x_TH, rows, all_rows, out)
 
     def core(heads: int) -> Callable[[], object]:
         q_Tw, k_Tk, v_Tk = blocks.split_qkv(spec, heads, torch.randn(S, spec.qkv_width(heads), device=device))
-        return lambda: blocks.attention(spec, 0, q_Tw, k_Tk, v_Tk, rows, everything)
+        return lambda: blocks.attention(spec, 0, q_Tw, k_Tk, v_Tk, rows, all_rows)
 
     def out(heads: int) -> Callable[[], object]:
         return gemm(torch.randn(S, heads * d, device=device))
 
     def up(columns: int, num_rows: int = S) -> Callable[[], object]:
-        x_sH, turn = x_TH[:num_rows], cycle([_with_columns(spec, layer, columns, device) for layer in layers])
-        return lambda: blocks.mlp_up(spec, next(turn), x_sH)
+        x_sH, copies = x_TH[:num_rows], cycle([_with_columns(spec, layer, columns, device) for layer in layers])
+        return lambda: blocks.mlp_up(spec, next(copies), x_sH)
 
     def down(columns: int, num_rows: int = S) -> Callable[[], object]:
         return gemm(torch.randn(num_rows, columns, device=device))
@@ -106,18 +108,18 @@ def profile(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: Com
         return lambda: blocks.finish_embedding(spec, embedding, x_TH[:num_rows], positions)
 
     heads, columns = _sizes(spec.num_heads, spec.group_size), _sizes(spec.ffn_size, COLUMN_GRAIN)
-    some_rows = _sizes(S, ROW_GRAIN)
+    row_counts = _sizes(S, ROW_GRAIN)
     with torch.inference_mode():
-        rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [everything], [None], device)
+        rows = blocks.pack(spec, torch.zeros(S, dtype=torch.int64), [all_rows], [None], device)
         curves = {
             "qkv": measure.curve(heads, qkv),
             "core": measure.curve(heads, core),
             "out": measure.curve(heads, out),
             "up": measure.curve(columns, up),
             "down": measure.curve(columns, down),
-            "connective": measure.curve(some_rows, connective),
-            "embedding": measure.curve(some_rows, embed),
-            "mlp_rows": measure.curve(some_rows, mlp_rows),
+            "connective": measure.curve(row_counts, connective),
+            "embedding": measure.curve(row_counts, embed),
+            "mlp_rows": measure.curve(row_counts, mlp_rows),
         }
     wire = measure_wire_cost(measure.cpu_per_second, TorchCasts())
     return BlockProfile(
@@ -140,21 +142,21 @@ def _with_columns(spec: ModelSpec, layer: LayerShard, columns: int, device: torc
     )
 
 
-def _decoding(spec: ModelSpec, measure: _Meter, device: torch.device) -> tuple[float, float]:
+def _measure_decoding(spec: ModelSpec, measure: _BlockMeter, device: torch.device) -> tuple[float, float]:
     """Decoding one row: seconds per byte of weights that it reads, and seconds for the rest of a layer."""
-    layers = [random_layer(spec, device) for _ in range(_num_decoded(spec))]
+    layers = [random_layer(spec, device) for _ in range(_num_decode_layers(spec))]
     # The same calls on a layer so narrow that reading its weights takes almost no time.
-    thin = spec.model_copy(
+    narrow = spec.model_copy(
         update={
             "num_layers": 1, "num_heads": spec.group_size, "num_kv_heads": 1, "hidden_size": COLUMN_GRAIN,
             "ffn_size": COLUMN_GRAIN,
         }
     )  # fmt: skip
-    thin_layer = random_layer(thin, device)
-    seconds, calls = measure.seconds(_products(layers, device)), measure.seconds(_products([thin_layer], device))
+    narrow_layer = random_layer(narrow, device)
+    seconds, calls = measure.seconds(_matmuls(layers, device)), measure.seconds(_matmuls([narrow_layer], device))
     num_bytes = sum(math.prod(matrix.shape) for matrix in _matrices(layers[0])) * spec.matrix_bytes
-    per_byte = max(seconds - calls, _LEAST_SHARE * seconds) / num_bytes
-    return per_byte, measure.seconds(_decoded_layer(thin, thin_layer, device))
+    per_byte = max(seconds - calls, _MIN_READ_FRACTION * seconds) / num_bytes
+    return per_byte, measure.seconds(_decode_layer(narrow, narrow_layer, device))
 
 
 def _matrices(layer: LayerShard) -> list[Matrix]:
@@ -162,19 +164,19 @@ def _matrices(layer: LayerShard) -> list[Matrix]:
     return [matrix for matrix in matrices if matrix is not None]
 
 
-def _products(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
+def _matmuls(layers: Sequence[LayerShard], device: torch.device) -> Callable[[], object]:
     """Multiply one row with each matrix of a layer; each call uses the next layer."""
-    turn = cycle([_matrices(layer) for layer in layers])
+    copies = cycle([_matrices(layer) for layer in layers])
     row = {matrix.shape[1]: torch.randn(1, matrix.shape[1], device=device) for matrix in _matrices(layers[0])}
 
     def run() -> None:
-        for matrix in next(turn):
+        for matrix in next(copies):
             matrix.matmul(row[matrix.shape[1]])
 
     return run
 
 
-def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
+def _decode_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> Callable[[], object]:
     """Run one layer for one token of one sequence."""
     cache = SequenceCache(
         spec, spec.num_heads, NewSequence(capacity=1, num_prompt_tokens=1, sampling=Sampling()), device
@@ -193,24 +195,24 @@ def _decoded_layer(spec: ModelSpec, layer: LayerShard, device: torch.device) -> 
     return run
 
 
-class _Meter(Meter):
+class _BlockMeter(Meter):
     """Measures latency curves of blocks."""
 
     def curve(self, sizes: Iterable[int], block: Callable[[int], Callable[[], object]]) -> LatencyCurve:
         """Measure each size; suspicious points are measured again, and the least time counts."""
         measured = {size: self.seconds(block(size)) for size in sizes}
         give_back_freed_buffers()
-        for _ in range(_REPEATS):
-            again = suspicious_point(measured)
-            if again is None:
+        for _ in range(_MAX_REPEATS):
+            suspicious = suspicious_point(measured)
+            if suspicious is None:
                 break
-            measured[again] = min(measured[again], self.seconds(block(again)))
+            measured[suspicious] = min(measured[suspicious], self.seconds(block(suspicious)))
         return fit_curve(measured)
 
     def seconds(self, block: Callable[[], object]) -> float:
         """Seconds per run: the median of several samples after a warm-up run."""
         block()
-        return statistics.median(self.sample(block) for _ in range(_SAMPLES))
+        return statistics.median(self.sample(block) for _ in range(_SAMPLES_PER_POINT))
 
 
 # ---- weights to measure with ----------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def random_layer(spec: ModelSpec, device: torch.device) -> LayerShard:
     layer = empty_layer(spec, LayerShare(heads, heads, Span(0, spec.ffn_size), True), (heads,), device)
     for matrix in _matrices(layer):
         _randomise(matrix, device)
-    _make_plain(layer)
+    _set_neutral_values(layer)
     return layer
 
 
@@ -234,22 +236,22 @@ def _random_matrix(num_outputs: int, num_inputs: int, device: torch.device, weig
 
 def _randomise(matrix: Matrix, device: torch.device) -> None:
     """Fill a matrix with identical rows, which is fast; the values do not affect the time of a product."""
-    everything = slice(None)
-    matrix.load(everything, everything, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
+    whole = slice(None)
+    matrix.load(whole, whole, torch.randn(1, matrix.shape[1], device=device).mul(0.02).expand(matrix.shape))
 
 
-def _plain_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
+def _neutral_embedding(spec: ModelSpec, device: torch.device) -> EmbeddingShard:
     embedding = empty_embedding(spec, Span(0, 0), device)
-    _make_plain(embedding)
+    _set_neutral_values(embedding)
     return embedding
 
 
-def _make_plain(part: LayerShard | EmbeddingShard | Norm) -> None:
+def _set_neutral_values(part: LayerShard | EmbeddingShard | Norm) -> None:
     """Set norm weights to 1 and all other tensors to 0."""
     for name in part.__dataclass_fields__:
         value = getattr(part, name)
         if isinstance(value, Norm):
-            _make_plain(value)
+            _set_neutral_values(value)
             value.weight.fill_(1.0)
         elif isinstance(value, Tensor):
             value.zero_()
@@ -268,26 +270,26 @@ def _layer_bytes(spec: ModelSpec) -> int:
 
 
 def _num_copies(spec: ModelSpec) -> int:
-    return max(1, min(_MAX_COPIES, _COPIES_BYTES // _layer_bytes(spec)))
+    return max(1, min(_MAX_COPIES, _MAX_COPIES_BYTES // _layer_bytes(spec)))
 
 
-def _num_decoded(spec: ModelSpec) -> int:
+def _num_decode_layers(spec: ModelSpec) -> int:
     """Number of layers to cycle through when measuring decoding."""
-    return max(1, min(spec.num_layers, -(-_DECODED_BYTES // _layer_bytes(spec))))
+    return max(1, min(spec.num_layers, -(-_DECODE_WEIGHT_BYTES // _layer_bytes(spec))))
 
 
 def _sizes(total: int, grain: int) -> list[int]:
     """The sizes to measure: multiples of the grain, up to the whole."""
-    return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _PARTS})
+    return sorted({min(-(-int(total * part) // grain) * grain or grain, total) for part in _MEASURED_FRACTIONS})
 
 
-def _profile_blocks(start: StartProfile) -> BlockProfile:
+def _profile_request(start: StartProfile) -> BlockProfile:
     subject = start.profile.subject
     if not isinstance(subject, BlocksOf):
         raise BadRequest(reason="this profiler measures blocks of transformers")
-    return profile(subject.model, subject.seq_len, start.num_threads, start.compute_device)
+    return profile_blocks(subject.model, subject.seq_len, start.num_threads, start.compute_device)
 
 
 if __name__ == "__main__":
     keep_freed_buffers()
-    serve_one(_profile_blocks)
+    serve_one(_profile_request)

@@ -50,7 +50,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int
     spec, body = plan.model, plan.body
     vocabulary = grains_of(spans(body.vocabulary)[rank], spec.vocab_size, VOCABULARY_GRAIN)
     held = [body.layer_share(rank, layer) for layer in range(spec.num_layers)]
-    repeats = spec.causal and body.repeats_norms(rank)
+    repeats = spec.causal and body.replicates_norms(rank)
     needed: list[dict[ChunkKind, range]] = [
         {
             "qkv": grains_of(each.qkv, spec.num_heads, spec.group_size),
@@ -59,7 +59,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int
             "connective": range(1 if each.connective or repeats else 0),
             "vocabulary": vocabulary,
             "head": vocabulary,
-            "embedding": range(1 if body.embeds(rank) or repeats else 0),
+            "embedding": range(1 if body.needs_embedding(rank) or repeats else 0),
         }
         for each in held
     ]

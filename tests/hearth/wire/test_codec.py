@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from hearth.errors import BadMessage
 from hearth.plan.parts import WireFormat
 from hearth.plan.value_formats import EXACT, FP16, INT8, VALUE_FORMATS, ValueFormat
-from hearth.wire.codec import SAMPLE_EVERY, Codec, decode, lz4_pays
+from hearth.wire.codec import SAMPLE_EVERY, Codec, decode_array, lz4_pays
 
 floats = hnp.arrays(
     np.float32, hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=9), elements=st.floats(width=32)
@@ -40,7 +40,7 @@ def codec(values: Any, lz4: Any = "off", rate: float = 1e6, step: float = 1e-6) 
 def round_trip(link: Codec, array: np.ndarray) -> np.ndarray:
     encoded = link.encode("kind", array)
     buffers = [memoryview(bytes(buffer)) for buffer in encoded.buffers]
-    return decode(encoded.values, encoded.compressed, array.dtype, array.shape, buffers)
+    return decode_array(encoded.values, encoded.compressed, array.dtype, array.shape, buffers)
 
 
 @given(floats, st.sampled_from(["off", "on", "auto"]))
@@ -164,7 +164,7 @@ def test_lz4_is_imported_before_the_first_sample() -> None:
 @given(st.binary(max_size=200), st.sampled_from(list(VALUE_FORMATS.values())), st.booleans())
 def test_arbitrary_bytes_decode_or_raise_bad_message(data: bytes, values: ValueFormat, compressed: bool) -> None:
     try:
-        result = decode(values, compressed, np.dtype("<f4"), (3, 4), [data, data][: 1 + (values is INT8)])
+        result = decode_array(values, compressed, np.dtype("<f4"), (3, 4), [data, data][: 1 + (values is INT8)])
     except BadMessage:
         return
     assert result.shape == (3, 4)

@@ -83,7 +83,7 @@ class Collectives:
         The communication thread adds and forwards the partial sums; only the own tile's sum is awaited.
         """
         steps = rings.ring_reduce_scatter(self.num_ranks, self.rank)
-        ahead = (
+        precomputed = (
             None if self._overlap else {s.compute: partial_sum(s.compute) for s in steps if self.tiles[s.compute].size}
         )
         own: Tensor | None = None
@@ -91,7 +91,7 @@ class Collectives:
             tile = step.compute
             if not self.tiles[tile].size and tile != self.rank:
                 continue
-            own = ahead[tile] if ahead is not None and tile in ahead else partial_sum(tile)
+            own = precomputed[tile] if precomputed is not None and tile in precomputed else partial_sum(tile)
             if step.send is not None:
                 if step.receive is None:
                     self._send(self._next, layer, phase, tile, own)

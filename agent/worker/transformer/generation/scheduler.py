@@ -95,17 +95,17 @@ class Scheduler:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
         self._admit()
         ready = [sequence for sequence in self._running.values() if sequence.pending]
-        new = [sequence for sequence in ready if not sequence.prefilled]
-        old = [sequence for sequence in ready if sequence.prefilled]
+        prefilling = [sequence for sequence in ready if not sequence.prefilled]
+        decoding = [sequence for sequence in ready if sequence.prefilled]
         if not (ready or self._freed):
             return None
         freed, self._freed = tuple(self._freed), []
         self._num_orders += 1
-        if new and not (old and self._prefilled_last):
+        if prefilling and not (decoding and self._prefilled_last):
             self._prefilled_last = True
-            return StepOrder(kind="prefill", rows=self._prefill_rows(new), freed=freed)
+            return StepOrder(kind="prefill", rows=self._prefill_rows(prefilling), freed=freed)
         self._prefilled_last = False
-        rows = tuple(self._rows(sequence, 1) for sequence in self._next_group(old))
+        rows = tuple(self._rows(sequence, 1) for sequence in self._next_group(decoding))
         return StepOrder(kind="decode", rows=rows, freed=freed)
 
     def append_token(self, number: int, token: int) -> None:
@@ -130,14 +130,14 @@ class Scheduler:
 
     def _prefill_rows(self, sequences: list[Sequence]) -> tuple[SequenceRows, ...]:
         room = self._limits.prefill_rows
-        found = []
+        chunks = []
         for sequence in sequences:
             if room == 0 or (self._whole_prompts and len(sequence.pending) > room):
                 break
             rows = self._rows(sequence, room)
             room -= len(rows.token_ids)
-            found.append(rows)
-        return tuple(found)
+            chunks.append(rows)
+        return tuple(chunks)
 
     def _rows(self, sequence: Sequence, count: int) -> SequenceRows:
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]

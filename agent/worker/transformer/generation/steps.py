@@ -47,7 +47,7 @@ class _InFlightStep:
 
     collectives: Collectives
     phase: Phase
-    into: Tensor  # buffer for the rows, or for the message that the step is done
+    buffer: Tensor  # receives the rows, or for the message that the step is done
     sampled: tuple[int, ...]  # the sequence of each row
 
 
@@ -68,7 +68,7 @@ class StepExecutor:
         self._step = 0
         self.peer_timeout_seconds = plan.peer_timeout_seconds(plan.body.seq_len)
         self._last_rank = plan.num_ranks - 1
-        self._in_stages = plan.body.num_stages > 1
+        self._is_pipeline = plan.body.num_stages > 1
         communicator.allow_steps_ahead(plan.body.max_steps_in_flight + plan.body.micro_batches)
 
     @property
@@ -92,26 +92,28 @@ class StepExecutor:
         for rank in range(self._plan.num_ranks):
             if rank != self._rank:  # a message, which is never on a GPU, and so needs no staging
                 self._communicator.send(rank, self._communicator.key(0, Phase.ORDER, rank, self._rank), message_1n)
-        chosen = self._execute(order)
-        self._in_flight.append(self._in_flight_step(order) if self._in_stages else chosen)
+        tokens = self._execute(order)
+        self._in_flight.append(self._in_flight_step(order) if self._is_pipeline else tokens)
 
     def oldest_has_ended(self) -> bool:
         """Whether `finish` would return without waiting."""
         if not self._in_flight:
             return False
         oldest = self._in_flight[0]
-        return isinstance(oldest, dict) or oldest.collectives.has_arrived(0, oldest.phase, self._last_rank, oldest.into)
+        return isinstance(oldest, dict) or oldest.collectives.has_arrived(
+            0, oldest.phase, self._last_rank, oldest.buffer
+        )
 
     def finish(self) -> dict[int, int]:
         """Wait for the oldest step in flight; return the sampled token of each sequence. Raises StepFailed."""
         oldest = self._in_flight[0]
         if not isinstance(oldest, dict):
             with torch.inference_mode():
-                oldest.collectives.receive_rows(0, oldest.phase, self._last_rank, oldest.into)
+                oldest.collectives.receive_rows(0, oldest.phase, self._last_rank, oldest.buffer)
                 self._in_flight[0] = self._sample_rows(oldest)
-        chosen = self._in_flight.popleft()
-        assert isinstance(chosen, dict)
-        return chosen
+        tokens = self._in_flight.popleft()
+        assert isinstance(tokens, dict)
+        return tokens
 
     def execute_next(self) -> StepOrder:
         """Wait for the next order, without a timeout, and execute it. Raises StepFailed, BadMessage."""
@@ -140,16 +142,16 @@ class StepExecutor:
         if not order.rows:
             if not self._caches:
                 give_back_freed_buffers()  # idle: leave the memory to other programs
-            if self._in_stages:
+            if self._is_pipeline:
                 self._return_rows(self._collectives(1), None)
             return {}
         for rows in order.rows:
             self._add_rows(rows)
         with torch.inference_mode():
-            chosen = self._run(order)
+            tokens = self._run(order)
         for rows in order.rows:
             self._caches[rows.sequence].advance()
-        return chosen
+        return tokens
 
     def _add_rows(self, rows: SequenceRows) -> None:
         if rows.new is not None:
@@ -169,31 +171,33 @@ class StepExecutor:
         self._communicator.set_inline_receiving(order.kind == "decode")
         collectives = self._collectives(len(ids))
         step = Step(self._shard, self._plan, self._rank, packed, collectives, Recorder(False))
-        wanted = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
-        if self._in_stages:
+        sampled_rows = [span.stop - 1 for rows, span in zip(order.rows, sequences, strict=True) if rows.sample]
+        if self._is_pipeline:
             rows_TH = run_stage(step)
-            self._return_rows(collectives, rows_TH[wanted] if wanted else None)
+            self._return_rows(collectives, rows_TH[sampled_rows] if sampled_rows else None)
             return {}
         if order.kind == "decode":
             last_NH = decoding.run_decode_step(step, self._layers)
         elif len(parts := self._micro_batches(packed)) > 1:
-            last_NH = self._run_micro_batches(parts, wanted)
+            last_NH = self._run_micro_batches(parts, sampled_rows)
         else:
-            last_NH = self._last_rows(collectives, strategies.run(step), wanted)
+            last_NH = self._last_rows(collectives, strategies.run(step), sampled_rows)
         return self._next_tokens(last_NH, _sampled_sequences(order))
 
     # ---- prefill in micro-batches -------------------------------------------------------------------------------------
 
     def _micro_batches(self, packed: blocks.PackedRows) -> list[tuple[Span, blocks.PackedRows]]:
         """Split the rows of a step into the plan's number of equal micro-batches, or into fewer if there are few rows."""
-        most = packed.num_rows // (micro_batches.MIN_ROWS_PER_RANK * self._plan.num_ranks)
-        count = max(min(self._plan.body.micro_batches, most), 1)
+        max_count = packed.num_rows // (micro_batches.MIN_ROWS_PER_RANK * self._plan.num_ranks)
+        count = max(min(self._plan.body.micro_batches, max_count), 1)
         edges = [packed.num_rows * index // count for index in range(count + 1)]
         parts = [Span(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
         return [(span, packed.slice_rows(span)) for span in parts]
 
-    def _run_micro_batches(self, parts: Sequence[tuple[Span, blocks.PackedRows]], wanted: Sequence[int]) -> Tensor:
-        """Run the micro-batches concurrently. Returns the hidden states of the `wanted` rows [N,H], on every rank."""
+    def _run_micro_batches(
+        self, parts: Sequence[tuple[Span, blocks.PackedRows]], sampled_rows: Sequence[int]
+    ) -> Tensor:
+        """Run the micro-batches concurrently. Returns the hidden states of `sampled_rows` [N,H], on every rank."""
         first_step, spec = self._step, self._plan.model
         self._step += len(parts) - 1  # each has its own step number, the same on all ranks
 
@@ -205,7 +209,7 @@ class StepExecutor:
             try:
                 with torch.inference_mode():
                     hidden_sH = strategies.run(step)
-                    own = [row - span.start for row in wanted if span.start <= row < span.stop]
+                    own = [row - span.start for row in sampled_rows if span.start <= row < span.stop]
                     last_NH = self._last_rows(collectives, hidden_sH, own)
                 failed = False
                 return last_NH
@@ -221,13 +225,13 @@ class StepExecutor:
 
     # ---- a pipeline's last stage, which returns rows to the first -----------------------------------------------------
 
-    def _return_rows(self, collectives: Collectives, wanted_NH: Tensor | None) -> None:
+    def _return_rows(self, collectives: Collectives, sampled_NH: Tensor | None) -> None:
         """On the last stage, answer every step, with rows or without, so that rank 0 can limit the steps in flight."""
         if self._rank == self._last_rank:
-            if wanted_NH is None:
+            if sampled_NH is None:
                 collectives.send_rows(LEADER_RANK, 0, Phase.STEP_DONE, self._done_marker())
             else:
-                collectives.send_rows(LEADER_RANK, 0, Phase.HEAD_ROWS, wanted_NH)
+                collectives.send_rows(LEADER_RANK, 0, Phase.HEAD_ROWS, sampled_NH)
 
     def _done_marker(self) -> Tensor:
         return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
@@ -246,7 +250,7 @@ class StepExecutor:
         if not running:
             return {}
         spec, norm = self._plan.model, self._shard.embedding.norm
-        last_NH = blocks.normalise(step.into[running], norm, spec.norm_eps)
+        last_NH = blocks.normalise(step.buffer[running], norm, spec.norm_eps)
         return self._next_tokens(last_NH, [step.sampled[row] for row in running])
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -255,9 +259,9 @@ class StepExecutor:
         tiles = spans(rows_for(self._plan.body.row_weights, num_rows))
         return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
 
-    def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, wanted: Sequence[int]) -> Tensor:
+    def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, sampled_rows: Sequence[int]) -> Tensor:
         """The rows to sample from [N,H], on every rank; their owners send them to all."""
-        by_owner = [[row for row in wanted if tile.start <= row < tile.stop] for tile in collectives.tiles]
+        by_owner = [[row for row in sampled_rows if tile.start <= row < tile.stop] for tile in collectives.tiles]
         own = hidden_sH[[row - collectives.own_rows.start for row in by_owner[self._rank]]]
         if len(own):
             collectives.broadcast(0, Phase.HEAD_ROWS, own)
@@ -275,7 +279,7 @@ class StepExecutor:
         """Send candidates to rank 0, which samples a token for each sequence. Returns an empty result on other ranks."""
         embedding, owners = self._shard.embedding, spans(self._plan.body.vocabulary)
         assert embedding.head is not None
-        found: dict[int, list[np.ndarray[Any, Any]]] = {sequence: [] for sequence in sampled}
+        candidates: dict[int, list[np.ndarray[Any, Any]]] = {sequence: [] for sequence in sampled}
         if not sampled:
             return {}
         if owners[self._rank].size:
@@ -283,7 +287,7 @@ class StepExecutor:
             for tile, (sequence, logits_V) in enumerate(zip(sampled, logits_NV, strict=True)):
                 own = self._candidates(sequence, logits_V)
                 if self._rank == LEADER_RANK:
-                    found[sequence].append(own)
+                    candidates[sequence].append(own)
                 else:
                     key = self._communicator.key(tile, Phase.CANDIDATES, LEADER_RANK, self._rank)
                     self._communicator.send(LEADER_RANK, key, own)
@@ -295,8 +299,8 @@ class StepExecutor:
         ]  # fmt: skip
         arrived = iter(self._communicator.receive(keys))
         for sequence in sampled:
-            found[sequence] += [next(arrived) for _ in others]
-        return {sequence: self._sample_token(sequence, np.concatenate(parts)) for sequence, parts in found.items()}
+            candidates[sequence] += [next(arrived) for _ in others]
+        return {sequence: self._sample_token(sequence, np.concatenate(parts)) for sequence, parts in candidates.items()}
 
     def _candidates(self, sequence: int, logits_V: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         cache = self._caches[sequence]

@@ -74,7 +74,7 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
     ) -> tuple[list[Task], list[tuple[int, int]]]:
         """The tasks of some rows of the step, and the span of tasks of each layer. The last part includes the output head."""
         ring = RingTasks(layout, part)
-        ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.repeats_rows else ring.rows)
+        ring.embedding([part.size] * len(ring.ranks) if layout.body.traits.replicates_rows else ring.rows)
         layers = []
         for index, mode in enumerate(modes):
             ring.layer, start = index, len(ring.tasks)

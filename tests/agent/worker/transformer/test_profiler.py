@@ -18,7 +18,7 @@ from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, deco
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer.profiler import profile, random_layer
+from agent.worker.transformer.profiler import profile_blocks, random_layer
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -38,7 +38,7 @@ HEAD_NORMS = SMALL.model_copy(update={"qk_norm": True, "sliding_window": 8})
 
 @pytest.mark.parametrize("spec", [SMALL, LEARNED, HEAD_NORMS])
 def test_decoder_blocks_and_decoding_are_profiled(spec: ModelSpec) -> None:
-    blocks = profile(spec, 32, 1, "cpu")
+    blocks = profile_blocks(spec, 32, 1, "cpu")
     assert (blocks.seq_len, blocks.qkv.sizes[-1], blocks.up.sizes[-1]) == (32, 8, 320)
     assert all(size % spec.group_size == 0 for size in blocks.qkv.sizes)
     curves = (blocks.qkv, blocks.core, blocks.out, blocks.up, blocks.down, blocks.connective, blocks.mlp_rows)
