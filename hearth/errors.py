@@ -45,12 +45,15 @@ class HearthError(Exception):
         return type(self).__name__
 
     def details(self) -> dict[str, Any]:
+        """The values of all fields by name, as they travel on the wire."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def explanation(self) -> str:
+        """What is wrong, without the advice."""
         return self.summary.format(**self.details())
 
     def next_step(self) -> str:
+        """The advice: what the user can do next."""
         return self.advice.format(**self.details())
 
     def __str__(self) -> str:

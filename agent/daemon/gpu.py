@@ -1,5 +1,7 @@
-"""Detection of the GPU. CUDA is probed in a short-lived child process, since the daemon does not import torch. Tegra boards are
-read through sysfs, since they have no NVML.
+"""Detection of the GPU.
+
+CUDA is probed in a short-lived child process, since the daemon does not import torch. Tegra boards are read through sysfs,
+since they have no NVML.
 """
 
 from __future__ import annotations

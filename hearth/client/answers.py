@@ -120,10 +120,12 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
 
     @property
     def token_ids(self) -> list[int]:
+        """The token ids received so far."""
         return self._answer.token_ids
 
     @property
     def usage(self) -> Usage | None:
+        """Token counts and timings; None until the answer has ended."""
         return self._answer.usage
 
     def __next__(self) -> Token:

@@ -59,8 +59,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self._closed = False
 
     async def open(self, timeout_seconds: float) -> AsyncHome:
-        """Find the coordinator, connect, and compare protocol versions. Raises NoCoordinator, Unreachable, WrongKey,
-        ProtocolMismatch, DeadlineExceeded.
+        """Find the coordinator, connect, and compare protocol versions.
+
+        Raises NoCoordinator, Unreachable, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
         endpoint = await self._find(timeout_seconds)
         await self._close_client()
@@ -69,6 +70,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         return self
 
     async def close(self) -> None:
+        """Close the connection; calls in progress raise ConnectionLost."""
         self._closed = True
         await self._close_client()
         self._context.destroy(linger=0)
@@ -219,8 +221,9 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
     ) -> AsyncGenerator[answers.Token | answers.Usage, None]:
-        """Stream one answer. If the connection breaks before the first message, the request is sent again, once; later, the
-        error is raised.
+        """Stream one answer.
+
+        If the connection breaks before the first message, the request is sent again, once; later, the error is raised.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds

@@ -58,6 +58,7 @@ class Home(AbstractContextManager["Home"]):
         self._thread.start()
 
     def close(self) -> None:
+        """Close the connection; calls in progress raise ConnectionLost. May be called more than once."""
         with self._close_lock:  # no call may start once the loop is about to stop
             already, self._closed = self._closed, True
         if already:

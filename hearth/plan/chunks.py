@@ -1,5 +1,6 @@
-"""The content of each chunk of a transformer. The coordinator cuts checkpoints, and the worker assembles shards, by this
-table. Pure.
+"""The content of each chunk of a transformer. Pure.
+
+The coordinator cuts checkpoints, and the worker assembles shards, by this table.
 
 A chunk holds one KV group's QKV or output projection, 64 MLP columns, one layer's replicated vectors, 1024 vocabulary rows
 of the word embedding or of the head, or the rest of the embedding. Chunk boundaries (grains) do not depend on the plan, so a

@@ -26,6 +26,7 @@ class Span(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of indices in the range."""
         return self.stop - self.start
 
 

@@ -42,6 +42,7 @@ class GraphSegments(BaseModel, frozen=True, extra="forbid"):
     segments: tuple[Segment, ...] = Field(min_length=1, max_length=4096)
 
     def segments_of(self, rank: int) -> tuple[Segment, ...]:
+        """The segments on one rank, in the plan's order."""
         return tuple(segment for segment in self.segments if segment.rank == rank)
 
     def targets(self, tensor: str) -> tuple[int, ...]:

@@ -67,14 +67,17 @@ class GraphSpec:
 
     @property
     def num_operators(self) -> int:
+        """Number of operators; they are numbered from 0."""
         return len(self.operators)
 
     @cached_property
     def inputs(self) -> tuple[Tensor, ...]:
+        """The inputs of the graph: tensors that no operator produces."""
         return tuple(tensor for tensor in self.tensors if tensor.source is None)
 
     @cached_property
     def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of the graph."""
         return tuple(tensor for tensor in self.tensors if tensor.is_output)
 
     @cached_property
@@ -89,6 +92,7 @@ class GraphSpec:
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator, the operators that produce its inputs, in increasing order."""
         return tuple(
             tuple(sorted({tensor.source for tensor in tensors if tensor.source is not None}))
             for tensors in self.consumed
@@ -96,6 +100,7 @@ class GraphSpec:
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each operator, the operators that consume its outputs, in increasing order."""
         return tuple(
             tuple(sorted({consumer for tensor in tensors for consumer in tensor.consumers}))
             for tensors in self.produced

@@ -55,6 +55,7 @@ class ModelSpec(BaseModel, frozen=True):
 
     @property
     def bytes_per_weight(self) -> int:
+        """Bytes per weight in the checkpoint."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -86,6 +87,7 @@ class ModelSpec(BaseModel, frozen=True):
         return heads // self.group_size * self.head_dim
 
     def qkv_width(self, heads: int) -> int:
+        """Width of a row of Q, K and V together for this number of query heads."""
         return self.q_width(heads) + 2 * self.kv_width(heads)
 
     def window(self, layer: int) -> int | None:
@@ -94,6 +96,7 @@ class ModelSpec(BaseModel, frozen=True):
 
     @property
     def has_separate_head(self) -> bool:
+        """Whether the model is a decoder whose output head has its own weights, not the word embedding's."""
         return self.causal and not self.tied_head
 
     @model_validator(mode="after")

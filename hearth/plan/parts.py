@@ -37,6 +37,7 @@ class MemoryUse(BaseModel, frozen=True):
 
     @property
     def total(self) -> int:
+        """Bytes for all purposes together."""
         return self.weights + self.embeddings + self.activations + self.workspace + self.kv_cache
 
 

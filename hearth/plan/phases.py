@@ -54,6 +54,7 @@ class Phase(IntEnum):
     def __new__(
         cls, number: int, route: Route = Route.DIRECT, work: Work | None = None, verbatim: bool = False
     ) -> Phase:
+        """Create a member whose integer value is `number`."""
         member = int.__new__(cls, number)
         member._value_ = number
         member.route, member.work, member.verbatim = route, work, verbatim

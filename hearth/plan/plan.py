@@ -43,9 +43,11 @@ class Plan(BaseModel, Generic[Model_co, Body_co], frozen=True, extra="forbid"):
 
     @property
     def num_ranks(self) -> int:
+        """Number of devices."""
         return len(self.devices)
 
     def with_epoch(self, epoch: int) -> Plan[Model_co, Body_co]:
+        """A copy of the plan with another epoch."""
         return self.model_copy(update={"epoch": epoch})
 
     def wire_on(self: Plan, source: int, target: int) -> WireFormat:

@@ -43,6 +43,7 @@ class LatencyCurve(BaseModel, frozen=True):
         return max(ys[i - 1] + slope * (size - xs[i - 1]), 0.0)
 
     def scaled(self, factor: float) -> LatencyCurve:
+        """A copy with all times multiplied by `factor`."""
         return self.model_copy(update={"seconds": tuple(seconds * factor for seconds in self.seconds)})
 
 
@@ -202,6 +203,7 @@ class ClusterProfile(BaseModel, frozen=True):
     links: tuple[Link, ...] = ()
 
     def link(self, source: str, target: str) -> Link:
+        """The link from one device to another. Raises KeyError if it was not measured."""
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link

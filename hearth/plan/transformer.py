@@ -146,6 +146,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def traits(self) -> StrategyTraits:
+        """Properties of the body's strategy."""
         return _TRAITS[self.strategy]
 
     @property
@@ -162,6 +163,7 @@ class TensorParallel(_TransformerBody):
 
     @property
     def num_stages(self) -> int:
+        """Always 1: every rank computes a share of every layer."""
         return 1
 
     @property
@@ -224,6 +226,7 @@ class TensorParallel(_TransformerBody):
         return max(self.heads[rank], self.columns[rank], self.vocabulary[rank]) > 0
 
     def check(self, model: object, num_ranks: int) -> None:
+        """Raise ValueError if the body does not fit the model or the devices, or a rank cannot decode with its share."""
         super().check(model, num_ranks)
         if self.generation is not None:
             self._check_decoding()
@@ -301,24 +304,30 @@ class Pipeline(_TransformerBody):
 
     @property
     def title(self) -> str:
+        """One line for users: the name of the strategy."""
         return self.strategy
 
     @property
     def num_stages(self) -> int:
+        """Number of stages, which is the number of ranks."""
         return len(self.layers)
 
     @property
     def max_step_rows(self) -> int:
+        """Maximum rows of a prefill step."""
         return min(self.seq_len, self.chunk_rows or self.seq_len)
 
     @property
     def can_split_prefill(self) -> bool:
+        """Always False: the stages overlap by chunks of a prompt, not by micro-batches."""
         return False
 
     def mode(self, layer: int) -> LayerMode:
+        """The mode of a layer: always sharded, since a stage has all weights of its layers."""
         return SHARDED
 
     def layers_of(self, rank: int, num_layers: int) -> Span:
+        """The layers of a rank's stage."""
         return spans(self.layers)[rank]
 
     def layer_share(self, rank: int, layer: int) -> LayerShare:
@@ -330,21 +339,27 @@ class Pipeline(_TransformerBody):
         return LayerShare(heads, heads, columns, inside)
 
     def decode_share(self, rank: int) -> tuple[Span, Span]:
+        """The heads and columns that a rank uses for decoding: all of them."""
         return Span(0, self.heads[rank]), Span(0, self.columns[rank])
 
     def step_rows(self, rank: int) -> int:
+        """Number of rows, in a step of `seq_len` rows, for which the rank computes norms and residuals: all of them."""
         return self.seq_len
 
     def has_rows(self, rank: int) -> bool:
+        """Whether the rows of a step end on this rank."""
         return self.row_weights[rank] > 0
 
     def needs_embedding(self, rank: int) -> bool:
+        """Whether the rank needs the embedding's positions, token types and norm: the first stage does."""
         return rank == 0
 
     def allocates_embedding(self, rank: int) -> bool:
+        """Whether the rank allocates memory for the embedding's positions, token types and norm: the first stage does."""
         return rank == 0
 
     def replicates_norms(self, rank: int) -> bool:
+        """Always False: each norm is computed by one stage."""
         return False
 
     def _check_shares(self, model: ModelSpec, num_ranks: int) -> None:

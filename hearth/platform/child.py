@@ -24,6 +24,7 @@ class ChildResult(NamedTuple):
 
     @property
     def cause(self) -> str:
+        """How the process ended, as a phrase for an error message."""
         return describe_exit(self.code)
 
 

@@ -85,12 +85,14 @@ class Browser:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
+        """Start browsing; runs until `stop`."""
         from zeroconf.asyncio import AsyncServiceBrowser
 
         self._zeroconf = _open_zeroconf(self._interfaces)
         self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._service, handlers=[self._changed])
 
     async def stop(self) -> None:
+        """Stop browsing and close the sockets."""
         await cancel_all(self._tasks)
         if self._browser is not None:
             await self._browser.async_cancel()

@@ -79,6 +79,7 @@ class HomeKey(BaseModel, frozen=True, hide_input_in_errors=True):
     key: str = Field(repr=False, pattern="^[0-9a-fA-F]{64}$")  # 32 bytes
 
     def key_bytes(self) -> bytes:
+        """The 32 bytes of the key."""
         return bytes.fromhex(self.key)
 
 
@@ -284,9 +285,11 @@ class Gatekeeper:
         self._authenticator.configure_curve_callback(domain, _Callback(rule))
 
     def start(self) -> None:
+        """Start answering handshakes. Until then, no key is admitted."""
         self._authenticator.start()
 
     def stop(self) -> None:
+        """Stop answering handshakes."""
         self._authenticator.stop()
 
 

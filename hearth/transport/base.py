@@ -19,13 +19,20 @@ class PeerAddress(Protocol):
     """Another rank of the plan, and the address of its transport. `public_key` is in Z85 and used for this plan only."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Its rank in the plan."""
+
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """Its host name or IP address."""
+
     @property
-    def port(self) -> int: ...
+    def port(self) -> int:
+        """Its TCP port."""
+
     @property
-    def public_key(self) -> str: ...
+    def public_key(self) -> str:
+        """Its public key in Z85."""
 
 
 class Transport(Protocol):

@@ -84,6 +84,7 @@ class SocketTransport:
         self._peers_known.set()
 
     def send(self, target: int, frames: Sequence[Buffer]) -> None:
+        """Queue a message for a peer; after `close`, drop it. See `Transport.send`."""
         if self._keypair is None:
             frames = [bytes([self.rank]), *frames]
         push, lock = self._push[target]
@@ -95,6 +96,7 @@ class SocketTransport:
                 push.send(frame, zmq.SNDMORE if index < last else 0, copy=len(frame) <= self._copied_bytes)
 
     def receive(self, timeout_seconds: float) -> Received | None:
+        """Return the next valid message; None after the timeout, when closed, or if the message was refused."""
         timeout_ms = int(timeout_seconds * 1000)
         if timeout_ms != self._receive_timeout_ms:
             self._pull.rcvtimeo = self._receive_timeout_ms = timeout_ms

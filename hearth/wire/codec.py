@@ -46,6 +46,7 @@ class Casts:
             return array.astype("<f2")
 
     def from_fp16(self, array: Array) -> Array:
+        """Convert fp16 to float32."""
         return array.astype(np.float32)
 
     def to_bf16(self, array: Array) -> Array:
@@ -59,6 +60,7 @@ class Casts:
         return rounded
 
     def from_bf16(self, array: Array) -> Array:
+        """Convert bf16, given as the upper halves in uint16, to float32."""
         return (array.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -109,12 +111,14 @@ class Codec:
 
     @property
     def stats(self) -> WireStats:
+        """Counters of the tiles and bytes encoded so far."""
         return WireStats(
             num_tiles=self._num_tiles, raw_bytes=self._raw_bytes, sent_bytes=self._sent_bytes, lz4_tiles=self._lz4_tiles
         )
 
     @property
     def is_lossy(self) -> bool:
+        """Whether the current value format loses precision."""
         return self._values is not EXACT
 
     def set_values(self, values: ValueFormatName | None) -> None:

@@ -145,10 +145,9 @@ class TileHeader(NamedTuple):
 
 
 def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
-    """Decode and validate a tile's header. All checks that need no values are made here, because a rank may forward a tile
-    without decoding its values.
+    """Decode and validate a tile's header. Raises BadMessage, FrameTooLarge.
 
-    Raises BadMessage, FrameTooLarge.
+    All checks that need no values are made here, because a rank may forward a tile without decoding its values.
     """
     frames = split_frames(frames)
     if not frames or len(frames[0]) != _HEADER_BYTES:

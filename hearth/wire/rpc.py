@@ -119,6 +119,7 @@ class RpcServer:
         return max(sum(self._running.values()), len(self._requests))
 
     async def close(self) -> None:
+        """Cancel all running requests, without answers, and close the socket."""
         await cancel_all([self._loop_task, *self._tasks])
         self._socket.close()
 
@@ -252,6 +253,7 @@ class RpcClient:
         return tuple(self._pending)
 
     async def close(self) -> None:
+        """Close the connection; calls in flight raise ConnectionLost."""
         await cancel_all(self._tasks)
         if self._monitor is not None:
             self._socket.disable_monitor()

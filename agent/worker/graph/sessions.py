@@ -271,5 +271,5 @@ def _array_type(value: Any, where: str) -> ArrayType:
 
 
 def brief_message(error: Exception) -> str:
-    """onnxruntime's error message on one line, at most 500 characters."""
+    """The error message of onnxruntime on one line, at most 500 characters."""
     return " ".join(str(error).split())[:500]

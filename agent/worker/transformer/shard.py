@@ -133,8 +133,10 @@ def empty_layer(
     out_parts: tuple[Span, ...] = (),
     mlp_parts: tuple[Span, ...] = (),
 ) -> LayerShard:
-    """Allocate a layer. `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of
-    columns that are used separately; if empty, the matrices are used as a whole.
+    """Allocate a layer.
+
+    `out_parts` are groups of heads whose outputs are projected separately, `mlp_parts` groups of columns that are used
+    separately; if empty, the matrices are used as a whole.
     """
     new = _Allocator(spec, device)
     H, d, c = spec.hidden_size, spec.head_dim, held.columns.size

@@ -122,6 +122,7 @@ class AgentState(Message):
     workers: tuple[WorkerStatus, ...] = Field(default=(), max_length=256)
 
     def worker(self, deployment: str) -> WorkerStatus | None:
+        """The status of one deployment's worker, or None if it has none."""
         return next((worker for worker in self.workers if worker.deployment == deployment), None)
 
 

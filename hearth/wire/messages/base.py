@@ -99,9 +99,11 @@ class Failed(Message):
 
     @classmethod
     def of(cls, error: HearthError) -> Failed:
+        """The message for an error."""
         return cls(code=error.code, details=error.details(), scope=error.scope)
 
     def error(self) -> HearthError:
+        """The error, rebuilt as its class; an InternalError if this version does not know it."""
         return error_from_wire(self.code, self.details, self.scope)
 
 

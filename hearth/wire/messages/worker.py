@@ -56,6 +56,7 @@ class ShardParts(WireModel):
 
     @property
     def hashes(self) -> tuple[Hash, ...]:
+        """The chunks of the shard, in the order in which they are loaded."""
         return tuple(chunk.hash for chunk in self.chunks)
 
 
@@ -172,6 +173,7 @@ class WireStats(WireModel):
 
     @classmethod
     def sum(cls, parts: Iterable[WireStats]) -> WireStats:
+        """The counters of several devices or links together."""
         parts = list(parts)
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in cls.model_fields})
 

@@ -51,7 +51,7 @@ def _mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
 
 
 def _sharded_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV sharded: AllGather the rows, and project them tile by tile for this rank's heads. [T,q]"""
+    """QKV sharded: AllGather the rows, and project them tile by tile for this rank's heads: [T,q]."""
     qkv = x_sH.new_empty(step.rows.num_rows, step.spec.qkv_width(step.heads))
     for tile, rows_xH in step.collectives.all_gather(index, Phase.GATHER_ATTENTION, x_sH):
         if step.heads:
@@ -62,7 +62,7 @@ def _sharded_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Ten
 
 
 def _replicated_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """QKV replicated: project the own rows for each rank's heads, and send them while computing the next ones. [T,q]"""
+    """QKV replicated: project the own rows for each rank's heads, and send them while computing the next ones: [T,q]."""
     heads, spec = step.plan.body.heads, step.spec
     tiles, own = step.collectives.tiles, step.own_rows
 
@@ -88,8 +88,10 @@ def _replicated_qkv(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> 
 
 
 def _replicated_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
-    """Output projection replicated: send this rank's head outputs to the owners of their rows while computing the next ones;
-    project the own rows in parts, as the outputs of other heads arrive. [s,H]
+    """Output projection replicated: [s,H].
+
+    Send this rank's head outputs to the owners of their rows while computing the next ones; project the own rows in parts,
+    as the outputs of other heads arrive.
     """
     spec, heads = step.spec, spans(step.plan.body.heads)
     tiles, own = step.collectives.tiles, step.own_rows
@@ -118,7 +120,7 @@ def _replicated_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> T
 
 
 def _sequence_parallel_attention(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """Sequence parallelism, as in the paper's SP: AllGather K and V; attention and projections use the own rows. [s,H]"""
+    """Sequence parallelism, as in the paper's SP: AllGather K and V; attention and projections use the own rows: [s,H]."""
     spec = step.spec
     q_sw, k_sk, v_sk = (x_sH.new_empty(x_sH.shape[0], width(spec.num_heads)) for width in
                         (spec.q_width, spec.kv_width, spec.kv_width))  # fmt: skip
@@ -152,7 +154,7 @@ def _store_own_heads(step: Step, index: int, k_Tk: Tensor, v_Tk: Tensor) -> None
 
 
 def _sharded_mlp(step: Step, index: int, layer: LayerShard, x_sH: Tensor) -> Tensor:
-    """MLP sharded. Each tile's two GEMMs run in succession, so that partial sums are sent while later tiles arrive. [s,H]"""
+    """MLP sharded. Each tile's two GEMMs run in succession, so that partial sums are sent while later tiles arrive: [s,H]."""
     arriving = step.collectives.all_gather(index, Phase.GATHER_MLP, x_sH)
     expanded: dict[int, Tensor] = {}
 

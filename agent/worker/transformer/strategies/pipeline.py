@@ -15,7 +15,7 @@ from hearth.plan.phases import Phase, Work
 
 
 def run_pipeline(step: Step) -> Tensor:
-    """One pass through all stages. The rows end on their owner, which need not be the last stage. [s,H]"""
+    """One pass through all stages. The rows end on their owner, which need not be the last stage: [s,H]."""
     x_TH = run_stage(step)
     last, owner = step.plan.num_ranks - 1, step.plan.body.row_weights.index(max(step.plan.body.row_weights))
     if owner != last and step.rank == last:
@@ -37,7 +37,7 @@ def run_stage(step: Step) -> Tensor:
 
 
 def _stage_input(step: Step) -> Tensor:
-    """The input of this stage: embeddings on the first stage, else the rows of the previous stage. [T,H]"""
+    """The input of this stage: embeddings on the first stage, else the rows of the previous stage: [T,H]."""
     spec, embedding, rows = step.spec, step.shard.embedding, step.rows
     if step.rank == 0:
         with step.recorder.timed(Work.EMBEDDING):

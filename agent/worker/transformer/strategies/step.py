@@ -135,7 +135,7 @@ def attend_tile(step: Step, index: int, qkv: Tensor, tile: int) -> Tensor:
 
 
 def sharded_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tensor:
-    """Output projection sharded: attention of this rank's heads and ReduceScatter of partial sums, tile by tile. [s,H]"""
+    """Output projection sharded: attention of this rank's heads and ReduceScatter of partial sums, tile by tile: [s,H]."""
 
     def context(tile: int) -> Tensor:
         return attend_tile(step, index, qkv, tile)
@@ -146,7 +146,7 @@ def sharded_out(step: Step, index: int, layer: LayerShard, qkv: Tensor) -> Tenso
 def matmul_reduce_scatter(
     step: Step, index: int, phase: Phase, work: Work, input_of: Callable[[int], Tensor], weight_Hx: Matrix
 ) -> Tensor:
-    """ReduceScatter of the products of `input_of(tile)` [k,x] and the weight, tile by tile in ring order. [s,H]"""
+    """ReduceScatter of the products of `input_of(tile)` [k,x] and the weight, tile by tile in ring order: [s,H]."""
 
     def partial(tile: int) -> Tensor:
         if not step.collectives.tiles[tile].size:
