@@ -37,7 +37,7 @@ test-slow: .venv/installed
 .PHONY: test-3.10
 test-3.10: .venv-3.10/installed
 	@.venv-3.10/bin/python -m pytest -n auto --hypothesis-profile few -m $(PURE) \
-	  --deselect tests/corpus/test_corpus.py::test_plans_are_those_that_were_recorded
+	  --deselect tests/corpus/test_corpus.py::test_plans_equal_the_record
 
 lint: .venv/installed
 	@.venv/bin/ruff check .

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: machines are shared, and speed is held by benchmarks, never by timed tests.
+# No deadline: test machines are shared. Speed is checked by benchmarks, not by tests.
 settings.register_profile("hearth", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-# For a second Python, whose cases are the first one's: python -m pytest --hypothesis-profile few.
+# Fewer examples for a second Python version: python -m pytest --hypothesis-profile few.
 settings.register_profile("few", settings.get_profile("hearth"), max_examples=10)
 settings.load_profile("hearth")
 

@@ -1,4 +1,4 @@
-"""The documents against the code that they describe, and their links against the files that exist."""
+"""Documents against the code that they describe, and their links against existing files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CLIENT, OPERATIONS, PROTOCOL = (ROOT / "docs" / f"{name}.md" for name in ("client", "operations", "protocol"))
 
-# Other tests declare errors and messages of their own: only those of the package are documented.
+# Other tests define their own errors and messages: only those of the package are documented.
 ERRORS = {code: error for code, error in ERROR_TYPES.items() if error.__module__ == HearthError.__module__}
 MESSAGES = [each for each in MESSAGE_TYPES.values() if each.__module__.startswith("hearth.wire.messages")]
 
@@ -51,7 +51,7 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors that GitHub makes of a document's headings."""
+    """The anchors that GitHub generates for a document's headings."""
     seen: Counter[str] = Counter()
     found = set()
     for title in re.findall(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", prose(path), re.MULTILINE):
@@ -70,7 +70,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_relative_links_point_to_files_and_headings_that_exist(document: Path) -> None:
+def test_relative_links_are_valid(document: Path) -> None:
     broken = []
     for target in links(document):
         name, _, heading = target.partition("#")
@@ -81,7 +81,7 @@ def test_relative_links_point_to_files_and_headings_that_exist(document: Path) -
     assert broken == []
 
 
-def test_headings_become_the_anchors_of_github(tmp_path: Path) -> None:
+def test_anchors_follow_github_rules(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
     document.write_text("# A `b_c`, d's\n\n## Twice\n## Twice\n```sh\n# no heading\n[no](link)\n```\n[one](x.md#y)\n")
     assert anchors(document) == {"a-b_c-ds", "twice", "twice-1"}
@@ -92,7 +92,7 @@ def test_headings_become_the_anchors_of_github(tmp_path: Path) -> None:
 
 
 def calls() -> dict[str, Callable[..., Any]]:
-    """The public functions of the client library, and the public methods of both clients, by name."""
+    """The public functions of the client library and the public methods of both clients, by name."""
     found: dict[str, Callable[..., Any]] = {"connect": connect, "connect_async": connect_async}
     for client in (AsyncHome, Home):
         found.update({name: call for name, call in vars(client).items() if callable(call) and name[0] != "_"})
@@ -107,7 +107,7 @@ def signature(call: Callable[..., Any]) -> str:
 
 
 @pytest.mark.parametrize("name", calls())
-def test_each_call_of_the_client_has_a_section_with_its_parameters(name: str) -> None:
+def test_client_reference_has_a_section_for_each_call(name: str) -> None:
     headings = re.findall(r"^### (.+)$", prose(CLIENT), re.MULTILINE)
     assert f"`{name}{signature(calls()[name])}`" in headings
 
@@ -122,19 +122,19 @@ def test_each_call_of_the_client_has_a_section_with_its_parameters(name: str) ->
         *([name for name in vars(kind) if name[0] != "_"] for kind in (Generation, AsyncGeneration)),
     ],
 )
-def test_settings_and_results_are_in_the_client_reference(names: list[str]) -> None:
+def test_client_reference_names_settings_and_results(names: list[str]) -> None:
     text = prose(CLIENT)
     assert [name for name in names if not re.search(rf"`{name}(\(\))?`", text)] == []
 
 
-def test_the_client_reference_lists_every_error_with_its_fields_and_scope() -> None:
+def test_client_reference_lists_every_error_with_fields_and_scope() -> None:
     rows = re.findall(r"^\| `(\w+)` \((.+?)\) \| (\w+) \|", prose(CLIENT), re.MULTILINE)
     listed = {code: (re.findall(r"`(\w+)`", names), scope) for code, names, scope in rows}
     assert listed == {code: ([field.name for field in fields(error)], error.scope) for code, error in ERRORS.items()}
     assert len(rows) == len(listed)
 
 
-def test_examples_of_the_client_reference_compile() -> None:
+def test_client_reference_examples_compile() -> None:
     examples = re.findall(r"^```python\n(.*?)^```$", CLIENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert examples
     for example in examples:
@@ -144,12 +144,12 @@ def test_examples_of_the_client_reference_compile() -> None:
 # ---- docs/protocol.md -----------------------------------------------------------------------------------------------
 
 
-def test_the_protocol_names_every_message() -> None:
+def test_protocol_document_names_every_message() -> None:
     text = prose(PROTOCOL)
     assert [each.__name__ for each in MESSAGES if f"`{each.__name__}`" not in text] == []
 
 
-def test_the_protocol_names_every_phase_with_its_number() -> None:
+def test_protocol_document_names_every_phase_with_its_number() -> None:
     text = " ".join(prose(PROTOCOL).split())
     assert [phase.name for phase in Phase if f"`{phase.name}` {phase.value}" not in text] == []
 
@@ -162,7 +162,7 @@ def test_the_protocol_names_every_phase_with_its_number() -> None:
     [(AGENT_PREFIX, AgentSettings), (COORDINATOR_PREFIX, CoordinatorSettings)],
     ids=["agent", "coordinator"],
 )
-def test_operations_name_every_setting_and_no_other(
+def test_operations_document_names_exactly_the_settings(
     prefix: str, settings: type[AgentSettings | CoordinatorSettings]
 ) -> None:
     named = set(re.findall(rf"{prefix}[A-Z_]*[A-Z]", prose(OPERATIONS)))

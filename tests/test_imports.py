@@ -18,7 +18,7 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).parents[1]
 ML_LIBRARIES = {"torch", "onnxruntime", "transformers"}
 
-# Pure code decides, and the edge acts: it gets time, randomness and environment as arguments.
+# Pure code decides, and the edge acts: pure code gets time, randomness and environment as arguments.
 PURE_FOLDERS = ("coordinator.plan", "hearth.plan")
 PURE_MODULES = (
     "agent.daemon.lease",
@@ -52,18 +52,17 @@ IMPURE_LIBRARIES = {
 IMPURE_BUILTINS = {"breakpoint", "input", "open", "print"}
 
 
-def test_packages_import_only_what_lies_below_them(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_contracts_hold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The contracts of `[tool.importlinter]` in pyproject.toml."""
-    monkeypatch.setattr(logging.config, "dictConfig", lambda config: None)  # it disables the loggers of all other tests
+    # it would disable the loggers of other tests
+    monkeypatch.setattr(logging.config, "dictConfig", lambda config: None)
     status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
     assert status == 0, capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """Imports between our modules, and from them to libraries. What only a type checker reads is left out."""
+    """Imports between the project's modules and to libraries, without imports for type checking."""
     found = grimp.build_graph(
         "hearth",
         "agent",
@@ -72,28 +71,28 @@ def graph() -> grimp.ImportGraph:
         exclude_type_checking_imports=True,
         cache_dir=None,
     )
-    for lazy in found.find_modules_directly_imported_by("hearth"):  # only when the name is asked for
+    for lazy in found.find_modules_directly_imported_by("hearth"):  # imported when the name is first used
         found.remove_import(importer="hearth", imported=lazy)
     return found
 
 
 @pytest.mark.parametrize("pure", [*PURE_FOLDERS, *PURE_MODULES])
-def test_pure_code_reaches_no_socket_no_clock_and_no_environment(pure: str, graph: grimp.ImportGraph) -> None:
-    """Not through our other modules either."""
+def test_pure_code_imports_no_sockets_clock_or_environment(pure: str, graph: grimp.ImportGraph) -> None:
+    """Directly or through other modules."""
     for library in sorted(IMPURE_LIBRARIES & graph.modules):
         chains = graph.find_shortest_chains(pure, library, as_packages=True)
         assert not chains, f"{pure} reaches {library}: {' -> '.join(min(chains))}"
 
 
 @pytest.mark.parametrize("pure", [*PURE_FOLDERS, *PURE_MODULES])
-def test_pure_code_opens_no_file_and_draws_from_no_hidden_generator(pure: str, graph: grimp.ImportGraph) -> None:
+def test_pure_code_opens_no_files_and_uses_seeded_generators_only(pure: str, graph: grimp.ImportGraph) -> None:
     ours = {pure, *graph.find_descendants(pure), *graph.find_upstream_modules(pure, as_package=True)}
     for module in sorted(each for each in ours if each.partition(".")[0] in ("hearth", "agent", "coordinator")):
         assert list(impure_lines(ast.parse(path_of(module).read_text()))) == [], module
 
 
 def impure_lines(tree: ast.AST) -> Iterator[str]:
-    """Statements that read a file, write to the terminal, or draw from a generator that no caller seeded."""
+    """Statements that read a file, write to the terminal, or draw from an unseeded generator."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             unseeded = node.func.id in ("Random", "default_rng") and not node.args
@@ -112,7 +111,7 @@ def impure_lines(tree: ast.AST) -> Iterator[str]:
 
 
 def path_of(module: str) -> Path:
-    """The source of a module, found without importing its parents: Python 3.10 has no torch here."""
+    """The source of a module, without importing its parents, since Python 3.10 has no torch here."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -134,7 +133,7 @@ def test_impure_lines_are_recognised(line: str, impure: bool) -> None:
     assert bool(list(impure_lines(ast.parse(line)))) == impure
 
 
-def test_modules_that_call_themselves_pure_are_tested(graph: grimp.ImportGraph) -> None:
+def test_modules_described_as_pure_are_checked(graph: grimp.ImportGraph) -> None:
     missing = []
     for module in sorted(each for each in graph.modules if not graph.is_module_squashed(each)):
         docstring = ast.get_docstring(ast.parse(path_of(module).read_text())) or ""
@@ -147,7 +146,7 @@ def test_modules_that_call_themselves_pure_are_tested(graph: grimp.ImportGraph) 
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The modules that a statement leaves loaded in a fresh interpreter."""
+    """The modules that are loaded after a statement in a fresh interpreter."""
     code = f"import json, sys; {statement}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -168,5 +167,5 @@ def loaded_by(statement: str) -> set[str]:
         ("import coordinator.cli.app", {*ML_LIBRARIES, "agent"}),
     ],
 )
-def test_loading_a_part_leaves_out_what_it_does_not_need(statement: str, absent: set[str]) -> None:
+def test_imports_load_no_unneeded_packages(statement: str, absent: set[str]) -> None:
     assert loaded_by(statement) & absent == set()

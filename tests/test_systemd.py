@@ -1,4 +1,4 @@
-"""The units against systemd's own tools, and their settings files against the settings that exist."""
+"""Systemd units checked with systemd's tools, and their settings files against the existing settings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from coordinator.serve.config import load_settings as load_coordinator
 
 UNITS = Path(__file__).parents[1] / "systemd"
 SERVICES = ("hearth-agent", "hearth-coordinator")
-# From 0, safest, to 10. A plain service has 9.6.
+# From 0 (safest) to 10. A plain service has 9.6.
 MAX_EXPOSURE = 3.0
-# Not settings: the arguments of the command line, which the unit itself passes on.
+# Command-line arguments that the unit passes on, not settings.
 OPTIONS = {"HEARTH_SERVE_OPTIONS"}
 
 needs_systemd = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def unit(service: str) -> dict[str, list[str]]:
 
 
 def variables(service: str) -> dict[str, str]:
-    """Every variable that a settings file names, commented out or not, with the value shown."""
+    """Every variable that a settings file names, commented out or not, with its value."""
     text = (UNITS / f"{service}.env").read_text()
     return dict(re.findall(r"^#?(HEARTH_[A-Z_]+)=(.*)$", text, re.MULTILINE))
 
@@ -53,8 +53,8 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @needs_systemd
 @pytest.mark.parametrize("service", SERVICES)
-def test_systemd_finds_nothing_wrong_with_the_unit(service: str, tmp_path: Path) -> None:
-    """With the commands that the installation brings: they need not be installed here."""
+def test_systemd_analyze_verify_accepts_the_unit(service: str, tmp_path: Path) -> None:
+    """The unit's commands are replaced by stubs, since they need not be installed here."""
     (command,) = unit(service)["ExecStart"]
     installed = tmp_path / Path(command.split()[0]).name
     installed.write_text("#!/bin/sh\n")
@@ -69,7 +69,7 @@ def test_systemd_finds_nothing_wrong_with_the_unit(service: str, tmp_path: Path)
 
 @needs_systemd
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_unit_exposes_little(service: str) -> None:
+def test_unit_exposure_is_below_the_limit(service: str) -> None:
     done = analyze("security", "--offline=true", "--no-pager", str(UNITS / f"{service}.service"))
     level = re.search(r"Overall exposure level for \S+: ([0-9.]+)", done.stdout)
     assert level is not None, done.stdout + done.stderr
@@ -77,7 +77,7 @@ def test_the_unit_exposes_little(service: str) -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_service_runs_as_its_own_user_and_gets_the_key_as_a_credential(service: str) -> None:
+def test_service_has_its_own_user_and_reads_the_key_as_a_credential(service: str) -> None:
     directives = unit(service)
     users = re.findall(r"^u (\S+)", (UNITS / "hearth.sysusers").read_text(), re.MULTILINE)
     assert directives["User"] == users
@@ -87,20 +87,20 @@ def test_the_service_runs_as_its_own_user_and_gets_the_key_as_a_credential(servi
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_the_service_comes_back_by_itself(service: str) -> None:
-    """After a crash, a hang, and a worker that the kernel killed for its memory; and it keeps its state."""
+def test_service_restarts_automatically(service: str) -> None:
+    """After a crash, a hang, or a worker killed for lack of memory; the state is kept."""
     directives = unit(service)
     assert directives["Type"] == ["notify"]
     assert directives["Restart"] == ["on-failure"]
     assert int(directives["WatchdogSec"][0]) > 0
     assert directives["OOMPolicy"] == ["continue"]
     assert directives["StateDirectory"] == [service]
-    # At this pace systemd's limit of 5 starts in 10 s, after which it gives up for good, is never met.
+    # Slow enough that systemd's limit of 5 starts in 10 s, after which it gives up, is never reached.
     assert int(directives["RestartSec"][0]) > 2
 
 
-def test_the_agent_can_reach_the_gpu_and_make_its_kernels() -> None:
-    """Both directives would be safer, and both break torch: see the unit."""
+def test_agent_may_use_the_gpu_and_executable_memory() -> None:
+    """Both directives would be safer, but break torch: see the unit."""
     directives = unit("hearth-agent")
     assert "yes" not in directives["PrivateDevices"]
     assert "yes" not in directives["MemoryDenyWriteExecute"]
@@ -111,7 +111,7 @@ def test_the_agent_can_reach_the_gpu_and_make_its_kernels() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_multicast_dns_finds_its_socket_families(service: str) -> None:
+def test_unit_allows_socket_families_of_multicast_dns(service: str) -> None:
     families = set(unit(service)["RestrictAddressFamilies"][0].split())
     assert {"AF_INET", "AF_INET6", "AF_NETLINK", "AF_UNIX"} == families
 
@@ -123,20 +123,20 @@ def test_multicast_dns_finds_its_socket_families(service: str) -> None:
         ("hearth-coordinator", COORDINATOR_PREFIX, CoordinatorSettings),
     ],
 )
-def test_the_settings_file_shows_every_setting_and_no_other(
+def test_settings_file_lists_exactly_the_settings(
     service: str, prefix: str, settings: type[AgentSettings | CoordinatorSettings]
 ) -> None:
     assert set(variables(service)) - OPTIONS == {prefix + name.upper() for name in settings.model_fields}
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_nothing_is_set_until_the_user_sets_it(service: str) -> None:
+def test_settings_file_sets_nothing_by_default(service: str) -> None:
     lines = (UNITS / f"{service}.env").read_text().splitlines()
     assert [line for line in lines if line and not line.startswith("#")] == []
 
 
-def test_the_values_shown_are_accepted() -> None:
-    """What a user uncomments must work."""
+def test_example_values_are_valid() -> None:
+    """Uncommented examples must work."""
     agent = load_agent(argparse.Namespace(), variables("hearth-agent"))
     assert agent.data_ports == (47810, 47829)
     assert agent.store_bytes == 16 << 30
@@ -145,7 +145,7 @@ def test_the_values_shown_are_accepted() -> None:
     assert coordinator.encrypt_data_plane
 
 
-def test_every_option_that_the_unit_passes_is_in_its_settings_file() -> None:
+def test_settings_file_lists_options_passed_by_the_unit() -> None:
     (command,) = unit("hearth-coordinator")["ExecStart"]
     assert set(re.findall(r"\$(\w+)", command)) == OPTIONS
     assert set(variables("hearth-coordinator")) >= OPTIONS

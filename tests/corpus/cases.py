@@ -1,4 +1,4 @@
-"""A case of the corpus: files in a folder, and the arguments of `hearth plan` that name them. Written by generators."""
+"""A case of the corpus: files in a folder, and the arguments of `hearth plan` that name them. Created by generators."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# Writes a file at a path: a model that is no JSON.
+# Writes a file at a path: a model that is not JSON.
 Writer = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One command. An argument `@name` stands for a file, or for the folder that files `name/...` lie in.
+    """One command. An argument `@name` stands for a file, or for the folder of the files `name/...`.
 
-    `time_limit` is that of a search for a graph's plan, in seconds; 0 where there is none. `ends_by_clock`: it is known to
-    be too short.
+    `time_limit` is for the search for a graph's plan, in seconds; 0 without a search. `ends_by_clock`: the limit is
+    known to be too short.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Case:
     ends_by_clock: bool = False
 
     def write(self, folder: Path) -> list[str]:
-        """Write the files; the arguments with their paths."""
+        """Write the files, and return the arguments with their paths."""
         for name, content in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of what is asked: where it differs from the recorded one, a generator has changed and not the planner."""
+        """Hash of the command and its files. If it differs from the recorded one, a generator has changed."""
         files = {name: "written" if callable(content) else content for name, content in self.files.items()}
         asked = json.dumps([self.arguments, files], sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 
 def rounded(value: float, digits: int = 5) -> float:
-    """To so many significant digits, so that the last bits of a platform's arithmetic do not matter."""
+    """Rounded to significant digits, so that results do not depend on the last bits of a platform's arithmetic."""
     return float(f"{value:.{digits}g}")

@@ -1,7 +1,7 @@
-"""`python -m corpus.check [PART ...]`: compare all of the corpus with what this tree does; exit code 1 where they differ.
+"""`python -m corpus.check [PART ...]`: compare the corpus with the current tree; exit code 1 if they differ.
 
-Pytest runs the same comparisons (test_corpus.py), of plans about half. An entry of `intended.json` that covers nothing is
-told when all parts are checked.
+Pytest runs the same comparisons (test_corpus.py), for about half of the plans. If all parts are checked, entries of
+`intended.json` that cover no difference are reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from corpus.store import load, load_intended
 ALL = (*PARTS, "cli", "messages", "outputs")
 GOLDEN = ROOT / "tests" / "hearth" / "wire" / "golden_messages.json"
 
-# Of a case: its name and its differences.
+# Pairs of a case's name and its differences.
 Found = Iterator[tuple[str, list[Difference]]]
 
 
@@ -42,7 +42,7 @@ def check_cli() -> Found:
 
 
 def check_messages() -> Found:
-    """The tree's own golden file, which its tests hold to, against that of version 1, field by field."""
+    """Compare the current golden file, which tests check against the code, with that of version 1, field by field."""
     recorded, found = ({name: _fields(each) for name, each in golden.items()} for golden in _golden_files())
     for name in sorted(recorded.keys() | found.keys()):
         yield name, differences(recorded.get(name, NOTHING), found.get(name, NOTHING))

@@ -1,4 +1,4 @@
-"""The `hearth` command of this tree, found by its entry point alone: run in this process, and described option by option."""
+"""The `hearth` command of this tree: found by its entry point, run in this process, and described option by option."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _entry_point(command: str) -> tuple[Any, str]:
-    """The module and the function's name; from the tree, for what is installed may be of another one."""
+    """Module and function name from pyproject.toml; an installed package may be of another tree."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"][command].partition(":")
     return import_module(module), function
@@ -39,7 +39,7 @@ def hearth_app() -> typer.Typer:
 
 
 def run_hearth(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON object that was printed; empty where there was none."""
+    """The exit code and the printed JSON object, which is empty if none was printed."""
     result = CliRunner().invoke(hearth_app(), list(arguments), env={"COLUMNS": "120"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -48,11 +48,11 @@ def run_hearth(arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
     return result.exit_code, printed
 
 
-# ---- what may be given ------------------------------------------------------------------------------------------------
+# ---- options ----------------------------------------------------------------------------------------------------------
 
 
 def surface() -> dict[str, Any]:
-    """Commands of `hearth` with their parameters, and the options of `hearth-agent`: names, defaults, choices; no prose."""
+    """Commands and parameters of `hearth`, options of `hearth-agent`: names, defaults, choices; no help texts."""
     root = typer.main.get_command(hearth_app())
     return {"hearth": _command(root), "hearth-agent": _agent_options(), "choices": _choices()}
 
@@ -68,7 +68,7 @@ def _command(command: Any) -> dict[str, Any]:
 
 
 def _parameter(parameter: Any, hint: Any) -> dict[str, Any]:
-    """An option or an argument. Its type is that of the command's function, for typer's own differ by its version."""
+    """An option or argument. Its type is that of the command's function: typer's types differ between versions."""
     described = {
         "kind": "option" if parameter.opts[0].startswith("-") else "argument",
         "names": [*parameter.opts, *parameter.secondary_opts],
@@ -89,7 +89,7 @@ def _parameter(parameter: Any, hint: Any) -> dict[str, Any]:
 
 
 def _type(hint: Any) -> dict[str, Any]:
-    """The name of a type, without None and lists around it; with the choices that it leaves."""
+    """The name of a type, without None and lists around it, and its choices."""
     if get_origin(hint) is Literal:
         return {"type": "str", "choices": list(get_args(hint))}
     inner = [each for each in get_args(hint) if each is not type(None)]
@@ -101,7 +101,7 @@ def _type(hint: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; a default that is computed is said to be so."""
+    """As in JSON; a computed default is marked as such."""
     if callable(value):
         return "computed"
     if isinstance(value, (list, tuple)):
@@ -110,11 +110,11 @@ def _plain(value: Any) -> Any:
 
 
 class _Seen(Exception):
-    """The parser, before it parses."""
+    """Raised with the parser, before it parses."""
 
 
 def _agent_options() -> list[dict[str, Any]]:
-    """The agent has an argparse parser, which its entry point makes: it is caught when it is about to parse."""
+    """The agent's argparse parser, which its entry point creates: intercepted when it is about to parse."""
     module, function = _entry_point("hearth-agent")
 
     def caught(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
@@ -140,7 +140,7 @@ def _action(action: argparse.Action) -> dict[str, Any]:
 
 
 def _choices() -> dict[str, list[str]]:
-    """Of options that take any text and are checked later: what the error for a wrong value lists."""
+    """Choices of options that take any text and are validated later, from the error for a wrong value."""
     found = {}
     graph = str(ROOT / "none.onnx")
     for model, option in (

@@ -1,4 +1,4 @@
-"""Differences between JSON values, and those of them that are intended."""
+"""Differences between JSON values, and which of them are intended."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-# Of numbers with a fraction: sums in another order, and other processors' vector units, change their last bits.
+# Relative tolerance of fractions: the order of sums and the vector units of other processors change their last bits.
 _RELATIVE = 1e-9
 NOTHING = "(nothing)"
 
 
 class Difference(NamedTuple):
-    """At a path of names and indices with dots between them."""
+    """A difference at a path of names and indices, joined by dots."""
 
     path: str
     recorded: Any
@@ -50,7 +50,7 @@ def _same(recorded: Any, found: Any) -> bool:
 
 
 class Intended(NamedTuple):
-    """A difference that is wanted: patterns of a part of the corpus, of its cases and of paths in them, and why."""
+    """An intended difference: patterns for the part of the corpus, its cases and their paths, and the reason."""
 
     part: str
     case: str
@@ -65,7 +65,7 @@ class Intended(NamedTuple):
 def not_intended(
     part: str, case: str, found: Iterable[Difference], intended: Iterable[Intended], used: set[Intended] | None = None
 ) -> list[Difference]:
-    """The differences that no entry covers; entries that cover one are added to `used`."""
+    """The differences that no entry covers. Entries that cover one are added to `used`."""
     entries = list(intended)
     left = []
     for difference in found:

@@ -1,4 +1,4 @@
-"""Outputs of fixed plans, bit for bit; on another kind of processor, or with other libraries, within a tolerance.
+"""Outputs of fixed plans, bit for bit; on another processor or with other libraries, within a tolerance.
 
 Only `support.outputs` knows how a plan is run.
 """
@@ -15,12 +15,12 @@ import numpy as np
 from corpus.compare import Difference
 from support.outputs import graph_outputs, transformer_outputs
 
-_SAMPLES = 24  # values of an array that are recorded beside its hash
+_SAMPLES = 24  # values of an array that are recorded besides its hash
 _CLOSE = 1e-3
 _LIBRARIES = ("torch", "numpy", "onnxruntime")
 
 _SAMPLING = {"temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 11}
-# Family, strategy, shares of devices, lengths of sequences, and what else `transformer_outputs` takes.
+# Family, strategy, shares of devices, lengths of sequences, and further arguments of `transformer_outputs`.
 TRANSFORMERS: dict[str, tuple[str, str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "bert-local": ("bert", "local", (1,), (17, 5), {}),
     "bert-megatron-tp": ("bert", "megatron-tp", (3, 1), (17, 5), {}),
@@ -76,7 +76,7 @@ def names() -> list[str]:
 
 
 def outputs_of(name: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """By array: a hash of its bytes, and values out of it."""
+    """By array: a hash of its bytes, and sampled values."""
     if name in GRAPHS:
         arrays = graph_outputs(folder, *GRAPHS[name])
     else:
@@ -97,7 +97,7 @@ def _described(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What bits depend on: the processor's model and what it can do, and the libraries that compute."""
+    """What the bits depend on: the processor's model and features, and the versions of the libraries."""
     found = {"machine": platform.machine(), **{library: version(library) for library in _LIBRARIES}}
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -110,7 +110,7 @@ def machine() -> dict[str, str]:
 
 
 def compare_outputs(recorded: dict[str, Any], found: dict[str, Any], same_machine: bool) -> list[Difference]:
-    """Where the machine is another one, shapes and sampled values alone, and tokens not at all: near ties may turn."""
+    """On another machine only shapes and sampled values are compared, and no tokens, since near ties may change."""
     if recorded.keys() != found.keys():
         return [Difference("arrays", sorted(recorded), sorted(found))]
     wrong = []

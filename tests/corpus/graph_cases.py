@@ -1,8 +1,8 @@
-"""Cluster files of homes that do not exist, graphs for them, and `hearth plan` by every strategy. From seeds alone.
+"""Generated cluster files, graphs for them, and `hearth plan` with every strategy. Everything follows from seeds.
 
-Graphs are JSON as the command reads it (chains with skips, branches, layers at random), and a few ONNX files. Some are
-placement problems that bring their own devices. They are small: a search ends long before its time limit, but for
-those of `HARD` that are for latency, whose limit is below what it takes.
+Graphs are in JSON (chains with skips, branches, random layers), a few in ONNX. Some are placement problems with their
+own devices. They are small, so that searches end long before the time limit, except for the clusters in `HARD` with
+objective latency, whose limit is too short.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LATENCY = ("auto", "moirai", "m-sct", "getf", "heft", "critical-path", "local")
 THROUGHPUT = ("auto", "pipeline-exact", "pipeline", "random", "joint", "local")
 NUM_INSTANCES = 4
 TIME_LIMIT = 60.0
-HARD = (44, 45, 46, 47)  # of these clusters: six devices that hold a larger graph only together
+HARD = (44, 45, 46, 47)  # numbers of clusters of six devices that can hold a larger graph only together
 _SHORT_LIMIT = 4.0
 _NAMES = ("kitchen", "hall", "attic", "study", "cellar", "garage")
 
@@ -30,7 +30,7 @@ Graph = dict[str, Any]
 
 
 class _Drawing:
-    """A graph as it grows: each node is made of nodes before it."""
+    """A graph under construction: each node reads earlier nodes."""
 
     def __init__(self, rng: Random, name: str) -> None:
         self.rng = rng
@@ -56,7 +56,7 @@ class _Drawing:
 
 
 def _residual(rng: Random, size: int) -> Graph:
-    """Blocks of two layers with a way around them."""
+    """Blocks of two layers with a skip connection."""
     drawing = _Drawing(rng, "residual")
     last = drawing.add("InputLayer", [], 0.0, 64 * KIB)
     while len(drawing.graph["nodes"]) < size:
@@ -67,7 +67,7 @@ def _residual(rng: Random, size: int) -> Graph:
 
 
 def _branches(rng: Random, size: int) -> Graph:
-    """Blocks of two or three branches, joined again."""
+    """Blocks of two or three branches that are joined."""
     drawing = _Drawing(rng, "branches")
     last = drawing.heavy([drawing.add("InputLayer", [], 0.0, 64 * KIB)])
     while len(drawing.graph["nodes"]) < size:
@@ -83,7 +83,7 @@ def _branches(rng: Random, size: int) -> Graph:
 
 
 def _at_random(rng: Random, size: int) -> Graph:
-    """Each node takes one to three of the last few; several inputs and outputs."""
+    """Each node reads one to three of the preceding nodes; several inputs and outputs."""
     drawing = _Drawing(rng, "at-random")
     for _ in range(2):
         drawing.add("InputLayer", [], 0.0, rng.randrange(4, 64) * KIB)
@@ -159,7 +159,7 @@ def _options(number: int) -> tuple[str, ...]:
 
 
 def _instance(rng: Random, number: int) -> dict[str, Any]:
-    """In the format of Moirai's published instances; times in no unit."""
+    """In the format of Moirai's published instances; times have no unit."""
     count, size = 2 + number % 2, rng.randrange(6, 14)
     nodes: list[dict[str, Any]] = [
         {
@@ -182,7 +182,7 @@ def _instance(rng: Random, number: int) -> dict[str, Any]:
 
 
 def graph_cases(onnx_models: Sequence[tuple[str, Writer, int]]) -> Iterator[Case]:
-    """Every cluster by each strategy of its objective. `onnx_models` are named, with the bytes of their weights."""
+    """Every cluster with each strategy of its objective. `onnx_models` are names with the bytes of their weights."""
     for number in range(NUM_CLUSTERS):
         rng = Random(7000 + number)
         content: Graph | Writer

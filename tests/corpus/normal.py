@@ -1,7 +1,7 @@
-"""Normal forms: what a printed plan says, whatever envelope it is printed in. One small function for each recorded format.
+"""Normal forms of printed plans, independent of the surrounding JSON. One small function for each recorded format.
 
-`normalise(printed)` picks by the version that a plan names. A new version gets functions of its own in the tables at the
-end; the records stay as they are, in the normal form.
+`normalise(printed)` selects by the version that a plan names. A new version gets its own functions in the tables at
+the end; the records stay as they are, in the normal form.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 Json = dict[str, Any]
 
-# What tells a model apart; the rest of its spec follows from its config.
+# Fields that identify a model; the rest of its spec follows from its config.
 _MODEL = (
     "name", "family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "ffn_size", "vocab_size",
     "dtype", "weights",
 )  # fmt: skip
 _BODY = ("overlap", "heads", "columns", "row_weights", "vocabulary", "micro_batches")
 _SHARDED = {"qkv": "sharded", "out": "sharded", "mlp": "sharded", "attention": "heads"}
-# Times of planning and the wording of reasons are never recorded.
+# Planning times and the wording of reasons are never recorded.
 
 
 def _by_label(found: Sequence[Json]) -> Json:
-    """Alternatives as {strategy: predicted seconds}; a label that comes again gets a number."""
+    """Alternatives as {strategy: predicted seconds}; repeated labels get a number."""
     labelled: Json = {}
     for each in found:
         label, count = each["strategy"], 2
@@ -46,8 +46,8 @@ def _devices(plan: Json) -> list[Json]:
 def transformer_plan_v1(printed: Json) -> Json:
     """A plan of `hearth plan` for a transformer.
 
-    A pipeline's heads, columns, vocabulary and rows follow from its layers. Modes are runs of layers that are alike;
-    none where all is sharded.
+    A pipeline's heads, columns, vocabulary and rows follow from its layers. Equal modes of consecutive layers are
+    merged; there are none if everything is sharded.
     """
     body, model = printed["body"], printed["model"]
     normal: Json = {
@@ -72,7 +72,7 @@ def transformer_plan_v1(printed: Json) -> Json:
 
 
 def graph_plan_v1(printed: Json) -> Json:
-    """A plan of `hearth plan` for a graph; `answer` is what is printed around it: placement, schedule, bound."""
+    """A plan of `hearth plan` for a graph; `answer` has the surrounding fields: placement, schedule, bound."""
     plan = printed["plan"]
     normal = {
         "kind": "graph",
@@ -94,7 +94,7 @@ def graph_plan_v1(printed: Json) -> Json:
 
 
 def instance_plan_v1(printed: Json) -> Json:
-    """The placement of a problem that brings its own devices: there is no plan to run."""
+    """The placement of a problem with its own devices: there is no plan to run."""
     normal = {
         "kind": "instance",
         "strategy": printed["strategy"],
@@ -162,13 +162,13 @@ NORMALISERS: dict[tuple[str, int], Callable[[Json], Json]] = {
 
 
 def normalise(kind: str, printed: Json) -> Json:
-    """`plan`, `alternatives`, and for graphs `answer`; with the version of the format that was read."""
+    """`plan`, `alternatives`, and for graphs `answer`; and the version of the format that was read."""
     version = printed.get("plan", printed).get("version", 1)
     return {"version": version, **NORMALISERS[kind, version](printed)}
 
 
 def seconds_that_count(normal: Json) -> float:
-    """What a plan is better or worse by: the predicted time under its objective."""
+    """The predicted time under the plan's objective, by which plans are compared."""
     predicted = normal["plan"].get("predicted", {})
     if normal["plan"]["kind"] == "instance":
         return float(normal["answer"]["objective_value"])

@@ -1,4 +1,4 @@
-"""What `hearth plan` says to every case: run, brought to the normal form, and compared with what is recorded."""
+"""Plans of `hearth plan` for every case: run, converted to the normal form, and compared with the record."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from support.graphs import save_two_branch_model
 from support.onnx_models import BY_HAND, branches
 from support.planning import graphs_planned_here
 
-# A part of a search may end by the clock at a half of the time limit: above this share of it, nothing repeats for sure.
+# A part of a search may end by the clock at half of the time limit; above this share of it, results may not repeat.
 _CLOCK_SHARE = 0.4
-_TRIES = 3  # at a search that the clock ended: a machine that is busy gets less done in the time
-_WORSE = 1.01  # what the clock ended may be by so much slower than recorded
-_ENVELOPE = {"digest", "version", "ended"}  # of a record: not compared
+_TRIES = 3  # attempts if the clock ended the search: a busy machine does less in the same time
+_WORSE = 1.01  # such a plan may be slower than recorded by this factor
+_ENVELOPE = {"digest", "version", "ended"}  # fields of a record that are not compared
 PARTS = ("transformers", "graphs")
 
 
@@ -38,7 +38,7 @@ def cases_of(part: str) -> Iterator[Case]:
 
 
 def subset_of(part: str) -> Iterator[Case]:
-    """About half: of each profile or cluster `auto` and two more strategies in turn, none that the clock will end."""
+    """About half: of each profile or cluster `auto` and two other strategies; no cases that end by the clock."""
     groups: dict[str, list[Case]] = {}
     for case in cases_of(part):
         groups.setdefault(case.name.partition("-")[0], []).append(case)
@@ -48,7 +48,7 @@ def subset_of(part: str) -> Iterator[Case]:
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """The case's record: the normal form of what was printed, or the error."""
+    """The case's record: the normal form of the printed plan, or the error."""
     with tempfile.TemporaryDirectory() as folder, graphs_planned_here():
         _, printed = run_hearth(["plan", *case.write(Path(folder))])
         printed = json.loads(json.dumps(printed).replace(folder, "@"))
@@ -62,7 +62,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 
 def _ended(printed: dict[str, Any], proven: bool, time_limit: float) -> str:
-    """What ended the search: a proof (`proven`), its own count of work (`count`), or the clock."""
+    """What ended the search: a proof (`proven`), its own limit of work (`count`), or the clock."""
     seconds = [each.get("planning_seconds") or 0.0 for each in (printed, *printed.get("candidates", ()))]
     if max(seconds) > _CLOCK_SHARE * time_limit:
         return "clock"
@@ -70,7 +70,7 @@ def _ended(printed: dict[str, Any], proven: bool, time_limit: float) -> str:
 
 
 def check_case(case: Case, recorded: dict[str, Any]) -> list[Difference]:
-    """Run the case and compare; of a search that the clock ends the best of a few tries."""
+    """Run the case and compare; if the clock ended the search, the best of several attempts counts."""
     for _ in range(_TRIES):
         found = run_case(case)
         wrong = compare_case(recorded, found)
@@ -80,9 +80,9 @@ def check_case(case: Case, recorded: dict[str, Any]) -> list[Difference]:
 
 
 def compare_case(recorded: dict[str, Any], found: dict[str, Any]) -> list[Difference]:
-    """Nothing, where the plans are the same; where the clock ended a search, where this one is not worse."""
+    """Empty if the plans are equal or, if the clock ended a search, if the new plan is not worse."""
     if recorded["digest"] != found["digest"]:
-        return [Difference("digest", recorded["digest"], found["digest"])]  # another question: record again
+        return [Difference("digest", recorded["digest"], found["digest"])]  # the case has changed: record again
     if "clock" in (recorded.get("ended"), found.get("ended")):
         before, after = seconds_that_count(recorded), seconds_that_count(found)
         return [Difference("seconds", before, after)] if after > _WORSE * before else []

@@ -1,4 +1,4 @@
-"""`python -m corpus.record [PART ...]`: record what this tree does today. Parts: transformers, graphs, cli, outputs.
+"""`python -m corpus.record [PART ...]`: record the current tree. Parts: transformers, graphs, cli, outputs.
 
 `messages_v1.json` is not recorded again: it is the golden file of version 1 of the protocol.
 """

@@ -1,4 +1,4 @@
-"""The files of the corpus in `data/`: JSON, the large ones compressed so that the same content is the same bytes."""
+"""The files of the corpus in `data/`: JSON; large ones are compressed deterministically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def save(name: str, value: Any) -> int:
-    """A name that ends in .gz is compressed. The bytes written."""
+    """Write JSON, compressed if the name ends in .gz. Returns the bytes written."""
     compressed = name.endswith(".gz")
     text = json.dumps(
         value, sort_keys=True, indent=None if compressed else 1, separators=(",", ":") if compressed else None

@@ -1,4 +1,4 @@
-"""What is recorded in the corpus is what this tree does: plans, the command line, messages, outputs bit for bit."""
+"""The current tree against the recorded corpus: plans, the command line, messages, outputs bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from corpus.plans import PARTS, check_case, compare_case, run_case, subset_of
 from corpus.store import load, load_intended
 
 
-def told(part: str, found: Iterable[tuple[str, list[Difference]]]) -> list[str]:
-    """Differences that are not intended, as lines."""
+def unintended(part: str, found: Iterable[tuple[str, list[Difference]]]) -> list[str]:
+    """Unintended differences, one line each."""
     intended = load_intended()
     return [f"{case}: {each}" for case, every in found for each in not_intended(part, case, every, intended)]
 
@@ -28,17 +28,17 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("part", "cases"), GROUPS, ids=[f"{part}-{cases[0].name}" for part, cases in GROUPS])
-def test_plans_are_those_that_were_recorded(part: str, cases: list[Case]) -> None:
+def test_plans_equal_the_record(part: str, cases: list[Case]) -> None:
     recorded = load(f"{part}.json.gz")
-    assert not told(part, ((case.name, check_case(case, recorded[case.name])) for case in cases))
+    assert not unintended(part, ((case.name, check_case(case, recorded[case.name])) for case in cases))
 
 
-def test_commands_options_defaults_and_choices_are_those_that_were_recorded() -> None:
-    assert not told("cli", check_cli())
+def test_command_line_equals_the_record() -> None:
+    assert not unintended("cli", check_cli())
 
 
-def test_messages_have_the_bytes_of_version_1_but_where_that_is_intended() -> None:
-    assert not told("messages", check_messages())
+def test_messages_equal_version_1_except_intended_changes() -> None:
+    assert not unintended("messages", check_messages())
 
 
 OUTPUTS = load("outputs.json.gz")
@@ -49,7 +49,7 @@ def family_of(case: str) -> str:
 
 
 @pytest.mark.parametrize("family", sorted(set(map(family_of, OUTPUTS["cases"]))))
-def test_outputs_are_those_that_were_recorded_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_outputs_equal_the_record(family: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     pytest.importorskip("transformers")
     from corpus.exactness import compare_outputs, machine, names, outputs_of
@@ -58,12 +58,12 @@ def test_outputs_are_those_that_were_recorded_bit_for_bit(family: str, tmp_path:
     assert set(names()) == recorded.keys()
     cases = [name for name in names() if family_of(name) == family]
     found = ((name, compare_outputs(recorded[name], outputs_of(name, tmp_path), same)) for name in cases)
-    assert not told("outputs", found)
+    assert not unintended("outputs", found)
     if not same:
         pytest.skip("close to what was recorded; bits were not compared: another processor, or other libraries")
 
 
-def test_the_corpus_covers_what_it_should() -> None:
+def test_corpus_covers_strategies_and_errors() -> None:
     for part, strategies in (("transformers", 6), ("graphs", 11)):
         recorded = load(f"{part}.json.gz")
         assert len({name.partition("-")[0] for name in recorded}) >= 40
@@ -75,7 +75,7 @@ def test_the_corpus_covers_what_it_should() -> None:
 # ---- the checker ------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_that_differs_is_told_by_its_path() -> None:
+def test_differences_have_paths() -> None:
     recorded = {"a": [1, {"b": 2.0}], "c": None, "same": 1.0}
     found = differences(recorded, {"a": [1, {"b": 2.0000001}], "d": None, "same": 1.0 + 1e-15})
     assert [each.path for each in found] == ["a.1.b", "c", "d"]
@@ -84,7 +84,7 @@ def test_a_value_that_differs_is_told_by_its_path() -> None:
     assert differences({"a": None}, {})
 
 
-def test_an_intended_difference_is_not_told_and_counts_as_used() -> None:
+def test_intended_difference_is_covered_and_marked_as_used() -> None:
     found = differences({"plan": {"x": 1, "y": 2}}, {"plan": {"x": 2, "y": 3}})
     entry, other = (Intended("graphs", "0?-*", path, "because") for path in ("plan.x", "plan.z"))
     used: set[Intended] = set()
@@ -94,7 +94,7 @@ def test_an_intended_difference_is_not_told_and_counts_as_used() -> None:
 
 
 @pytest.mark.parametrize("path", [("plan", "devices", 0, "memory", "weights"), ("plan", "strategy"), ("alternatives",)])
-def test_a_record_that_was_tampered_with_is_told(path: tuple[str | int, ...]) -> None:
+def test_changed_record_is_detected(path: tuple[str | int, ...]) -> None:
     _, (case, *_) = GROUPS[1]
     record = run_case(case)
     assert compare_case(record, run_case(case)) == []
@@ -105,7 +105,7 @@ def test_a_record_that_was_tampered_with_is_told(path: tuple[str | int, ...]) ->
     assert [each.path for each in compare_case(record, tampered)] == [".".join(map(str, path))]
 
 
-def test_a_search_that_the_clock_ended_may_be_a_hundredth_worse() -> None:
+def test_plan_of_a_timed_out_search_may_be_1_percent_slower() -> None:
     def record(seconds: float) -> dict[str, object]:
         plan = {
             "kind": "graph",

@@ -1,7 +1,7 @@
-"""Saved profiles of homes that do not exist, and `hearth plan` for models of every family on them. From seeds alone.
+"""Generated profiles, and `hearth plan` for models of every family on them. Everything follows from seeds.
 
-A device has a speed in FLOP/s and a memory bandwidth; its curves follow from these, with an overhead, some noise and (for
-part of the devices) kernels that are slow on small sizes. Links are alike, different by direction, or different by pair.
+A device has a speed in FLOP/s and a memory bandwidth; its curves follow from these, with an overhead, noise and, on
+some devices, kernels that are slow for small sizes. Links are equal, different by direction, or different by pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 1 << 20
 NUM_PROFILES = 44
 STRATEGIES = ("auto", "local", "megatron-tp", "sp", "hmp", "pipeline")
 NAMES = ("kitchen", "hall", "attic", "study", "cellar", "garage", "bedroom", "porch")
-# The process, torch and a chunk while loading: what a device must have beside its share of the model, about.
+# Approximate memory of a process with torch and a chunk being loaded, which a device needs besides its share.
 _WORKER_BYTES = 420 * MIB
 
 _LLAMA = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# Tensors by which a checkpoint's names and type are told, and that type.
+# Tensors by which a checkpoint's names and dtype are detected, and that dtype.
 _PROBES = {
     "bert": ("F32", "embeddings.word_embeddings", "encoder.layer.0.attention.self.query"),
     "distilbert": ("F32", "embeddings.word_embeddings", "transformer.layer.0.attention.q_lin"),
@@ -81,7 +81,7 @@ def _save_probes(family: str, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Shape:
-    """What costs depend on."""
+    """The sizes that costs depend on."""
 
     layers: int
     heads: int
@@ -123,7 +123,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
 
 
 def _curve(rng: Random, total: int, num_points: int, seconds: float, overhead: float) -> dict[str, Any]:
-    """Of a block that takes `seconds` in all, on top of an overhead for each call."""
+    """The curve of a block that takes `seconds` in total, plus an overhead for each call."""
     sizes = sorted({max(total * (i + 1) // num_points, 1) for i in range(num_points)})
     noise = [1 + 0.04 * rng.random() for _ in sizes]
     times = [rounded(overhead + seconds * size / total * each) for size, each in zip(sizes, noise, strict=True)]
@@ -175,7 +175,7 @@ def _speeds(rng: Random, kind: str, count: int) -> list[float]:
 
 
 def _budgets(rng: Random, kind: str, count: int, weight_bytes: int) -> list[int]:
-    """`together`: no device holds the model, all do; `one`: only the last device does; `none`: all together do not."""
+    """`together`: the model needs all devices; `one`: it fits the last device only; `none`: it does not fit at all."""
     if kind == "roomy":
         return [_WORKER_BYTES + 2 * weight_bytes + rng.randrange(512, 4096) * MIB for _ in range(count)]
     if kind == "one":
@@ -246,7 +246,7 @@ _BYTES = {"": 4.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0,
 
 
 def _profile(number: int) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The model's name, the profile, and what else is asked."""
+    """The model's name, the profile, and further options."""
     rng = Random(9000 + number)
     model = list(MODELS)[number % len(MODELS)]
     shape = shape_of(MODELS[model])
@@ -273,7 +273,7 @@ def _profile(number: int) -> tuple[str, dict[str, Any], tuple[str, ...]]:
 
 
 def transformer_cases() -> Iterator[Case]:
-    """Every profile by each of `STRATEGIES`."""
+    """Every profile with each of `STRATEGIES`."""
     for number in range(NUM_PROFILES):
         model, profile, options = _profile(number)
         config = MODELS[model]
