@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from coordinator.models.graph_file import Kind, parse_dims
+from coordinator.models.graph_file import ModelFileKind, parse_dims
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.registry import REGISTRY
@@ -23,7 +23,7 @@ _CHOICES: Mapping[str, Sequence[str]] = {
 }
 
 
-def goal_of(kind: Kind, model: Path, options: Mapping[str, Any]) -> Goal:
+def goal_of(kind: ModelFileKind, model: Path, options: Mapping[str, Any]) -> Goal:
     """The goal for MODEL. `options` are the parameters by name, as in `typer.Context.params`. Raises BadSetting."""
     objective = options["objective"] or "latency"
     REGISTRY["transformer" if kind == "transformer" else "graph"].check(options["strategy"], objective)

@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from coordinator.models.graph_file import Kind, kind_of
+from coordinator.models.graph_file import ModelFileKind, model_file_kind
 from coordinator.plan.graph.request import DEFAULT_TIME_LIMIT_SECONDS
 from coordinator.plan.registry import REGISTRY
 from hearth.errors import BadSetting
@@ -144,17 +144,17 @@ AnswerTimeout = Annotated[float, typer.Option(help="Timeout of the whole answer 
 
 # ---- kinds of MODEL -----------------------------------------------------------------------------------------------------
 
-_TRANSFORMER: frozenset[Kind] = frozenset({"transformer"})
-_GRAPH: frozenset[Kind] = frozenset({"onnx", "graph"})
-_PROBLEM: frozenset[Kind] = frozenset({"instance"})
-_TITLES: Mapping[Kind, str] = {
+_TRANSFORMER: frozenset[ModelFileKind] = frozenset({"transformer"})
+_GRAPH: frozenset[ModelFileKind] = frozenset({"onnx", "graph"})
+_PROBLEM: frozenset[ModelFileKind] = frozenset({"instance"})
+_TITLES: Mapping[ModelFileKind, str] = {
     "transformer": "the directory of a transformer",
     "onnx": "an ONNX graph",
     "graph": "a graph of operators",
     "instance": "a placement problem, with its own devices",
 }
 # Options of `plan` and `serve` that apply to some kinds of MODEL only, by parameter name. All others apply to every kind.
-CAPABILITIES: Mapping[str, frozenset[Kind]] = {
+CAPABILITIES: Mapping[str, frozenset[ModelFileKind]] = {
     **dict.fromkeys(("seq_len", "context", "sequences", "weights", "accuracy_budget"), _TRANSFORMER),
     **dict.fromkeys(("dim", "cluster"), _GRAPH),
     **dict.fromkeys(("objective", "time_limit", "no_congestion", "picture"), _GRAPH | _PROBLEM),
@@ -177,11 +177,11 @@ def given(context: typer.Context) -> dict[str, str]:
     }
 
 
-def check_kind(context: typer.Context, model: Path) -> Kind:
+def check_kind(context: typer.Context, model: Path) -> ModelFileKind:
     """Return the kind of MODEL. Raises BadSetting for an option that does not apply to it."""
-    kind = kind_of(model)
+    kind = model_file_kind(model)
     for name, option in given(context).items():
-        kinds = CAPABILITIES.get(name, get_args(Kind))
+        kinds = CAPABILITIES.get(name, get_args(ModelFileKind))
         if kind not in kinds:
             raise BadSetting(setting=option, reason=f"it applies to {_names(kinds)}, but {model} is {_TITLES[kind]}")
     return kind
@@ -194,6 +194,6 @@ def refuse(context: typer.Context, names: Collection[str], reason: str) -> None:
             raise BadSetting(setting=option, reason=reason)
 
 
-def _names(kinds: Collection[Kind]) -> str:
+def _names(kinds: Collection[ModelFileKind]) -> str:
     found = ("transformers" if "transformer" in kinds else "", "graphs of operators" if "onnx" in kinds else "")
     return " and ".join(filter(None, found))

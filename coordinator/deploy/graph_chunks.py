@@ -9,7 +9,7 @@ from functools import partial
 from pydantic import ValidationError
 
 from coordinator.deploy.chunk_scheduler import Chunk
-from coordinator.models.graph_file import Graph
+from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.memory import MAX_GRAPH_CHUNK_BYTES
 from hearth.errors import BadModelFile
 from hearth.plan.graph import Segment
@@ -20,7 +20,7 @@ from hearth.wire.messages import ArrayChunks, SegmentFiles
 class SegmentChunks:
     """The chunks of one model's segments. Each weight is hashed once and reused for every cut."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: GraphFile) -> None:
         assert graph.model is not None
         self._path = graph.path
         self._model = graph.model

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.models.file_kinds import mistaken, read_content
+from coordinator.models.file_kinds import read_json_file, why_wrong_kind
 from coordinator.plan.graph.cluster import ClusterDevice, FloatMatrix, GraphCluster, cluster_from_links
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
@@ -61,7 +61,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
     conv1 = 0.004
     """
     content = _read_content(path)
-    if reason := mistaken(content, "cluster"):
+    if reason := why_wrong_kind(content, "cluster"):
         raise _bad_cluster(path, reason)
     try:
         cluster = _FileCluster.model_validate(content)
@@ -91,7 +91,7 @@ def read_cluster(path: Path, spec: GraphSpec) -> GraphCluster:
 
 def _read_content(path: Path) -> Any:
     if path.suffix.lower() == ".json":
-        return read_content(path, partial(_bad_cluster, path))
+        return read_json_file(path, partial(_bad_cluster, path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -151,7 +151,7 @@ def _bad_cluster(path: Path, reason: str) -> BadSetting:
 def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
     """Read a placement problem in the Moirai authors' JSON format; times and memory keep its units. Raises BadGraph."""
     path = Path(path)
-    data = read_content(path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"))
+    data = read_json_file(path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"))
     try:
         return _instance(data, congestion)
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from coordinator.devices.profiling import Profiler, Workload
 from coordinator.devices.registry import Device
-from coordinator.models.graph_file import Graph
+from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.plan.graph_spec import GraphSpec
@@ -16,7 +16,7 @@ from hearth.wire.messages import GraphProfile, OperatorsOf, Profile
 _PROFILE_SECONDS = 240.0  # timeout on the device
 
 
-def graph_workload(graph: Graph) -> Workload[GraphProfile]:
+def graph_workload(graph: GraphFile) -> Workload[GraphProfile]:
     """The workload: all operators of a graph, sent without its weights."""
     return Workload(
         title=graph.spec.name,
@@ -30,7 +30,7 @@ def graph_workload(graph: Graph) -> Workload[GraphProfile]:
 
 
 async def graph_cluster(
-    profiler: Profiler, devices: Sequence[Device], graph: Graph, workload: Workload[GraphProfile]
+    profiler: Profiler, devices: Sequence[Device], graph: GraphFile, workload: Workload[GraphProfile]
 ) -> GraphCluster:
     """Measure the devices and price every operator. Raises as `Profiler.measure` does."""
     measured = await profiler.measure(devices, workload)
@@ -56,7 +56,7 @@ def _device(device: Device, profile: GraphProfile) -> ClusterDevice:
     )
 
 
-def _frames(graph: Graph) -> list[bytes]:
+def _frames(graph: GraphFile) -> list[bytes]:
     """The ONNX protobuf of the graph without its weights, cut into payload frames."""
     from coordinator.models.onnx.segments import segment_model
 

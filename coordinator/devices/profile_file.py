@@ -8,8 +8,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from coordinator.models.file_kinds import FileKind, mistaken, read_content
-from coordinator.models.graph_file import Graph
+from coordinator.models.file_kinds import FileKind, read_json_file, why_wrong_kind
+from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import ModelSpec
@@ -45,7 +45,7 @@ _F = TypeVar("_F", SavedTransformerProfile, SavedGraphProfile)
 _KINDS: dict[type, FileKind] = {SavedTransformerProfile: "transformer profile", SavedGraphProfile: "graph profile"}
 
 
-def saved_graph_profile(graph: Graph, cluster: GraphCluster) -> SavedGraphProfile:
+def saved_graph_profile(graph: GraphFile, cluster: GraphCluster) -> SavedGraphProfile:
     """The file content for a cluster that was profiled for this graph."""
     return SavedGraphProfile(
         name=graph.spec.name,
@@ -70,7 +70,7 @@ def read_transformer_profile(path: Path, spec: ModelSpec) -> ClusterProfile:
     return profile
 
 
-def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
+def read_graph_profile(path: Path, graph: GraphFile) -> GraphCluster:
     """Read the profile of this graph. Raises BadSetting."""
     profile = _read_profile(path, SavedGraphProfile)
     names = tuple(operator.name for operator in graph.spec.operators)
@@ -86,8 +86,8 @@ def read_graph_profile(path: Path, graph: Graph) -> GraphCluster:
 
 def _read_profile(path: Path, kind: type[_F]) -> _F:
     """Read a profile; it must have a link for each ordered pair of its devices. Raises BadSetting."""
-    content = read_content(path, partial(_bad_profile, path))
-    if reason := mistaken(content, _KINDS[kind]):
+    content = read_json_file(path, partial(_bad_profile, path))
+    if reason := why_wrong_kind(content, _KINDS[kind]):
         raise _bad_profile(path, reason)
     try:
         profile = kind.model_validate(content)

@@ -22,7 +22,7 @@ _KINDS: Mapping[FileKind, tuple[str, set[str]]] = {
 }
 
 
-def read_content(path: Path, bad: Callable[[str], HearthError]) -> Any:
+def read_json_file(path: Path, bad: Callable[[str], HearthError]) -> Any:
     """The decoded JSON of a file. Raises `bad(reason)`, with the reason `cannot be read (...)` or `is not JSON (...)`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def file_kind(content: Any) -> FileKind | None:
     return next((kind for kind, (_, fields) in _KINDS.items() if fields <= content.keys()), None)
 
 
-def mistaken(content: Any, wanted: FileKind) -> str:
+def why_wrong_kind(content: Any, wanted: FileKind) -> str:
     """Why this file was given by mistake, as in `is a saved plan, not a cluster file`; empty if no such mistake is found."""
     found = file_kind(content)
     return "" if found in (wanted, None) else f"is {_KINDS[found][0]}, not {_KINDS[wanted][0]}"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from coordinator.models.file_kinds import file_kind, mistaken, read_content
-from coordinator.models.onnx.json_reader import read_json
+from coordinator.models.file_kinds import file_kind, read_json_file, why_wrong_kind
+from coordinator.models.onnx.json_reader import read_graph_json
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import ElementType
@@ -16,11 +16,11 @@ from hearth.wire.messages import ElementType
 if TYPE_CHECKING:
     from coordinator.models.onnx.reader import OnnxModel
 
-Kind = Literal["transformer", "onnx", "graph", "instance"]
+ModelFileKind = Literal["transformer", "onnx", "graph", "instance"]
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphFile:
     """A graph and its file. `model` is set if the graph can be run, that is, for an ONNX file."""
 
     path: Path
@@ -39,34 +39,34 @@ class Graph:
                 raise BadModelFile(path=str(self.path), reason=reason)
 
 
-def kind_of(path: Path) -> Kind:
+def model_file_kind(path: Path) -> ModelFileKind:
     """The kind of a MODEL argument on the command line. Raises BadModelFile for a .json that cannot be read."""
     suffix = path.suffix.lower()
     if path.is_dir() or suffix not in (".onnx", ".json"):
         return "transformer"
     if suffix == ".onnx":
         return "onnx"
-    content = read_content(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}"))
+    content = read_json_file(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}"))
     if file_kind(content) == "problem":
         return "instance"
-    if reason := mistaken(content, "graph"):
+    if reason := why_wrong_kind(content, "graph"):
         raise BadModelFile(path=str(path), reason=f"it {reason}")
     return "graph"
 
 
-def open_graph(path: Path, dims: Mapping[str, int]) -> Graph:
+def read_graph_file(path: Path, dims: Mapping[str, int]) -> GraphFile:
     """Read the graph; for an ONNX file, `dims` fixes its open dimensions.
 
     Raises BadModelFile, BadSetting (dimensions that it does not have), DynamicShape and UnsupportedOperator.
     """
-    if kind_of(path) == "onnx":
+    if model_file_kind(path) == "onnx":
         from coordinator.models.onnx.reader import read_onnx
 
         model = read_onnx(path, dims)
-        return Graph(path, model.spec, model)
+        return GraphFile(path, model.spec, model)
     if dims:
         raise BadSetting(setting="--dim", reason=f"{path} has no dynamic dimensions")
-    return Graph(path, read_json(path))
+    return GraphFile(path, read_graph_json(path))
 
 
 def parse_dims(texts: Sequence[str]) -> dict[str, int]:

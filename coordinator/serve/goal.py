@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sentence import read_pooling
-from coordinator.models.graph_file import Graph
+from coordinator.models.graph_file import GraphFile
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.limits import NamedDevice, profile_with_limits
@@ -97,7 +97,7 @@ def plan_request(
     )
 
 
-def graph_request(goal: GraphGoal, graph: Graph, cluster: GraphCluster) -> GraphRequest:
+def graph_request(goal: GraphGoal, graph: GraphFile, cluster: GraphCluster) -> GraphRequest:
     """The planner's request for an operator graph."""
     return GraphRequest(
         spec=graph.spec,

@@ -15,7 +15,7 @@ from coordinator.deploy.graph import GraphDeployment, segment_weights
 from coordinator.deploy.graph_chunks import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.registry import Device
-from coordinator.models.graph_file import open_graph
+from coordinator.models.graph_file import read_graph_file
 from coordinator.models.onnx.cutting import check_segments
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.methods import GRAPH_METHODS
@@ -46,7 +46,7 @@ class GraphKind:
 
     def __init__(self, goal: GraphGoal, tools: Tools, requests: Requests[GraphDeployment]) -> None:
         GRAPH_METHODS.check(goal.strategy, goal.objective)
-        self.graph = open_graph(Path(goal.model_file), goal.dims)
+        self.graph = read_graph_file(Path(goal.model_file), goal.dims)
         if self.graph.model is None:
             raise BadSetting(setting="MODEL", reason=f"{goal.model_file} has no weights to run; serve an ONNX file")
         self.spec = self.graph.spec

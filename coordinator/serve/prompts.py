@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coordinator.models.checkpoint.families import read_json
+from coordinator.models.checkpoint.families import read_json_object
 from coordinator.serve.sentences import open_tokenizer
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.validation import first_error
@@ -31,7 +31,7 @@ class TextTokenizer:
         self._tokenizer = open_tokenizer(directory)
         self._now = now
         config_path = directory / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
+        config = read_json_object(config_path) if config_path.exists() else {}
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
         self._template = _chat_template(directory, config)
 
@@ -177,10 +177,10 @@ def read_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read generation_config.json; end-of-text tokens fall back to those in config.json. Raises BadCheckpoint."""
     path = directory / "generation_config.json"
     try:
-        config = _GenerationConfig.model_validate(read_json(path) if path.exists() else {})
+        config = _GenerationConfig.model_validate(read_json_object(path) if path.exists() else {})
         stop_ids = config.eos_token_id
         if stop_ids is None:
-            stop_ids = _GenerationConfig.model_validate(read_json(directory / "config.json")).eos_token_id
+            stop_ids = _GenerationConfig.model_validate(read_json_object(directory / "config.json")).eos_token_id
         sampling = {"temperature": 1.0, **config.model_dump(include=set(Sampling.model_fields), exclude_none=True)}
         if not config.do_sample:
             sampling["temperature"] = 0.0

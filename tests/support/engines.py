@@ -23,7 +23,7 @@ from agent.worker.transformer.generation.steps import StepExecutor
 from agent.worker.transformer.shard import Shard, load_shard
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
-from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
+from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.errors import HearthError
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -62,7 +62,7 @@ def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
 def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[ChunkRef, Path]:
     """Cut a checkpoint into chunks; return the file of each in `store`."""
     with Checkpoint(model_dir) as checkpoint:
-        refs = manifest(checkpoint, spec)
+        refs = build_manifest(checkpoint, spec)
         for ref in refs:
             store.put(ref.hash, chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain))
     return {ref: store.path_of(ref.hash) for ref in refs}

@@ -16,7 +16,7 @@ from support.devices import ready_device
 from support.plans import device_profile
 
 from coordinator.devices.registry import Device
-from coordinator.models.graph_file import Graph
+from coordinator.models.graph_file import GraphFile
 from hearth.errors import DeviceLost, HearthError
 from hearth.plan.geometry import rows_for, spans
 from hearth.plan.profile import BlockProfile, WireCost
@@ -189,7 +189,7 @@ class TransformerFleet(FakeFleet):
 class GraphFleet(FakeFleet):
     """A request takes what the plan predicts, times `slow`; every operator takes 10 ms."""
 
-    def __init__(self, names: str, graph: Graph) -> None:
+    def __init__(self, names: str, graph: GraphFile) -> None:
         super().__init__(names, link_bytes_per_second=1e9)
         self.graph = graph
 

@@ -14,7 +14,7 @@ from types import TracebackType
 import psutil
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_weights
+from coordinator.models.checkpoint.chunk_layout import all_chunks, num_chunk_weights
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.parts import PlannedDevice
@@ -127,7 +127,7 @@ class CapacityBench:
     def _weights_bytes(self) -> int:
         """Size of all weights in memory, if one device held them."""
         with Checkpoint(self._model_dir):
-            weights = sum(chunk_weights(self._spec, kind, grain) for kind, _, grain in all_chunks(self._spec))
+            weights = sum(num_chunk_weights(self._spec, kind, grain) for kind, _, grain in all_chunks(self._spec))
         return int(weights * self._spec.matrix_bytes)
 
     def _by_device(self, plan: TransformerPlan, peaks: Mapping[str, int]) -> str:

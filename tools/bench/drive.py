@@ -12,7 +12,7 @@ from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import chunk_bytes, manifest
+from coordinator.models.checkpoint.sharding import build_manifest, chunk_bytes
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, Link
@@ -46,7 +46,7 @@ class StoredModel:
         self.spec: ModelSpec = read_spec(model_dir)
         store = ShardStore(store_dir, 1 << 40, "bench")
         with Checkpoint(model_dir) as checkpoint:
-            self.refs: tuple[ChunkRef, ...] = manifest(checkpoint, self.spec)
+            self.refs: tuple[ChunkRef, ...] = build_manifest(checkpoint, self.spec)
             for ref in self.refs:
                 if store.missing((ref.hash,)):
                     store.put(ref.hash, chunk_bytes(checkpoint, self.spec, ref.kind, ref.layer, ref.grain))

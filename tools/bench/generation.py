@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.models.checkpoint.families import FAMILIES, read_json
+from coordinator.models.checkpoint.families import FAMILIES, read_json_object
 from coordinator.plan.transformer.make import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, build_plan, on_subset
 from hearth.errors import BadSetting
@@ -85,7 +85,7 @@ class Generation(Experiment):
         scenario = load_scenario(self.scenario)
         if len(scenario.devices) < 2:
             raise BadSetting(setting="scenario", reason=f"{scenario.name} has one device; two are compared")
-        shape = LLAMA if self.config is None else read_json(self.config)
+        shape = LLAMA if self.config is None else read_json_object(self.config)
         check_possible(scenario)
         context.report("making the model")
         model = StoredModel(save_random_decoder(context.folder / "model", shape), context.folder / "store")

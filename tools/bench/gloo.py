@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames, read_spec
+from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource, read_spec
 from hearth.plan.rotary import rope_frequencies
 from tools.bench.child import serve
 
@@ -89,7 +89,7 @@ class GlooTensorParallel:
         with safe_open(Path(model_dir) / "model.safetensors", framework="pt") as stored:
             there = set(stored.keys())
 
-            def tensor(source: Source) -> Tensor | None:
+            def tensor(source: TensorSource) -> Tensor | None:
                 return source.view(stored.get_tensor(source.name)) if source.name in there else None
 
             def embedding(name: str) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
-from coordinator.models.graph_file import open_graph, parse_dims
+from coordinator.models.graph_file import parse_dims, read_graph_file
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
 from coordinator.plan.graph.methods import GRAPH_METHODS
 from coordinator.plan.graph.predict import predict_segments, requests_in_flight
@@ -95,7 +95,7 @@ class GraphThroughput(_Graphs):
         if ONE_DEVICE in self.strategies:
             raise BadSetting(setting="strategies", reason=f"{ONE_DEVICE} is always run, as the baseline")
         if self.model.endswith(".onnx"):
-            open_graph(Path(self.model), parse_dims(self.dims))
+            read_graph_file(Path(self.model), parse_dims(self.dims))
         elif self.model not in NETWORKS:
             reason = f"'{self.model}' is neither an ONNX file nor one of {', '.join(NETWORKS)}"
             raise BadSetting(setting="model", reason=reason)
@@ -169,7 +169,7 @@ class GraphLatency(_Graphs):
                 faster = placed
             elif faster is not None:
                 forced = Candidate(f"moirai's plan of the faster link, at {mbit:g} Mbit/s", "moirai", plan=faster)
-                forced.predicted_seconds = repriced_seconds(open_graph(model, {}).spec, faster, mbit)
+                forced.predicted_seconds = repriced_seconds(read_graph_file(model, {}).spec, faster, mbit)
                 candidates.append(forced)
             distinct: list[Candidate] = []
             for candidate in candidates:

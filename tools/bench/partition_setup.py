@@ -23,7 +23,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.models.onnx.json_reader import read_json
+from coordinator.models.onnx.json_reader import read_graph_json
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.plan.graph.throughput.points import Chain, candidate_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem, pipeline_problem
@@ -78,7 +78,7 @@ def read_graphs(folder: Path, names: Sequence[str]) -> list[GraphSpec]:
     chosen = {name: files[name] for name in names or sorted(files)}
     if not chosen:
         raise BadSetting(setting="--graphs", reason=f"there is no .json or .onnx file in {folder}")
-    return [read_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen.values()]
+    return [read_graph_json(path) if path.suffix == ".json" else read_onnx(path).spec for path in chosen.values()]
 
 
 def problem_of(spec: GraphSpec, accounting: Accounting, memory_bytes: int, num_nodes: int) -> PipelineProblem:

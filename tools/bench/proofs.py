@@ -11,7 +11,7 @@ import typer
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
-from coordinator.models.checkpoint.families import read_json
+from coordinator.models.checkpoint.families import read_json_object
 from hearth.errors import BadSetting
 from hearth.plan.model_spec import WeightFormat
 from hearth.platform.units import parse_bytes
@@ -187,7 +187,7 @@ def model_of(
     if path is not None and path.is_dir():
         return path
     status.update("making the model")
-    config = default if path is None else read_json(path)
+    config = default if path is None else read_json_object(path)
     return save_random_model(folder / "model", {**config, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.models.checkpoint.families import FAMILIES, read_json
+from coordinator.models.checkpoint.families import FAMILIES, read_json_object
 from hearth.errors import BadSetting, UnsupportedArchitecture
 
 _VOCABULARY, _POSITIONS = 30522, 512  # BERT's
@@ -92,7 +92,7 @@ def find_shape(name_or_path: str) -> Shape:
 
 def shape_of_file(path: Path) -> Shape:
     """Read a Hugging Face config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
-    config = read_json(path)
+    config = read_json_object(path)
     kind = str(config.get("model_type", "missing"))
     if kind not in FAMILIES:
         raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from coordinator.cli import options
 from coordinator.cli.goals import goal_of
 from coordinator.cli.output import err, report
-from coordinator.models.file_kinds import mistaken, read_content
+from coordinator.models.file_kinds import read_json_file, why_wrong_kind
 from coordinator.serve.config import load_settings
 from coordinator.serve.service import Service
 from coordinator.serve.state import Goal
@@ -83,8 +83,8 @@ def serve(
         options.refuse(command, options.OF_MODEL, "it needs a MODEL")
     saved: Plan | None = None
     if plan is not None:
-        content = read_content(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))
-        if reason := mistaken(content, "plan"):
+        content = read_json_file(plan, lambda reason: BadPlan(reason=f"{plan} {reason}"))
+        if reason := why_wrong_kind(content, "plan"):
             raise BadPlan(reason=f"{plan} {reason}")
         saved = plan_from_json(plan.read_bytes())
     logging.getLogger().setLevel(logging.WARNING)

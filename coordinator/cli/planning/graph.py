@@ -24,7 +24,7 @@ from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profile_file import SavedGraphProfile, read_graph_profile, saved_graph_profile
-from coordinator.models.graph_file import open_graph
+from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.predict import predict_plan, predicted_graph_timeline
 from coordinator.plan.graph.request import GraphRequest
@@ -114,7 +114,7 @@ class GraphPlanning:
 
     def __init__(self, goal: GraphGoal) -> None:
         self.goal = goal
-        self.graph = open_graph(Path(goal.model_file), goal.dims)
+        self.graph = read_graph_file(Path(goal.model_file), goal.dims)
 
     def read(self, profile: Path | None = None, devices: Path | None = None) -> GraphCluster | None:
         """The cluster of a saved profile or a cluster file; None: measure live devices. Raises BadSetting."""

@@ -19,12 +19,12 @@ from hearth.errors import BadCheckpoint
 
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Mapped pages that may stay resident: the tensors of a layer, from which many chunks are cut one after the other.
-_RESIDENT_BYTES = 64 << 20
-_BLOCK_BYTES = 4 << 20  # resident at a time while a tensor larger than that is copied
+_MAX_RESIDENT_BYTES = 64 << 20
+_COPY_BLOCK_BYTES = 4 << 20  # resident at a time while a tensor larger than that is copied
 # The format's dtype -> our name, and the numpy type of the raw bytes.
 _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloat16", "<u2")}
 SAFETENSORS_DTYPES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
-_CAN_LET_GO = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
+_HAS_MADVISE = hasattr(mmap, "MADV_DONTNEED")  # not on Windows
 _ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
     "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -32,14 +32,14 @@ _ITEM_BYTES = {
 
 
 class _Tensor(NamedTuple):
-    file: _File
+    file: _MappedFile
     dtype: str  # the format's name
     shape: tuple[int, ...]
     start: int  # in the file
     stop: int
 
 
-class _File:
+class _MappedFile:
     """One mapped safetensors file."""
 
     def __init__(self, path: Path) -> None:
@@ -101,10 +101,10 @@ class _File:
             raise self._bad(f"the tensor {name} has {stop - start} bytes for the shape {shape} of {dtype}")
         return _Tensor(self, dtype, shape, data_start + start, data_start + stop)
 
-    def let_go(self, start: int, stop: int) -> None:
+    def release_pages(self, start: int, stop: int) -> None:
         """Release the pages of these bytes from this process (MADV_DONTNEED); the page cache may keep them."""
         start -= start % mmap.PAGESIZE
-        if _CAN_LET_GO and stop > start:
+        if _HAS_MADVISE and stop > start:
             self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _unreadable(self, error: Exception) -> BadCheckpoint:
@@ -119,12 +119,12 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def __init__(self, model_dir: Path) -> None:
         self.path = model_dir
-        self._files: list[_File] = []
+        self._files: list[_MappedFile] = []
         self._tensors: dict[str, _Tensor] = {}
         self._recent: dict[_Tensor, None] = {}  # resident tensors, least recently used first
         try:
-            for path, promised in _files_of(model_dir).items():
-                self._add(path, promised)
+            for path, listed in _files_of(model_dir).items():
+                self._add(path, listed)
         except BadCheckpoint:
             self.close()
             raise
@@ -167,24 +167,24 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         flat = np.frombuffer(tensor.file.map, dtype, count=math.prod(tensor.shape), offset=tensor.start)
         return flat.reshape(tensor.shape)
 
-    def copied(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def copy_view(self, name: str, view: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """A C-contiguous copy of `view`, which is part of `array(name)`. Thread-safe.
 
         Only a bounded part of the files stays resident, whatever their size. Raises BadCheckpoint.
         """
         tensor = self._tensor(name)
         shift = tensor.start - self.array(name).ctypes.data  # from a memory address to an offset in the file
-        for turned in (view, view.T):
-            if turned.flags.c_contiguous:  # one run of bytes: reading it is cheaper than paging it in for one use
-                copy = np.empty(turned.shape, turned.dtype)
-                tensor.file.read(turned.ctypes.data + shift, copy)
-                return copy if turned is view else np.ascontiguousarray(copy.T)
-        if tensor.stop - tensor.start <= _RESIDENT_BYTES:
-            self._used(tensor)
+        for layout in (view, view.T):
+            if layout.flags.c_contiguous:  # one run of bytes: reading it is cheaper than paging it in for one use
+                copy = np.empty(layout.shape, layout.dtype)
+                tensor.file.read(layout.ctypes.data + shift, copy)
+                return copy if layout is view else np.ascontiguousarray(copy.T)
+        if tensor.stop - tensor.start <= _MAX_RESIDENT_BYTES:
+            self._mark_used(tensor)
             return np.array(view, order="C")
-        return _copied_by_blocks(tensor.file, view, shift)
+        return _copy_by_blocks(tensor.file, view, shift)
 
-    def _used(self, tensor: _Tensor) -> None:
+    def _mark_used(self, tensor: _Tensor) -> None:
         """Keep this tensor resident, since other parts of it are needed soon, and release the least recently used ones.
 
         Thread-safe without a lock: each dictionary operation is atomic, and releasing pages twice does no harm.
@@ -194,17 +194,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         resident = list(self._recent)
         num_bytes = sum(each.stop - each.start for each in resident)
         for oldest in resident:
-            if num_bytes <= _RESIDENT_BYTES:
+            if num_bytes <= _MAX_RESIDENT_BYTES:
                 break
             num_bytes -= oldest.stop - oldest.start
             self._recent.pop(oldest, None)
-            oldest.file.let_go(oldest.start, oldest.stop)
+            oldest.file.release_pages(oldest.start, oldest.stop)
 
-    def _add(self, path: Path, promised: set[str]) -> None:
-        file = _File(path)
+    def _add(self, path: Path, listed: set[str]) -> None:
+        file = _MappedFile(path)
         self._files.append(file)
         found = file.tensors()
-        if missing := promised - found.keys():
+        if missing := listed - found.keys():
             reason = f"it lacks the tensor {min(missing)}, which the index lists for it"
             raise BadCheckpoint(path=str(path), reason=reason)
         self._tensors.update(found)
@@ -216,18 +216,18 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             raise BadCheckpoint(path=str(self.path), reason=f"the tensor {name} is missing") from None
 
 
-def _copied_by_blocks(file: _File, view: np.ndarray[Any, Any], shift: int) -> np.ndarray[Any, Any]:
+def _copy_by_blocks(file: _MappedFile, view: np.ndarray[Any, Any], shift: int) -> np.ndarray[Any, Any]:
     """Like `np.array`, for a view that spans more of the file than may be resident."""
     copy = np.empty(view.shape, view.dtype)
     slowest = int(np.argmax(view.strides))  # copying along this axis reads the file from start to end once
     here, there = np.moveaxis(copy, slowest, 0), np.moveaxis(view, slowest, 0)
-    count = max(_BLOCK_BYTES // there.strides[0], 1)
+    count = max(_COPY_BLOCK_BYTES // there.strides[0], 1)
     for first in range(0, there.shape[0], count):
         block = there[first : first + count]
         here[first : first + count] = block
         start = block.ctypes.data + shift
         extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.strides, strict=True))
-        file.let_go(start, start + extent + block.itemsize)
+        file.release_pages(start, start + extent + block.itemsize)
     return copy
 
 

@@ -66,7 +66,7 @@ def chunks_for_rank(refs: tuple[ChunkRef, ...], plan: TransformerPlan, rank: int
     return tuple(ref for ref in refs if ref.grain in needed[ref.layer][ref.kind])
 
 
-def chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:
+def num_chunk_weights(spec: ModelSpec, kind: ChunkKind, grain: int = 0) -> int:
     """Number of weights in a chunk, computed from the spec alone (for planners)."""
     shapes = tensor_shapes(spec)
     total = 0

@@ -11,18 +11,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.file_kinds import read_content
+from coordinator.models.file_kinds import read_json_file
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.rotary import read_rotary
 from hearth.validation import first_error
 
 # (config, our fields read so far) -> more of our fields. Raises ValueError or UnsupportedArchitecture.
-Rule = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+ConfigRule = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Where a checkpoint stores one of our tensors, whose first axis is always the output.
 
     `part` is (index, of): one of `of` equal parts of a fused tensor along its output axis. `transposed`: stored as
@@ -61,11 +61,11 @@ class Family:
     defaults: Mapping[str, Any]
     prefixes: tuple[str, ...]
     layer_prefix: str
-    layer: Mapping[str, str | Source]
-    embedding: Mapping[str, str | Source]
+    layer: Mapping[str, str | TensorSource]
+    embedding: Mapping[str, str | TensorSource]
     facts: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ConfigRule, ...] = ()
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
@@ -73,10 +73,10 @@ class Family:
 
 def _gpt2_ffn(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
     found = config.get("n_inner")
-    return {"ffn_size": 4 * values["hidden_size"] if found is None else _whole("n_inner", found)}
+    return {"ffn_size": 4 * values["hidden_size"] if found is None else _require_int("n_inner", found)}
 
 
-def _opt_one_width(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _opt_equal_widths(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Refuse models such as OPT-350m, whose word embedding is narrower than the layers, with projections in between."""
     found, hidden = config.get("word_embed_proj_dim"), values["hidden_size"]
     if found not in (None, hidden):
@@ -97,10 +97,10 @@ def _qwen_windows(config: Mapping[str, Any], values: Mapping[str, Any]) -> Mappi
     layers, kinds = values["num_layers"], config.get("layer_types")
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if kinds is None:
-        first = layers if window is None else _whole("max_window_layers", config.get("max_window_layers", 28))
+        first = layers if window is None else _require_int("max_window_layers", config.get("max_window_layers", 28))
         full = min(first, layers)
     elif not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types: {_short(kinds)} is not one name for each of the {layers} layers")
+        raise ValueError(f"layer_types: {_shortened(kinds)} is not one name for each of the {layers} layers")
     else:
         full = len(list(takewhile(lambda kind: kind in ("full_attention", "attention"), kinds)))
         if any(kind != "sliding_attention" for kind in kinds[full:]):
@@ -161,7 +161,7 @@ DISTILBERT = Family(
 # ---- decoders --------------------------------------------------------------------------------------------------------
 
 _DECODER = {"causal": True, "norm_place": "pre", "type_vocab_size": 0}
-_HEAD = Source("lm_head", prefixed=False)
+_HEAD = TensorSource("lm_head", prefixed=False)
 
 GPT2 = Family(
     config={
@@ -179,12 +179,12 @@ GPT2 = Family(
     prefixes=("", "transformer."),
     layer_prefix="h.{}.",
     layer={
-        "q": Source("attn.c_attn", part=(0, 3), transposed=True),
-        "k": Source("attn.c_attn", part=(1, 3), transposed=True),
-        "v": Source("attn.c_attn", part=(2, 3), transposed=True),
-        "o": Source("attn.c_proj", transposed=True),
+        "q": TensorSource("attn.c_attn", part=(0, 3), transposed=True),
+        "k": TensorSource("attn.c_attn", part=(1, 3), transposed=True),
+        "v": TensorSource("attn.c_attn", part=(2, 3), transposed=True),
+        "o": TensorSource("attn.c_proj", transposed=True),
         "norm1": "ln_1",
-        "up": Source("mlp.c_fc", transposed=True), "down": Source("mlp.c_proj", transposed=True), "norm2": "ln_2",
+        "up": TensorSource("mlp.c_fc", transposed=True), "down": TensorSource("mlp.c_proj", transposed=True), "norm2": "ln_2",
     },
     embedding={"word": "wte", "position": "wpe", "final": "ln_f", "head": _HEAD},
 )  # fmt: skip
@@ -198,7 +198,7 @@ OPT = Family(
     defaults={"activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True},
     facts={**_DECODER, "norm_eps": 1e-5, "position_offset": 2},
     required={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False},
-    rules=(_opt_one_width,),
+    rules=(_opt_equal_widths,),
     prefixes=("", "model."),
     layer_prefix="decoder.layers.{}.",
     layer={
@@ -281,7 +281,7 @@ _ACTIVATIONS = {
 def read_spec(model_dir: Path) -> ModelSpec:
     """The spec of a model directory. Raises BadCheckpoint or UnsupportedArchitecture."""
     path = model_dir / "config.json"
-    config = read_json(path)
+    config = read_json_object(path)
     name = str(config.get("model_type", "missing"))
     family = FAMILIES.get(name)
     if family is None:
@@ -290,7 +290,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
         if config.get(setting) not in (None, only):
             raise _unsupported(config, setting, config[setting], only)
     try:
-        values = _values(family, config)
+        values = _spec_fields(family, config)
         with Checkpoint(model_dir) as checkpoint:
             dtype = checkpoint.dtype(TensorNames(family, checkpoint).layer(0, "q.weight").name)
         return ModelSpec(name=model_name(model_dir, config), family=name, dtype=dtype, **values)
@@ -300,7 +300,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
         raise BadCheckpoint(path=str(path), reason=str(error)) from None
 
 
-def _values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+def _spec_fields(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ModelSpec` from a config. Raises ValueError or UnsupportedArchitecture."""
     values = dict(family.facts)
     for ours, theirs in family.config.items():
@@ -309,7 +309,7 @@ def _values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         value = config.get(theirs, family.defaults.get(theirs))
         by_rule = value is None and ours in ("num_kv_heads", "head_dim")
         is_whole = ModelSpec.model_fields[ours].annotation is int and not by_rule
-        values[ours] = _whole(theirs, value) if is_whole else value
+        values[ours] = _require_int(theirs, value) if is_whole else value
     activation = values["activation"]
     if activation not in _ACTIVATIONS:
         raise UnsupportedArchitecture(
@@ -328,20 +328,20 @@ def _values(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _whole(name: str, value: Any) -> int:
+def _require_int(name: str, value: Any) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"{name}: {_short(value)} is not a whole number")
+        raise ValueError(f"{name}: {_shortened(value)} is not a whole number")
     return value
 
 
 def _unsupported(config: Mapping[str, Any], setting: str, found: Any, only: Any) -> UnsupportedArchitecture:
     name = config["model_type"]
     return UnsupportedArchitecture(
-        architecture=f"{name} with {setting}={_short(found)}", supported=f"{name} with {setting}={only}"
+        architecture=f"{name} with {setting}={_shortened(found)}", supported=f"{name} with {setting}={only}"
     )
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -357,27 +357,27 @@ class TensorNames:
             raise BadCheckpoint(path=str(checkpoint.path), reason=f"the tensor {probe} is missing")
         self._prefix = present[0]
 
-    def layer(self, index: int, tensor: str) -> Source:
+    def layer(self, index: int, tensor: str) -> TensorSource:
         """The source of a layer's tensor. `tensor` is our name, such as `q.weight`; the source has the full name."""
         return self._full(self._family.layer, self._family.layer_prefix.format(index), tensor)
 
-    def embedding(self, tensor: str) -> Source:
+    def embedding(self, tensor: str) -> TensorSource:
         return self._full(self._family.embedding, "", tensor)
 
-    def _full(self, table: Mapping[str, str | Source], before: str, tensor: str) -> Source:
+    def _full(self, table: Mapping[str, str | TensorSource], before: str, tensor: str) -> TensorSource:
         part, _, kind = tensor.partition(".")
         source = _source(table[part])
         prefix = self._prefix if source.prefixed else ""
         return replace(source, name=f"{prefix}{before}{source.name}.{kind}")
 
 
-def _source(entry: str | Source) -> Source:
-    return Source(entry) if isinstance(entry, str) else entry
+def _source(entry: str | TensorSource) -> TensorSource:
+    return TensorSource(entry) if isinstance(entry, str) else entry
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises BadCheckpoint."""
-    value = read_content(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"))
+    value = read_json_file(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"))
     if not isinstance(value, dict):
         raise BadCheckpoint(path=str(path), reason="it does not hold a JSON object")
     return value

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from coordinator.models.checkpoint.checkpoint import SAFETENSORS_DTYPES, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import all_chunks, tensor_shapes
-from coordinator.models.checkpoint.families import FAMILIES, Source, TensorNames
+from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource
 from hearth.errors import BadCheckpoint
 from hearth.files import write_atomically
 from hearth.plan.chunks import LAYER_CHUNK_KINDS, ChunkKind, chunk_slices
@@ -29,12 +29,12 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for part in chunk_slices(spec, kind, grain):
         source = names.layer(layer, part.tensor) if kind in LAYER_CHUNK_KINDS else names.embedding(part.tensor)
-        array = _checked(checkpoint, spec, source, part.tensor)
+        array = _checked_view(checkpoint, spec, source, part.tensor)
         if part.rows is not None:
             array = array[slice(*part.rows)]
         if part.columns is not None:
             array = array[:, slice(*part.columns)]
-        tensors[part.tensor] = checkpoint.copied(source.name, array)
+        tensors[part.tensor] = checkpoint.copy_view(source.name, array)
     return _safetensors_blob(tensors, SAFETENSORS_DTYPES[spec.dtype])
 
 
@@ -50,7 +50,7 @@ def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> b
     return b"".join([len(text).to_bytes(8, "little"), text, *(array.data for array in tensors.values())])
 
 
-def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: str) -> np.ndarray[Any, Any]:
+def _checked_view(checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: str) -> np.ndarray[Any, Any]:
     """Our tensor as a view of the mapped file. Raises BadCheckpoint for an unexpected shape or dtype."""
     name = source.name
     expected, found = source.stored_shape(tensor_shapes(spec)[tensor]), checkpoint.shape(name)
@@ -67,7 +67,7 @@ def _checked(checkpoint: Checkpoint, spec: ModelSpec, source: Source, tensor: st
     return view
 
 
-def manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
+def build_manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
     """Hash every chunk, in one pass over the checkpoint."""
     refs = []
     for kind, layer, grain in all_chunks(spec):
@@ -78,7 +78,7 @@ def manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:
 
 
 def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) -> tuple[ChunkRef, ...]:
-    """Like `manifest`, but cached in `cache_dir` until a file of the checkpoint changes."""
+    """Like `build_manifest`, but cached in `cache_dir` until a file of the checkpoint changes."""
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in checkpoint.files]
     shape = spec.model_dump(exclude={"name"})
     key = hashlib.sha256(json.dumps([_FORMAT_VERSION, stamps, shape], sort_keys=True).encode()).hexdigest()[:24]
@@ -86,6 +86,6 @@ def cached_manifest(checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path) ->
     try:
         return _MANIFEST.validate_json(path.read_bytes())
     except (OSError, ValidationError):
-        refs = manifest(checkpoint, spec)
+        refs = build_manifest(checkpoint, spec)
     write_atomically(path, _MANIFEST.dump_json(refs))
     return refs

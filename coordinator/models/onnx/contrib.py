@@ -21,13 +21,13 @@ class TensorType(NamedTuple):
     shape: tuple[int, ...]
 
 
-Types = Sequence[TensorType | None]
+InputTypes = Sequence[TensorType | None]
 # Operators fused with an activation -> their standard form, which has no input for a sum.
-_FUSED = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
+_STANDARD_FORM = {"FusedConv": "Conv", "FusedGemm": "Gemm"}
 _Rule = Callable[[dict[str, Any], Sequence[TensorType]], list[TensorType]]
 
 
-def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
+def output_types(node: NodeProto, inputs: InputTypes) -> list[TensorType] | None:
     """The types of the outputs, in the node's order; None if there is no rule, or the rule does not fit the inputs."""
     missing = TensorType(TensorProto.UNDEFINED, ())
     try:
@@ -41,11 +41,15 @@ def output_types(node: NodeProto, inputs: Types) -> list[TensorType] | None:
 
 def without_activation(node: NodeProto) -> NodeProto | None:
     """For an operator fused with an activation, the standard operator whose outputs have the same shapes; else None."""
-    if node.op_type not in _FUSED:
+    if node.op_type not in _STANDARD_FORM:
         return None
     attributes = [each for each in node.attribute if not each.name.startswith("activation")]
     return NodeProto(
-        op_type=_FUSED[node.op_type], name=node.name, input=node.input[:3], output=node.output, attribute=attributes
+        op_type=_STANDARD_FORM[node.op_type],
+        name=node.name,
+        input=node.input[:3],
+        output=node.output,
+        attribute=attributes,
     )
 
 

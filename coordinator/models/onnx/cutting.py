@@ -41,10 +41,10 @@ def cut(spec: GraphSpec, assignment: Sequence[int], *, eager: bool = False) -> t
     if bad := [operator for operator, rank in enumerate(assignment) if rank < 0]:
         raise BadPlan(reason=f"operator {_name(spec, bad[0])} is on no device")
     groups = _eager_groups(spec, assignment) if eager else _fewest_groups(spec, assignment)
-    return group(spec, groups, [assignment[operators[0]] for operators in groups])
+    return group_segments(spec, groups, [assignment[operators[0]] for operators in groups])
 
 
-def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[Segment, ...]:
+def group_segments(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> tuple[Segment, ...]:
     """The segments of a given grouping, in the given order as far as dependencies allow; `ranks` has one for each group.
 
     Raises BadPlan for an operator that is in no group or in two, and for segments that depend on each other in a cycle.
@@ -57,7 +57,7 @@ def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]
                 needs[where[consumer]].setdefault(where[tensor.source], tensor.name)
     order = topological_order(needs)
     if len(order) < len(groups):
-        raise BadPlan(reason=_cycle(needs, set(range(len(groups))).difference(order), ranks))
+        raise BadPlan(reason=_describe_cycle(needs, set(range(len(groups))).difference(order), ranks))
     inputs, outputs = _boundaries(spec, where, len(groups))
     return tuple(
         Segment(
@@ -72,7 +72,7 @@ def group(spec: GraphSpec, groups: Sequence[Sequence[int]], ranks: Sequence[int]
 
 def check_segments(spec: GraphSpec, segments: Sequence[Segment]) -> None:
     """Check that the segments of a plan from a file are a cut of this graph. Raises BadPlan with the first fault."""
-    rightly = group(spec, [segment.operators for segment in segments], [segment.rank for segment in segments])
+    rightly = group_segments(spec, [segment.operators for segment in segments], [segment.rank for segment in segments])
     by_operators = {segment.operators: segment for segment in rightly}
     for index, segment in enumerate(segments):
         expected = by_operators[tuple(sorted(segment.operators))]
@@ -162,7 +162,7 @@ def _group_of(spec: GraphSpec, groups: Sequence[Sequence[int]]) -> list[int]:
     return where
 
 
-def _cycle(needs: Sequence[dict[int, str]], left: set[int], ranks: Sequence[int]) -> str:
+def _describe_cycle(needs: Sequence[dict[int, str]], left: set[int], ranks: Sequence[int]) -> str:
     """Describe a cycle: follow dependencies among the groups that cannot be ordered, until a group is repeated."""
     path: list[int] = []
     index = min(left)

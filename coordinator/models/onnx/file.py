@@ -65,18 +65,18 @@ class OnnxFile:
         self._maps: dict[Path, mmap.mmap] = {}
         data = memoryview(self._map(path))
         try:
-            slim = _slim("model", data, 0, len(data))
+            slim = _without_large_tensors("model", data, 0, len(data))
             self.proto = ModelProto.FromString(slim)
-        except (DecodeError, RecursionError, _Corrupt):
-            raise self.bad("it is not an ONNX model, or was cut short") from None
+        except (DecodeError, RecursionError, _CorruptMessage):
+            raise self.error("it is not an ONNX model, or was cut short") from None
         if not self.proto.HasField("graph") or not self.proto.opset_import:
-            raise self.bad("it is not an ONNX model: it has no graph or names no operator set")
-        if not _all_texts_readable(self.proto):
-            raise self.bad("it has names that are not valid UTF-8")
+            raise self.error("it is not an ONNX model: it has no graph or names no operator set")
+        if not _has_valid_strings(self.proto):
+            raise self.error("it has names that are not valid UTF-8")
         for tensor in tensors_of(self.proto):
             self._check(tensor)
 
-    def bad(self, reason: str) -> BadModelFile:
+    def error(self, reason: str) -> BadModelFile:
         return BadModelFile(path=str(self.path), reason=reason)
 
     def read(self, tensor: TensorProto) -> memoryview:
@@ -84,7 +84,7 @@ class OnnxFile:
         reference = _reference(tensor)
         if reference is None:
             return memoryview(raw_bytes(tensor))
-        path, offset, length, is_message = self._place(reference, tensor)
+        path, offset, length, is_message = self._locate(reference, tensor)
         view = memoryview(self._map(path))[offset : offset + length]
         return memoryview(raw_bytes(TensorProto.FromString(view.tobytes()))) if is_message else view
 
@@ -97,7 +97,7 @@ class OnnxFile:
     def digest(self) -> str:
         """SHA-256 of the file and of the files of its external data, in the order of their names."""
         paths = {
-            self._place(reference, tensor)[0] for tensor in tensors_of(self.proto) if (reference := _reference(tensor))
+            self._locate(reference, tensor)[0] for tensor in tensors_of(self.proto) if (reference := _reference(tensor))
         }
         found = hashlib.sha256()
         for path in (self.path, *sorted(paths - {self.path})):
@@ -114,35 +114,35 @@ class OnnxFile:
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except FileNotFoundError:
                 missing = "there is no such file" if path == self.path else f"its weights in {path.name} are missing"
-                raise self.bad(missing) from None
+                raise self.error(missing) from None
             except (OSError, ValueError) as error:
                 where = "it" if path == self.path else path.name
-                raise self.bad(f"{where} cannot be read ({error})") from None
+                raise self.error(f"{where} cannot be read ({error})") from None
         return self._maps[path]
 
     def _check(self, tensor: TensorProto) -> None:
         """Check that the tensor's data exists and has the size that its shape implies. Inline a small one."""
         reference = _reference(tensor)
         if tensor.data_type not in helper.get_all_tensor_dtypes() or any(size < 0 for size in tensor.dims):
-            raise self.bad(f"the weight {tensor.name} has no valid type and shape")
+            raise self.error(f"the weight {tensor.name} has no valid type and shape")
         if tensor.data_type == TensorProto.STRING:
             if reference is not None:
-                raise self.bad(f"the weight {tensor.name} stores strings as external data, which ONNX does not allow")
+                raise self.error(f"the weight {tensor.name} stores strings as external data, which ONNX does not allow")
             return
         expected = num_bytes_of(tensor.data_type, tuple(tensor.dims))
         if reference is None:
             try:
                 length, is_message = len(raw_bytes(tensor)), False
             except ValueError:
-                raise self.bad(f"the data of the weight {tensor.name} does not match its type and shape") from None
+                raise self.error(f"the data of the weight {tensor.name} does not match its type and shape") from None
         else:
-            _, _, length, is_message = self._place(reference, tensor)
+            _, _, length, is_message = self._locate(reference, tensor)
         if not is_message and length != expected:
-            raise self.bad(f"the weight {tensor.name} has {length} bytes, its type and shape need {expected}")
+            raise self.error(f"the weight {tensor.name} has {length} bytes, its type and shape need {expected}")
         if reference is not None and expected <= INLINE_BYTES:
             tensor.CopyFrom(self.inlined(tensor))
 
-    def _place(self, reference: dict[str, str], tensor: TensorProto) -> tuple[Path, int, int, bool]:
+    def _locate(self, reference: dict[str, str], tensor: TensorProto) -> tuple[Path, int, int, bool]:
         """File, offset and length in bytes, and whether these bytes are a whole tensor message."""
         path, is_message = self.path, _MESSAGE in reference
         try:
@@ -151,14 +151,14 @@ class OnnxFile:
             else:
                 location = PurePosixPath(reference["location"])
                 if location.is_absolute() or ".." in location.parts or not location.name:
-                    raise self.bad(f"the weight {tensor.name} lies outside of the model's folder, at {location}")
+                    raise self.error(f"the weight {tensor.name} lies outside of the model's folder, at {location}")
                 path = self.path.parent / location
                 offset = int(reference.get("offset", 0))
                 length = int(reference.get("length", num_bytes_of(tensor.data_type, tuple(tensor.dims))))
         except (KeyError, ValueError):
-            raise self.bad(f"its reference to the data of the weight {tensor.name} is invalid") from None
+            raise self.error(f"its reference to the data of the weight {tensor.name} is invalid") from None
         if min(offset, length) < 0 or offset + length > len(self._map(path)):
-            raise self.bad(f"the weight {tensor.name} is incomplete: {path.name} was cut short")
+            raise self.error(f"the weight {tensor.name} is incomplete: {path.name} was cut short")
         return path, offset, length, is_message
 
 
@@ -184,13 +184,13 @@ def tensors_of(proto: ModelProto) -> Iterator[TensorProto]:
             todo += body.node
 
 
-def _all_texts_readable(message: Message) -> bool:
+def _has_valid_strings(message: Message) -> bool:
     """Whether all strings are valid UTF-8: protobuf returns bytes for a string that it cannot decode."""
     for field, content in message.ListFields():
         contents = [content] if isinstance(content, str | bytes | Message) else content
         if field.type == field.TYPE_STRING and not all(isinstance(each, str) for each in contents):
             return False
-        if field.type == field.TYPE_MESSAGE and not all(map(_all_texts_readable, contents)):
+        if field.type == field.TYPE_MESSAGE and not all(map(_has_valid_strings, contents)):
             return False
     return True
 
@@ -204,28 +204,28 @@ def _reference(tensor: TensorProto) -> dict[str, str] | None:
 # ---- protobuf's wire format ---------------------------------------------------------------------------------------
 
 
-class _Corrupt(Exception):
+class _CorruptMessage(Exception):
     """The protobuf message is damaged. Never leaves this module."""
 
 
-def _slim(kind: str, data: memoryview, start: int, stop: int) -> bytes:
+def _without_large_tensors(kind: str, data: memoryview, start: int, stop: int) -> bytes:
     """The encoded message with references in place of its large tensors."""
     if stop - start <= INLINE_BYTES:
         return bytes(data[start:stop])
     if kind == "tensor":
-        return _slim_tensor(data, start, stop)
+        return _tensor_reference(data, start, stop)
     follow, parts, verbatim = _FIELDS[kind], bytearray(), start
     for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
         if number not in follow or wire_type != _BYTES or value_stop - value_start <= INLINE_BYTES:
             continue
         parts += data[verbatim:field_start]
-        inner = _slim(follow[number], data, value_start, value_stop)
+        inner = _without_large_tensors(follow[number], data, value_start, value_stop)
         parts += _varint(number << 3 | _BYTES) + _varint(len(inner)) + inner
         verbatim = value_stop
     return bytes(parts + data[verbatim:stop])
 
 
-def _slim_tensor(data: memoryview, start: int, stop: int) -> bytes:
+def _tensor_reference(data: memoryview, start: int, stop: int) -> bytes:
     kept, key, place = bytearray(), _MESSAGE, (start, stop - start)
     for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
         if number == _TENSOR_STRINGS:  # strings have no fixed size, and are never weights
@@ -254,9 +254,9 @@ def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int,
         elif wire_type in (_FIXED32, _FIXED64):
             position += 4 if wire_type == _FIXED32 else 8
         else:
-            raise _Corrupt
+            raise _CorruptMessage
         if position > stop:
-            raise _Corrupt
+            raise _CorruptMessage
         yield tag >> 3, wire_type, field_start, value_start, position
 
 
@@ -269,7 +269,7 @@ def _read_varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise _Corrupt
+    raise _CorruptMessage
 
 
 def _varint(value: int) -> bytes:

@@ -20,7 +20,7 @@ from coordinator.models.onnx.nodes import attributes_of
 Shape = tuple[int, ...]
 
 
-class Call(NamedTuple):
+class OperatorCall(NamedTuple):
     """One use of an operator. Optional inputs and outputs that are absent have the shape None."""
 
     attributes: Mapping[str, Any]
@@ -37,23 +37,23 @@ class Call(NamedTuple):
 
 def flops_of(node: NodeProto, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> float:
     """FLOPs of an operator without a body; `inputs` and `outputs` are shapes in the node's order."""
-    call = Call(attributes_of(node), inputs, outputs)
-    return float(_RULES.get(node.op_type, _written)(call))
+    call = OperatorCall(attributes_of(node), inputs, outputs)
+    return float(_RULES.get(node.op_type, _output_elements)(call))
 
 
-def _written(call: Call) -> int:
+def _output_elements(call: OperatorCall) -> int:
     return sum(math.prod(shape) for shape in call.outputs if shape is not None)
 
 
-def _read(call: Call) -> int:
+def _input_elements(call: OperatorCall) -> int:
     return math.prod(call.input(0))
 
 
-def _nothing(_: Call) -> int:
+def _no_flops(_: OperatorCall) -> int:
     return 0
 
 
-def _pooling(call: Call) -> int:
+def _pooling(call: OperatorCall) -> int:
     """A window may be larger than its input; then only the input's elements count."""
     window = [
         min(size, length) for size, length in zip(call.attributes["kernel_shape"], call.input(0)[2:], strict=False)
@@ -61,28 +61,28 @@ def _pooling(call: Call) -> int:
     return math.prod(call.output) * int(math.prod(window))
 
 
-def _convolution(weight: int) -> Callable[[Call], int]:
+def _convolution(weight: int) -> Callable[[OperatorCall], int]:
     """W is [out, in / groups, kernel...]: each output element sums over all but the first axis."""
     return lambda call: 2 * math.prod(call.output) * math.prod(call.input(weight)[1:])
 
 
-def _transposed_convolution(call: Call) -> int:
+def _transposed_convolution(call: OperatorCall) -> int:
     """W is [in, out / groups, kernel...]: each input element is multiplied with all but the first axis."""
     return 2 * math.prod(call.input(0)) * math.prod(call.input(1)[1:])
 
 
-def _matmul(call: Call) -> int:
+def _matmul(call: OperatorCall) -> int:
     """The inner axis is the last of A; FusedMatMul may transpose it."""
     left = call.input(0)
     inner = left[-2] if call.attributes.get("transA") and len(left) > 1 else left[-1]
     return 2 * math.prod(call.output) * inner
 
 
-def _gemm(call: Call) -> int:
+def _gemm(call: OperatorCall) -> int:
     return 2 * math.prod(call.output) * call.input(0)[0 if call.attributes.get("transA") else 1]
 
 
-def _einsum(call: Call) -> int:
+def _einsum(call: OperatorCall) -> int:
     """A multiply-add for each combination of indices, regardless of the order of computation."""
     equation = call.attributes["equation"].decode().replace(" ", "")
     sizes: dict[str, int] = {}
@@ -98,13 +98,13 @@ def _einsum(call: Call) -> int:
     return int(2 * math.prod(sizes.values()))
 
 
-def _recurrent(call: Call) -> int:
+def _recurrent(call: OperatorCall) -> int:
     """X is [time, batch, in], W [directions, gates x hidden, in], R [directions, gates x hidden, hidden]."""
     steps, batch = call.input(0)[:2]
     return 2 * steps * batch * (math.prod(call.input(1)) + math.prod(call.input(2)))
 
 
-def _attention(call: Call) -> int:
+def _attention(call: OperatorCall) -> int:
     """Scores and their product with V, which is assumed to be as wide as Q. Keys are [batch, heads, length, size] or
     [batch, length, heads x size]; if there are past keys, the second output holds all of them.
     """
@@ -113,18 +113,18 @@ def _attention(call: Call) -> int:
     return 4 * keys[-2 if len(keys) < 5 else 1] * math.prod(call.output)
 
 
-def _packed_attention(call: Call) -> int:
+def _packed_attention(call: OperatorCall) -> int:
     """com.microsoft.Attention: the input [batch, length, hidden] and one weight [hidden, Q + K + V]."""
     batch, length, hidden = call.input(0)
     return 2 * batch * length * hidden * call.input(1)[-1] + 4 * length * math.prod(call.output)
 
 
-def _either_attention(call: Call) -> int:
+def _either_attention(call: OperatorCall) -> int:
     """The standard operator takes Q, K and V; onnxruntime's operator of the same name takes them packed."""
     return _packed_attention(call) if len(call.input(1)) == 2 else _attention(call)
 
 
-_RULES: dict[str, Callable[[Call], int]] = {
+_RULES: dict[str, Callable[[OperatorCall], int]] = {
     **dict.fromkeys(("Conv", "ConvInteger", "FusedConv"), _convolution(1)),
     "QLinearConv": _convolution(3),
     "DeformConv": _convolution(1),
@@ -147,7 +147,7 @@ _RULES: dict[str, Callable[[Call], int]] = {
          "LayerNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
          "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
          "SkipSimplifiedLayerNormalization", "LRN"),
-        _read,
+        _input_elements,
     ),
-    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), _nothing),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), _no_flops),
 }  # fmt: skip

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from coordinator.models.file_kinds import read_content
+from coordinator.models.file_kinds import read_json_file
 from hearth.errors import BadModelFile
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 from hearth.validation import first_error
 
-_MAX_NODES = 100_000  # larger graphs are refused
+_MAX_OPERATORS = 100_000  # larger graphs are refused
 
 
 class _Node(BaseModel):
@@ -31,18 +31,18 @@ class _Node(BaseModel):
 
 class _Graph(BaseModel):
     name: str
-    nodes: tuple[_Node, ...] = Field(min_length=1, max_length=_MAX_NODES)
+    nodes: tuple[_Node, ...] = Field(min_length=1, max_length=_MAX_OPERATORS)
     edges: tuple[tuple[int, int], ...]
 
 
-def read_json(path: Path) -> GraphSpec:
+def read_graph_json(path: Path) -> GraphSpec:
     """Read the graph. Raises BadModelFile, which names the faulty field, node or edge."""
 
     def bad(reason: str) -> BadModelFile:
         return BadModelFile(path=str(path), reason=reason)
 
     try:
-        graph = _Graph.model_validate(read_content(path, lambda reason: bad(f"it {reason}")))
+        graph = _Graph.model_validate(read_json_file(path, lambda reason: bad(f"it {reason}")))
     except ValidationError as error:
         raise bad(first_error(error)) from None
     for index, node in enumerate(graph.nodes):

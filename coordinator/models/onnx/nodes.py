@@ -24,20 +24,20 @@ def bodies(node: NodeProto) -> list[GraphProto]:
     return found
 
 
-def uses(node: NodeProto) -> list[str]:
+def used_tensors(node: NodeProto) -> list[str]:
     """The tensors that a node uses, each once, including those that its bodies capture from outside."""
     found = dict.fromkeys(name for name in node.input if name)
     for body in bodies(node):
-        found.update(dict.fromkeys(captured(body)))
+        found.update(dict.fromkeys(captured_tensors(body)))
     return list(found)
 
 
-def captured(body: GraphProto) -> list[str]:
+def captured_tensors(body: GraphProto) -> list[str]:
     """The tensors that a body captures from outside."""
     own = {each.name for each in body.input} | {each.name for each in body.initializer}
     for node in body.node:
         own.update(node.output)
-    wanted = [name for node in body.node for name in uses(node)]
+    wanted = [name for node in body.node for name in used_tensors(node)]
     wanted += [each.name for each in body.output]
     return [name for name in dict.fromkeys(wanted) if name not in own]
 
@@ -48,11 +48,11 @@ def rename_uses(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> None:
         for index, name in enumerate(node.input):
             node.input[index] = names.get(name, name)
         for body in bodies(node):
-            taken = {name: names[name] for name in captured(body) if name in names}
-            if taken:
-                rename_uses(body.node, taken)
+            captured_names = {name: names[name] for name in captured_tensors(body) if name in names}
+            if captured_names:
+                rename_uses(body.node, captured_names)
                 for output in body.output:
-                    output.name = taken.get(output.name, output.name)
+                    output.name = captured_names.get(output.name, output.name)
 
 
 def all_names(graph: GraphProto) -> set[str]:
@@ -65,13 +65,13 @@ def all_names(graph: GraphProto) -> set[str]:
     return found
 
 
-def unused(name: str, taken: set[str]) -> str:
-    """`name`, with a number appended if it is taken. The result is added to `taken`."""
+def unique_name(name: str, used_names: set[str]) -> str:
+    """`name`, with a number appended if it is taken. The result is added to `used_names`."""
     candidate, number = name, 0
-    while candidate in taken:
+    while candidate in used_names:
         number += 1
         candidate = f"{name}__{number}"
-    taken.add(candidate)
+    used_names.add(candidate)
     return candidate
 
 
@@ -91,7 +91,7 @@ def constant_value(node: NodeProto) -> TensorProto | None:
     return helper.make_tensor(node.output[0], kinds[attribute.name], shape, value if shape else [value])
 
 
-def hoist_weights(graph: GraphProto, num_inline_bytes: int, taken: set[str]) -> None:
+def hoist_weights(graph: GraphProto, num_inline_bytes: int, used_names: set[str]) -> None:
     """Move the large initialisers and constants of bodies into the graph itself, where weights are expected.
 
     A body may use any tensor of the enclosing graph. Bodies may use the same name for different tensors, so each moved
@@ -99,13 +99,13 @@ def hoist_weights(graph: GraphProto, num_inline_bytes: int, taken: set[str]) -> 
     """
     for node in graph.node:
         for body in bodies(node):
-            graph.initializer.extend(_taken_out(body, num_inline_bytes, taken))
+            graph.initializer.extend(_extract_large(body, num_inline_bytes, used_names))
 
 
-def _taken_out(body: GraphProto, num_inline_bytes: int, taken: set[str]) -> Iterator[TensorProto]:
+def _extract_large(body: GraphProto, num_inline_bytes: int, used_names: set[str]) -> Iterator[TensorProto]:
     for node in body.node:
         for inner in bodies(node):
-            yield from _taken_out(inner, num_inline_bytes, taken)
+            yield from _extract_large(inner, num_inline_bytes, used_names)
     large = {each.name: each for each in body.initializer if _is_large(each, num_inline_bytes)}
     for node in body.node:
         if node.op_type == "Constant" and (tensor := constant_value(node)) and _is_large(tensor, num_inline_bytes):
@@ -114,7 +114,7 @@ def _taken_out(body: GraphProto, num_inline_bytes: int, taken: set[str]) -> Iter
         return
     kept_tensors = [each for each in body.initializer if each.name not in large]
     kept_nodes = [node for node in body.node if not (len(node.output) == 1 and node.output[0] in large)]
-    names = {name: unused(name, taken) for name in large}
+    names = {name: unique_name(name, used_names) for name in large}
     del body.initializer[:]
     body.initializer.extend(kept_tensors)
     del body.node[:]
@@ -140,8 +140,8 @@ def _is_large(tensor: TensorProto, num_inline_bytes: int) -> bool:
     return tensor.data_type != TensorProto.STRING and numpy_helper.to_array(tensor).nbytes > num_inline_bytes
 
 
-def in_order(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+def sort_topologically(nodes: Sequence[NodeProto]) -> list[NodeProto]:
     """The nodes in topological order, which is the file's order if that is one. Nodes on a cycle are left out."""
     source = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    needs = [[source[name] for name in uses(node) if name in source] for node in nodes]
+    needs = [[source[name] for name in used_tensors(node) if name in source] for node in nodes]
     return [nodes[index] for index in topological_order(needs)]

@@ -17,13 +17,13 @@ from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper,
 
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, dtype_name, num_bytes_of
-from coordinator.models.onnx.nodes import all_names, bodies, hoist_weights, rename_uses, unused, uses
-from coordinator.models.onnx.shapes import CONTRIB_DOMAIN, Resolved, resolve, tensor_type
+from coordinator.models.onnx.nodes import all_names, bodies, hoist_weights, rename_uses, unique_name, used_tensors
+from coordinator.models.onnx.shapes import CONTRIB_DOMAIN, ResolvedGraph, resolve_types, tensor_type
 from hearth.errors import BadSetting, DynamicShape
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
-_MAX_NODES = 100_000  # a graph with more operators is refused before any work is done on it
+_MAX_OPERATORS = 100_000  # a graph with more operators is refused before any work is done on it
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class OnnxModel:
     dims: Mapping[str, int]
     ir_version: int
     opsets: tuple[OperatorSetIdProto, ...]
-    graph: Resolved
+    graph: ResolvedGraph
 
     @cached_property
     def fingerprint(self) -> str:
@@ -56,27 +56,27 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
     file, dims = OnnxFile(Path(path)), dict(dims or {})
     model = _inlined(file)
     graph = model.graph
-    if len(graph.node) > _MAX_NODES:
-        raise file.bad(f"it has {len(graph.node)} operators; up to {_MAX_NODES} can be placed")
+    if len(graph.node) > _MAX_OPERATORS:
+        raise file.error(f"it has {len(graph.node)} operators; up to {_MAX_OPERATORS} can be placed")
     if graph.sparse_initializer:
-        raise file.bad("it has sparse weights, which are not supported")
-    _use_standard_name(graph.node)
+        raise file.error("it has sparse weights, which are not supported")
+    _normalise_domains(graph.node)
     weights = {tensor.name for tensor in graph.initializer}
     if len(weights) < len(graph.initializer):
-        raise file.bad("two of its weights have the same name")
+        raise file.error("two of its weights have the same name")
     inputs = _input_types(file, model, weights, dims)
     declared = {
         info.name: found
         for info in (*graph.value_info, *graph.output)
         if (found := tensor_type(info.type, dims)) is not None
     }
-    taken = all_names(graph)
-    hoist_weights(graph, INLINE_BYTES, taken)
-    resolved = resolve(file, model, inputs, declared, taken)
+    used_names = all_names(graph)
+    hoist_weights(graph, INLINE_BYTES, used_names)
+    resolved = resolve_types(file, model, inputs, declared, used_names)
     outputs = [info.name for info in graph.output]
     _check_outputs(file, outputs, resolved)
-    _make_constant_outputs(resolved, outputs, inputs, taken)
-    _drop_unneeded(resolved, outputs)
+    _make_constant_outputs(resolved, outputs, inputs, used_names)
+    _drop_dead_operators(resolved, outputs)
     versions = {CONTRIB_DOMAIN: 1} | {entry.domain: entry.version for entry in model.opset_import}
     return OnnxModel(
         spec=_spec(Path(path).stem, resolved, inputs, outputs),
@@ -98,19 +98,19 @@ def _inlined(file: OnnxFile) -> ModelProto:
             model = inliner.inline_local_functions(model)
         except Exception as error:  # the library's own errors are of many types
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise file.bad(f"its functions cannot be inlined ({reason})") from None
+            raise file.error(f"its functions cannot be inlined ({reason})") from None
     for entry in model.opset_import:
         if entry.domain in _STANDARD_DOMAINS:
             entry.domain = ""
     return model
 
 
-def _use_standard_name(nodes: Iterable[NodeProto]) -> None:
+def _normalise_domains(nodes: Iterable[NodeProto]) -> None:
     for node in nodes:
         if node.domain in _STANDARD_DOMAINS:
             node.domain = ""
         for body in bodies(node):
-            _use_standard_name(body.node)
+            _normalise_domains(body.node)
 
 
 def _input_types(
@@ -118,16 +118,16 @@ def _input_types(
 ) -> dict[str, TensorType]:
     """The types of the graph's inputs, with open dimensions fixed. An input with a default value is a weight."""
     found: dict[str, TensorType] = {}
-    can_be_given: dict[str, None] = {}
+    open_dims: dict[str, None] = {}
     missing: dict[str, tuple[str, int]] = {}
     for info in model.graph.input:
         if info.name in weights:
             continue
         kind = info.type.tensor_type
         if not info.type.HasField("tensor_type") or kind.elem_type in (TensorProto.UNDEFINED, TensorProto.STRING):
-            raise file.bad(f"its input {info.name} is not a tensor of numbers")
+            raise file.error(f"its input {info.name} is not a tensor of numbers")
         if not kind.HasField("shape"):
-            raise file.bad(f"it does not say how many axes its input {info.name} has")
+            raise file.error(f"it does not say how many axes its input {info.name} has")
         shape = []
         for axis, dim in enumerate(kind.shape.dim):
             if dim.HasField("dim_value") and dim.dim_value >= 0:
@@ -135,7 +135,7 @@ def _input_types(
                 continue
             one = f"{info.name}.{axis}"
             name = dim.dim_param or one
-            can_be_given.update({name: None, one: None})
+            open_dims.update({name: None, one: None})
             if one not in dims and name not in dims:
                 missing.setdefault(name, (info.name, axis))
             shape.append(dims.get(one, dims.get(name, 0)))
@@ -143,8 +143,8 @@ def _input_types(
     for name, size in dims.items():
         if size < 1:
             raise BadSetting(setting=f"--dim {name}={size}", reason="a dimension is at least 1")
-        if name not in can_be_given:
-            those = f"only {', '.join(can_be_given)}" if can_be_given else "none"
+        if name not in open_dims:
+            those = f"only {', '.join(open_dims)}" if open_dims else "none"
             raise BadSetting(setting=f"--dim {name}={size}", reason=f"dimensions that the model leaves open: {those}")
     if missing:
         tensor, axis = next(iter(missing.values()))
@@ -152,21 +152,21 @@ def _input_types(
     return found
 
 
-def _check_outputs(file: OnnxFile, outputs: list[str], resolved: Resolved) -> None:
+def _check_outputs(file: OnnxFile, outputs: list[str], resolved: ResolvedGraph) -> None:
     if not outputs or len(set(outputs)) < len(outputs):
-        raise file.bad("it has no outputs" if not outputs else "two of its outputs have the same name")
+        raise file.error("it has no outputs" if not outputs else "two of its outputs have the same name")
     if missing := [name for name in outputs if name not in resolved.types]:
-        raise file.bad(f"no node produces its output {missing[0]}")
+        raise file.error(f"no node produces its output {missing[0]}")
 
 
 def _make_constant_outputs(
-    resolved: Resolved, outputs: list[str], inputs: Mapping[str, TensorType], taken: set[str]
+    resolved: ResolvedGraph, outputs: list[str], inputs: Mapping[str, TensorType], used_names: set[str]
 ) -> None:
     """Add an Identity operator for each output that is a constant, so that some device produces it."""
     for name in outputs:
         if name not in resolved.constants and name not in resolved.derived:
             continue
-        inner = unused(f"{name}__constant", taken)
+        inner = unique_name(f"{name}__constant", used_names)
         derived = {id(node): node for node in resolved.derived.values()}  # each node once, even with several outputs
         rename_uses([*resolved.nodes, *derived.values()], {name: inner})
         resolved.types[inner] = resolved.types[name]
@@ -178,32 +178,34 @@ def _make_constant_outputs(
             node = resolved.derived.pop(name)
             node.output[list(node.output).index(name)] = inner
             resolved.derived[inner] = node
-        resolved.nodes.append(helper.make_node("Identity", [inner], [name], name=unused(f"{name}__output", taken)))
+        resolved.nodes.append(
+            helper.make_node("Identity", [inner], [name], name=unique_name(f"{name}__output", used_names))
+        )
         resolved.flops.append(0.0)
 
 
-def _drop_unneeded(resolved: Resolved, outputs: list[str]) -> None:
+def _drop_dead_operators(resolved: ResolvedGraph, outputs: list[str]) -> None:
     """Remove operators that no output depends on."""
     needed, kept = set(outputs), []
     for node, flops in zip(reversed(resolved.nodes), reversed(resolved.flops), strict=True):
         if needed.intersection(node.output):
-            needed.update(uses(node))
+            needed.update(used_tensors(node))
             kept.append((node, flops))
     resolved.nodes = [node for node, _ in reversed(kept)]
     resolved.flops = [flops for _, flops in reversed(kept)]
 
 
-def _spec(name: str, resolved: Resolved, inputs: Mapping[str, TensorType], outputs: list[str]) -> GraphSpec:
+def _spec(name: str, resolved: ResolvedGraph, inputs: Mapping[str, TensorType], outputs: list[str]) -> GraphSpec:
     consumers: dict[str, list[int]] = {}
     parameters: dict[str, int] = {}
     operators = []
     names: set[str] = set()
     for index, (node, flops) in enumerate(zip(resolved.nodes, resolved.flops, strict=True)):
-        for taken in uses(node):
+        for taken in used_tensors(node):
             consumers.setdefault(taken, []).append(index)
-        constants, _ = resolved.needs(uses(node))
+        constants, _ = resolved.constant_inputs(used_tensors(node))
         used = sorted(parameters.setdefault(constant, len(parameters)) for constant in constants)
-        title = unused(node.name or f"{node.op_type}_{index}", names)
+        title = unique_name(node.name or f"{node.op_type}_{index}", names)
         operators.append(Operator(title, node.op_type, flops, tuple(used)))
     sources: list[tuple[str, int | None]] = [(name, None) for name in inputs]
     sources += [(name, index) for index, node in enumerate(resolved.nodes) for name in node.output]

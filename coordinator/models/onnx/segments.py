@@ -11,7 +11,7 @@ from typing import NamedTuple
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from coordinator.models.onnx.file import is_packed
-from coordinator.models.onnx.nodes import in_order, uses
+from coordinator.models.onnx.nodes import sort_topologically, used_tensors
 from coordinator.models.onnx.reader import OnnxModel
 from hearth.plan.graph import Segment
 
@@ -30,9 +30,9 @@ class SegmentModel(NamedTuple):
 def segment_model(model: OnnxModel, segment: Segment) -> SegmentModel:
     """The ONNX model of a segment. The plan must be a cut of this model; `cutting.check_segments` checks that."""
     nodes = [model.graph.nodes[index] for index in sorted(segment.operators)]
-    constants, derived = model.graph.needs(name for node in nodes for name in uses(node))
+    constants, derived = model.graph.constant_inputs(name for node in nodes for name in used_tensors(node))
     graph = GraphProto(name=f"{model.spec.name}-{segment.operators[0]}")
-    graph.node.extend([*in_order(derived), *nodes])
+    graph.node.extend([*sort_topologically(derived), *nodes])
     graph.input.extend(helper.make_tensor_value_info(name, *model.graph.types[name]) for name in segment.inputs)
     graph.output.extend(helper.make_tensor_value_info(name, *model.graph.types[name]) for name in segment.outputs)
     weights: list[TensorProto] = []

@@ -22,23 +22,38 @@ from coordinator.models.onnx import contrib
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of
 from coordinator.models.onnx.flops import flops_of
-from coordinator.models.onnx.nodes import attributes_of, bodies, constant_value, in_order, rename_uses, unused, uses
+from coordinator.models.onnx.nodes import (
+    attributes_of,
+    bodies,
+    constant_value,
+    rename_uses,
+    sort_topologically,
+    unique_name,
+    used_tensors,
+)
 from hearth.errors import UnsupportedOperator
 
 CONTRIB_DOMAIN = "com.microsoft"
 # Results differ from run to run, so they must not be precomputed, nor computed twice.
-_RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+_RANDOM_OPERATORS = {
+    "RandomNormal",
+    "RandomUniform",
+    "RandomNormalLike",
+    "RandomUniformLike",
+    "Multinomial",
+    "Bernoulli",
+}
 _MAX_CONSTANTS_BYTES = INLINE_BYTES  # a node with larger outputs is not evaluated here
 # Operators of onnxruntime that its exporters and its optimiser write without a domain.
-_IN_STANDARD_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
+_CONTRIB_WITHOUT_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 _CONTROL_FLOW = {"If", "Loop", "Scan"}
 
-Types = MutableMapping[str, TensorType]
-Values = MutableMapping[str, TensorProto]
+TensorTypes = MutableMapping[str, TensorType]
+KnownValues = MutableMapping[str, TensorProto]
 
 
 @dataclass
-class Resolved:
+class ResolvedGraph:
     """A graph with all types resolved. `nodes` are the operators in topological order, with their FLOPs.
 
     `constants` are initialisers and computed values. `derived` are the nodes that compute more tensors from constants
@@ -51,7 +66,7 @@ class Resolved:
     constants: dict[str, TensorProto] = field(default_factory=dict)
     derived: dict[str, NodeProto] = field(default_factory=dict)
 
-    def needs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto]]:
+    def constant_inputs(self, names: Iterable[str]) -> tuple[list[str], list[NodeProto]]:
         """The constants that these tensors depend on, and the nodes that derive them from constants."""
         todo, seen = list(names), set[str]()
         constants: list[str] = []
@@ -66,40 +81,42 @@ class Resolved:
             elif name in self.derived:
                 node = self.derived[name]
                 derived[id(node)] = node
-                todo += uses(node)
+                todo += used_tensors(node)
         return constants, list(derived.values())
 
 
-def resolve(
+def resolve_types(
     file: OnnxFile,
     model: ModelProto,
     inputs: Mapping[str, TensorType],
     declared: Mapping[str, TensorType],
-    taken: set[str],
-) -> Resolved:
+    used_names: set[str],
+) -> ResolvedGraph:
     """Resolve all types of a graph. `inputs` are its inputs without initialisers; `declared` are the types that the file
-    gives for inner tensors and outputs. `taken` are the names in use, to which new ones are added.
+    gives for inner tensors and outputs. `used_names` are the names in use, to which new ones are added.
 
     Raises BadModelFile and UnsupportedOperator.
     """
     resolver = _Resolver(file, model, declared)
-    found = Resolved(types=dict(inputs))
+    found = ResolvedGraph(types=dict(inputs))
     values: dict[str, TensorProto] = {}
     for tensor in model.graph.initializer:
         resolver.add_constant(tensor, found.types, values)
         found.constants[tensor.name] = tensor
-    todo = deque(_ordered(file, model.graph, found.types))
+    todo = deque(_sorted_nodes(file, model.graph, found.types))
     while todo:
         node = todo.popleft()
         if (branch := _constant_branch(node, values)) is not None:
-            todo.extendleft(reversed(_inlined(branch, node, taken)))
+            todo.extendleft(reversed(_inlined(branch, node, used_names)))
             continue
-        flops = resolver.step(node, found.types, values)
+        flops = resolver.infer_node(node, found.types, values)
         if node.op_type == "Constant":
-            found.constants[node.output[0]] = resolver.constant(node)
+            found.constants[node.output[0]] = resolver.constant_value_of(node)
         elif all(name in values for name in node.output if name):
             found.constants.update((name, values[name]) for name in node.output if name)
-        elif _is_repeatable(node) and all(name in found.constants or name in found.derived for name in uses(node)):
+        elif _is_repeatable(node) and all(
+            name in found.constants or name in found.derived for name in used_tensors(node)
+        ):
             found.derived.update((name, node) for name in node.output if name)
         else:
             found.nodes.append(node)
@@ -118,7 +135,7 @@ def tensor_type(proto: TypeProto, dims: Mapping[str, int]) -> TensorType | None:
     return None if any(size < 0 for size in shape) else TensorType(proto.tensor_type.elem_type, tuple(shape))
 
 
-def _ordered(file: OnnxFile, graph: GraphProto, known: Mapping[str, Any]) -> list[NodeProto]:
+def _sorted_nodes(file: OnnxFile, graph: GraphProto, known: Mapping[str, Any]) -> list[NodeProto]:
     """The nodes in topological order. `known` are the tensors that exist besides the outputs of the graph's nodes.
 
     Raises BadModelFile.
@@ -127,20 +144,23 @@ def _ordered(file: OnnxFile, graph: GraphProto, known: Mapping[str, Any]) -> lis
     for node in graph.node:
         for name in filter(None, node.output):
             if name in made:
-                raise file.bad(f"two of its nodes produce the tensor {name}")
+                raise file.error(f"two of its nodes produce the tensor {name}")
             made.add(name)
     for node in graph.node:
-        if missing := [name for name in uses(node) if name not in made and name not in known]:
-            raise file.bad(f"{_title(node)} uses the tensor {missing[0]}, which no node produces")
-    nodes = in_order(graph.node)
+        if missing := [name for name in used_tensors(node) if name not in made and name not in known]:
+            raise file.error(f"{_describe(node)} uses the tensor {missing[0]}, which no node produces")
+    nodes = sort_topologically(graph.node)
     if len(nodes) < len(graph.node):
         left = next(node for node in graph.node if not any(node is each for each in nodes))
-        raise file.bad(f"its nodes depend on each other in a cycle, {_title(left)} among them")
+        raise file.error(f"its nodes depend on each other in a cycle, {_describe(left)} among them")
     return nodes
 
 
 def _is_repeatable(node: NodeProto) -> bool:
-    return not (node.op_type in _RANDOM or any(not _is_repeatable(each) for body in bodies(node) for each in body.node))
+    return not (
+        node.op_type in _RANDOM_OPERATORS
+        or any(not _is_repeatable(each) for body in bodies(node) for each in body.node)
+    )
 
 
 def _constant_branch(node: NodeProto, values: Mapping[str, TensorProto]) -> GraphProto | None:
@@ -150,11 +170,11 @@ def _constant_branch(node: NodeProto, values: Mapping[str, TensorProto]) -> Grap
     return next((attribute.g for attribute in node.attribute if attribute.name == wanted), None)
 
 
-def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeProto]:
+def _inlined(branch: GraphProto, node: NodeProto, used_names: set[str]) -> list[NodeProto]:
     """The nodes of a branch that replace its If: inner names are made unique; results get the names of the If's outputs."""
     constants = [helper.make_node("Constant", [], [each.name], value=each) for each in branch.initializer]
     nodes = [*constants, *(NodeProto.FromString(each.SerializeToString()) for each in branch.node)]
-    names = {name: unused(name, taken) for each in nodes for name in each.output if name}
+    names = {name: unique_name(name, used_names) for each in nodes for name in each.output if name}
     rename_uses(nodes, names)
     for each in nodes:
         for index, name in enumerate(each.output):
@@ -165,16 +185,16 @@ def _inlined(branch: GraphProto, node: NodeProto, taken: set[str]) -> list[NodeP
     ]
 
 
-def _any_array(element_type: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def _dummy_array(element_type: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """An array of this type and shape that takes almost no memory: one value, broadcast."""
     return np.broadcast_to(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), shape)
 
 
 def _is_contrib(node: NodeProto) -> bool:
-    return node.domain == CONTRIB_DOMAIN or (node.op_type in _IN_STANDARD_DOMAIN and not node.domain)
+    return node.domain == CONTRIB_DOMAIN or (node.op_type in _CONTRIB_WITHOUT_DOMAIN and not node.domain)
 
 
-def _title(node: NodeProto) -> str:
+def _describe(node: NodeProto) -> str:
     return f"the {node.op_type} node '{node.name or next(iter(node.output), '')}'"
 
 
@@ -184,43 +204,43 @@ class _Resolver:
         self._opsets = {entry.domain: entry.version for entry in model.opset_import}
         self._header = ModelProto(ir_version=max(model.ir_version, 8), opset_import=model.opset_import)
 
-    def add_constant(self, tensor: TensorProto, types: Types, values: Values) -> None:
+    def add_constant(self, tensor: TensorProto, types: TensorTypes, values: KnownValues) -> None:
         types[tensor.name] = TensorType(tensor.data_type, tuple(tensor.dims))
         if tensor.data_location != TensorProto.EXTERNAL:
             values[tensor.name] = tensor
 
-    def constant(self, node: NodeProto) -> TensorProto:
+    def constant_value_of(self, node: NodeProto) -> TensorProto:
         tensor = constant_value(node)
         if tensor is None:
             raise self._unsupported(node, "it holds no tensor, or a sparse one")
         return tensor
 
-    def step(self, node: NodeProto, types: Types, values: Values) -> float:
+    def infer_node(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> float:
         """Add the types of a node's outputs, and their values where they are known. Returns its FLOPs."""
-        self._check_known(node)
+        self._check_operator(node)
         if node.op_type == "Constant":
-            self.add_constant(self.constant(node), types, values)
+            self.add_constant(self.constant_value_of(node), types, values)
             return 0.0
         try:
             found, flops = self._infer(node, types, values)
         except (IndexError, KeyError, TypeError, ValueError):
-            raise self._file.bad(f"{_title(node)} is not complete, or does not fit its inputs") from None
+            raise self._file.error(f"{_describe(node)} is not complete, or does not fit its inputs") from None
         types.update(found)
-        for tensor in self._evaluated(node, found, types, values):
+        for tensor in self._evaluate(node, found, types, values):
             values[tensor.name] = tensor
         return flops
 
-    def _check_known(self, node: NodeProto) -> None:
+    def _check_operator(self, node: NodeProto) -> None:
         if _is_contrib(node):
             return
         if node.domain:
             raise self._unsupported(node, f"its domain '{node.domain}' is not supported")
         if "" not in self._opsets:
-            raise self._file.bad("it names no version of the standard operators")
+            raise self._file.error("it names no version of the standard operators")
         if not defs.has(node.op_type, self._opsets[""], ""):
             raise self._unsupported(node, f"it is not in version {self._opsets['']} of the standard operators")
 
-    def _infer(self, node: NodeProto, types: Types, values: Values) -> tuple[dict[str, TensorType], float]:
+    def _infer(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> tuple[dict[str, TensorType], float]:
         if node.op_type in _CONTROL_FLOW and not node.domain:
             return self._control_flow(node, types, values)
         inputs = [types.get(name) for name in node.input]
@@ -238,13 +258,15 @@ class _Resolver:
         shapes = [None if each is None else each.shape for each in inputs]
         return found, flops_of(node, shapes, [found[name].shape if name else None for name in node.output])
 
-    def _standard(self, node: NodeProto, types: Types, values: Values) -> dict[str, TensorType]:
+    def _standard(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> dict[str, TensorType]:
         """Output types by the shape inference of `onnx`. Outputs whose shape it leaves open are left out."""
         try:
-            inferred = infer_shapes(self._alone(node, types, values), check_type=True, strict_mode=True).graph
+            inferred = infer_shapes(
+                self._single_node_model(node, types, values), check_type=True, strict_mode=True
+            ).graph
         except (InferenceError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise self._file.bad(f"{_title(node)} does not fit its inputs ({reason})") from None
+            raise self._file.error(f"{_describe(node)} does not fit its inputs ({reason})") from None
         outputs: dict[str, TensorType] = {}
         for info in inferred.value_info:
             if not info.type.HasField("tensor_type"):
@@ -253,33 +275,33 @@ class _Resolver:
                 outputs[info.name] = known
         return outputs
 
-    def _alone(self, node: NodeProto, types: Types, values: Values) -> ModelProto:
+    def _single_node_model(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> ModelProto:
         """A model with only this node. Known values are initialisers."""
         model = ModelProto()
         model.CopyFrom(self._header)
         model.graph.name = "node"
         model.graph.node.append(node)
-        for name in uses(node):
+        for name in used_tensors(node):
             if name in values:
                 model.graph.initializer.append(values[name])
             else:
                 model.graph.input.append(helper.make_tensor_value_info(name, *types[name]))
         return model
 
-    def _evaluated(
-        self, node: NodeProto, found: Mapping[str, TensorType], types: Types, values: Values
+    def _evaluate(
+        self, node: NodeProto, found: Mapping[str, TensorType], types: TensorTypes, values: KnownValues
     ) -> list[TensorProto]:
         """The values of a node's outputs, if they follow from known ones and are small."""
         if _is_contrib(node) or node.op_type in _CONTROL_FLOW or not _is_repeatable(node):
             return []
         if sum(num_bytes_of(*each) for each in found.values()) > _MAX_CONSTANTS_BYTES:
             return []
-        if node.op_type not in ("Shape", "Size") and not all(name in values for name in uses(node)):
+        if node.op_type not in ("Shape", "Size") and not all(name in values for name in used_tensors(node)):
             return []
-        model = self._alone(node, types, values)
+        model = self._single_node_model(node, types, values)
         model.graph.output.extend(helper.make_tensor_value_info(name, *each) for name, each in found.items())
         # Operators that depend only on a shape accept any array of that shape.
-        feeds = {each.name: _any_array(*types[each.name]) for each in model.graph.input}
+        feeds = {each.name: _dummy_array(*types[each.name]) for each in model.graph.input}
         try:
             results = ReferenceEvaluator(model).run(None, feeds)
             arrays = [np.asarray(result) for result in results]
@@ -291,14 +313,16 @@ class _Resolver:
 
     # ---- control flow ---------------------------------------------------------------------------------------------
 
-    def _control_flow(self, node: NodeProto, types: Types, values: Values) -> tuple[dict[str, TensorType], float]:
+    def _control_flow(
+        self, node: NodeProto, types: TensorTypes, values: KnownValues
+    ) -> tuple[dict[str, TensorType], float]:
         rule = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[node.op_type]
         outputs, flops = rule(node, types, values)
         if len(outputs) < len(node.output):
-            raise self._file.bad(f"{_title(node)} has more outputs than its body")
+            raise self._file.error(f"{_describe(node)} has more outputs than its body")
         return {name: each for name, each in zip(node.output, outputs, strict=False) if name}, flops
 
-    def _if(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+    def _if(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> tuple[list[TensorType], float]:
         """Both branches must give the same shapes; the FLOPs are those of the more expensive one."""
         (first, first_flops, _), (second, second_flops, _) = (
             self._body(body, [], types, values) for body in bodies(node)
@@ -307,7 +331,7 @@ class _Resolver:
             raise self._unsupported(node, "its branches give different shapes")
         return first, max(first_flops, second_flops)
 
-    def _loop(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+    def _loop(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> tuple[list[TensorType], float]:
         """The state keeps its shape. Outputs per iteration are stacked, which needs a known number of iterations."""
         (body,) = bodies(node)
         state = [types[name] for name in node.input[2:]]
@@ -316,7 +340,7 @@ class _Resolver:
         if outputs[1 : 1 + len(state)] != state:
             raise self._unsupported(node, "the shape of its state changes between iterations")
         most, condition = self._scalar(node.input[0], values), (*node.input, "")[1]
-        runs_all = (not condition or self._scalar(condition, values) == 1) and self._goes_on(body, inner)
+        runs_all = (not condition or self._scalar(condition, values) == 1) and self._never_ends(body, inner)
         stacked = outputs[1 + len(state) :]
         if stacked and (most is None or not runs_all):
             raise self._unsupported(
@@ -325,7 +349,7 @@ class _Resolver:
         rounds = 1 if most is None else max(most, 0)
         return [*state, *(TensorType(each.element_type, (rounds, *each.shape)) for each in stacked)], flops * rounds
 
-    def _goes_on(self, body: GraphProto, inner: Values) -> bool:
+    def _never_ends(self, body: GraphProto, inner: KnownValues) -> bool:
         """Whether a loop's body never ends the loop: it returns True, or the condition that it received."""
         again = body.output[0].name
         copies = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
@@ -333,7 +357,7 @@ class _Resolver:
             again = copies[again]
         return again == body.input[1].name or self._scalar(again, inner) == 1
 
-    def _scan(self, node: NodeProto, types: Types, values: Values) -> tuple[list[TensorType], float]:
+    def _scan(self, node: NodeProto, types: TensorTypes, values: KnownValues) -> tuple[list[TensorType], float]:
         (body,) = bodies(node)
         attributes = attributes_of(node)
         num_scanned = int(attributes["num_scan_inputs"])
@@ -358,20 +382,22 @@ class _Resolver:
         return [*given[:num_state], *stacked], flops * lengths[0]
 
     def _body(
-        self, body: GraphProto, inputs: Sequence[TensorType], types: Types, values: Values
-    ) -> tuple[list[TensorType], float, Values]:
+        self, body: GraphProto, inputs: Sequence[TensorType], types: TensorTypes, values: KnownValues
+    ) -> tuple[list[TensorType], float, KnownValues]:
         """The types of a body's outputs, the FLOPs of one run, and the values known in it."""
-        inner_types: Types = ChainMap({}, types)
-        inner_values: Values = ChainMap({}, values)
+        inner_types: TensorTypes = ChainMap({}, types)
+        inner_values: KnownValues = ChainMap({}, values)
         if len(inputs) != len(body.input):
-            raise self._file.bad(f"the body {body.name} takes {len(body.input)} tensors and gets {len(inputs)}")
+            raise self._file.error(f"the body {body.name} takes {len(body.input)} tensors and gets {len(inputs)}")
         inner_types.update((info.name, each) for info, each in zip(body.input, inputs, strict=True))
         for tensor in body.initializer:
             self.add_constant(tensor, inner_types, inner_values)
-        flops = sum(self.step(node, inner_types, inner_values) for node in _ordered(self._file, body, inner_types))
+        flops = sum(
+            self.infer_node(node, inner_types, inner_values) for node in _sorted_nodes(self._file, body, inner_types)
+        )
         return [inner_types[each.name] for each in body.output], flops, inner_values
 
-    def _scalar(self, name: str, values: Values) -> int | None:
+    def _scalar(self, name: str, values: KnownValues) -> int | None:
         return int(numpy_helper.to_array(values[name]).reshape(-1)[0]) if name in values else None
 
     def _unsupported(self, node: NodeProto, reason: str) -> UnsupportedOperator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.decode import attention_bytes, mlp_bytes
 from coordinator.plan.transformer.request import PlanRequest
@@ -89,7 +89,7 @@ class ShareBudget:
             device.budget_bytes - rank_memory(spec, empty, rank).total for rank, device in enumerate(devices)
         ]
         group, columns = spec.group_size, min(COLUMN_GRAIN, spec.ffn_size)
-        head_weights = chunk_weights(spec, "qkv") + chunk_weights(spec, "out")
+        head_weights = num_chunk_weights(spec, "qkv") + num_chunk_weights(spec, "out")
         # The part of attention that does not depend on heads is in `empty` already.
         head_values = memory.attention_values(spec, group, seq_len, limits)
         head_values -= memory.attention_values(spec, 0, seq_len, limits)
@@ -97,11 +97,11 @@ class ShareBudget:
         self.bytes_per_head_grain += head_values * memory.COMPUTE_BYTES
         if limits is not None:
             self.bytes_per_head_grain += memory.kv_bytes(spec, group, limits)
-        self.bytes_per_column_grain = math.ceil(spec.num_layers * spec.matrix_bytes * chunk_weights(spec, "mlp"))
+        self.bytes_per_column_grain = math.ceil(spec.num_layers * spec.matrix_bytes * num_chunk_weights(spec, "mlp"))
         self.bytes_per_column_grain += memory.mlp_values(spec, columns, seq_len, limits) * memory.COMPUTE_BYTES
-        self.bytes_per_vocabulary_grain = chunk_weights(spec, "vocabulary") * spec.word_bytes
+        self.bytes_per_vocabulary_grain = num_chunk_weights(spec, "vocabulary") * spec.word_bytes
         if spec.has_separate_head:
-            self.bytes_per_vocabulary_grain += math.ceil(chunk_weights(spec, "head") * spec.matrix_bytes)
+            self.bytes_per_vocabulary_grain += math.ceil(num_chunk_weights(spec, "head") * spec.matrix_bytes)
         logits = memory.logit_values(min(VOCABULARY_GRAIN, spec.vocab_size), limits)
         self.bytes_per_vocabulary_grain += logits * memory.COMPUTE_BYTES
 

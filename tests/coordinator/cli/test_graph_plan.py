@@ -22,7 +22,7 @@ from coordinator.cli.app import app
 from coordinator.cli.render.graph_tables import proof_line
 from coordinator.devices.cluster_file import read_instance
 from coordinator.devices.profile_file import read_graph_profile, saved_graph_profile
-from coordinator.models.graph_file import open_graph
+from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.latency.schedule import schedule
 from coordinator.plan.solution import Candidate, OperatorAssignment, Solution
 from hearth.plan.plan import plan_from_json
@@ -150,7 +150,7 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
         problem = read_instance(files / "instance.json")
         # Two operators on each device: 2, then 2 | 1 + 3, then 1 + 2 on the fast one; or with the devices exchanged.
         assert found["unit"] == "as in the file"
-        assert problem.overflow(found["assignment"]) == 0
+        assert problem.overflow_bytes(found["assignment"]) == 0
         assert found["bound"] <= found["objective_value"]
         order = sorted(range(4), key=lambda each: (found["starts"][each], each))
         priced = schedule(problem, found["assignment"], order)
@@ -215,7 +215,7 @@ def test_saved_profile_gives_the_same_plan_offline(files: Path) -> None:
 
 
 def test_profile_of_measured_devices_is_saved_completely(tmp_path: Path) -> None:
-    graph = open_graph(save_graph(tmp_path / "graph.json", two_branches()), {})
+    graph = read_graph_file(save_graph(tmp_path / "graph.json", two_branches()), {})
     wire = WireCost(seconds_per_message=1e-5, convert_seconds_per_value={"fp16": 1e-9})
     cluster = cluster_of(
         graph.spec, (3.0, 7.0, 11.0), 1e7 / 3, latency_seconds=1e-4 / 3, process_bytes=5, load_bytes=6, loading_bytes=7,

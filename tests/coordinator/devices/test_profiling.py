@@ -15,7 +15,7 @@ from support.plans import BERT_LARGE, LLAMA_1B
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.profiling import Profiler, Workload
-from coordinator.models.graph_file import Graph, open_graph
+from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile
 from hearth.wire.messages import Message, Profile
@@ -36,11 +36,11 @@ class Case:
         self.kind = kind
         self.folder = folder
         self.lines: list[str] = []
-        self.graph: Graph | None = None
+        self.graph: GraphFile | None = None
         self.fleet: FakeFleet = TransformerFleet(names)
         self.workload: Workload[Any] = block_workload(BERT_LARGE, 64)
         if kind == "graph":
-            self.graph = open_graph(save_two_branch_model(folder / "model.onnx", channels=4), {})
+            self.graph = read_graph_file(save_two_branch_model(folder / "model.onnx", channels=4), {})
             self.fleet, self.workload = GraphFleet(names, self.graph), graph_workload(self.graph)
         self.profiler = self.restarted()
 

@@ -16,7 +16,7 @@ from support.graphs import save_two_branch_model
 from support.houses import House, serving
 from support.waiting import turns
 
-from coordinator.models.graph_file import Graph, open_graph
+from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.solution import PlanningResult
@@ -45,14 +45,14 @@ KINDS = ("transformer", "graph")
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    return open_graph(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
+def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
+    return read_graph_file(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
 
 
 class Case:
     """One kind of model: a goal, a fleet, and a client request."""
 
-    def __init__(self, kind: str, folder: Path, graph: Graph, names: str = "ab") -> None:
+    def __init__(self, kind: str, folder: Path, graph: GraphFile, names: str = "ab") -> None:
         self.goal: Goal
         self.fleet: FakeFleet
         if kind == "graph":
@@ -101,7 +101,7 @@ def plan_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_only_contradictions_end_the_controller(
-    kind: str, error: Exception, ends: bool, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    kind: str, error: Exception, ends: bool, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
 
@@ -151,7 +151,7 @@ async def stopping(case: Case, folder: Path, **settings: Any) -> AsyncIterator[t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: Graph) -> None:
+def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: GraphFile) -> None:
     async def main() -> None:
         case = Case(kind, tmp_path, graph)
         async with stopping(case, tmp_path) as (home, running):
@@ -175,7 +175,9 @@ def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("twice", [True, False], ids=["told twice", "after the deadline"])
-def test_stop_ends_requests_that_exceed_the_drain_timeout(kind: str, twice: bool, tmp_path: Path, graph: Graph) -> None:
+def test_stop_ends_requests_that_exceed_the_drain_timeout(
+    kind: str, twice: bool, tmp_path: Path, graph: GraphFile
+) -> None:
     async def main() -> None:
         case = Case(kind, tmp_path, graph)
         async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
@@ -191,7 +193,7 @@ def test_stop_ends_requests_that_exceed_the_drain_timeout(kind: str, twice: bool
     asyncio.run(main())
 
 
-def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: Graph) -> None:
+def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
     async def main() -> None:
         for begun in (True, False):
             home = House(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
@@ -206,7 +208,7 @@ def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: Gra
     asyncio.run(main())
 
 
-def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: Graph) -> None:
+def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFile) -> None:
     async def main() -> None:
         case = Case("transformer", tmp_path, graph)
         settling, settled = asyncio.Event(), asyncio.Event()
@@ -238,7 +240,7 @@ def operators_of(home: House) -> dict[str, int]:
     }
 
 
-def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         case = Case("graph", tmp_path, graph)
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
@@ -260,7 +262,7 @@ def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: Graph, monkey
 
 
 def test_new_device_joins_a_graph_without_failing_requests(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         case = Case("graph", tmp_path, graph)
@@ -289,7 +291,7 @@ def test_new_device_joins_a_graph_without_failing_requests(
     asyncio.run(main())
 
 
-def test_history_is_described(tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         case = Case("transformer", tmp_path, graph)
         async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:

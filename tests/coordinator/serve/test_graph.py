@@ -19,7 +19,7 @@ from support.houses import House, serving
 from coordinator.cli import load_generator as clients
 from coordinator.cli.load_generator import random_inputs
 from coordinator.deploy.graph_chunks import SegmentChunks
-from coordinator.models.graph_file import Graph, kind_of, open_graph, parse_dims
+from coordinator.models.graph_file import GraphFile, model_file_kind, parse_dims, read_graph_file
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
@@ -108,13 +108,13 @@ def test_model_kind_is_detected_from_the_file(tmp_path: Path) -> None:
         ("a.json", '{"K": 2, "devices": []}', "instance"), ("b.json", '{"nodes": []}', "graph"), ("c.onnx", "", "onnx"),
     ):  # fmt: skip
         (tmp_path / name).write_text(content)
-        assert kind_of(tmp_path / name) == kind
-    assert kind_of(tmp_path) == "transformer"
+        assert model_file_kind(tmp_path / name) == kind
+    assert model_file_kind(tmp_path) == "transformer"
     with pytest.raises(BadModelFile, match="No such file"):
-        kind_of(tmp_path / "none.json")
+        model_file_kind(tmp_path / "none.json")
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(BadModelFile, match="is not JSON"):
-        kind_of(tmp_path / "a.json")
+        model_file_kind(tmp_path / "a.json")
 
 
 def test_dimensions_are_parsed_and_errors_named() -> None:
@@ -125,12 +125,12 @@ def test_dimensions_are_parsed_and_errors_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
-    return open_graph(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
+def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
+    return read_graph_file(save_two_branch_model(tmp_path_factory.mktemp("model") / "model.onnx", channels=40), {})
 
 
 def test_chunks_are_small_content_named_and_independent_of_the_cut(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
+    graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coordinator.deploy import graph_chunks as module
 
@@ -161,7 +161,7 @@ def test_chunks_are_small_content_named_and_independent_of_the_cut(
 
 @asynccontextmanager
 async def house(
-    folder: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
+    folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
 ) -> AsyncIterator[House]:  # fmt: skip
     async def here(
@@ -189,7 +189,7 @@ def num_slots(home: House) -> int:
 
 
 def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
@@ -211,7 +211,7 @@ def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
 
 
 def test_device_loss_fails_running_requests_and_queued_ones_succeed(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
@@ -231,7 +231,7 @@ def test_device_loss_fails_running_requests_and_queued_ones_succeed(
 
 
 def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
@@ -254,7 +254,7 @@ def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
 
 
 def test_timed_out_request_keeps_its_slot_until_devices_finish(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:
@@ -272,7 +272,7 @@ def test_timed_out_request_keeps_its_slot_until_devices_finish(
 
 
 def test_saved_plan_is_reused_for_the_same_graph_only(
-    tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
         async with house(tmp_path, graph, monkeypatch) as home:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.cost.memory import COMPUTE_BYTES
 from hearth.plan.geometry import COLUMN_GRAIN
@@ -44,12 +44,12 @@ def head_bytes(spec: ModelSpec, vocabulary: int) -> float:
 
 @lru_cache(maxsize=256)
 def _group_bytes(spec: ModelSpec) -> float:
-    return (chunk_weights(spec, "qkv") + chunk_weights(spec, "out")) * spec.matrix_bytes
+    return (num_chunk_weights(spec, "qkv") + num_chunk_weights(spec, "out")) * spec.matrix_bytes
 
 
 @lru_cache(maxsize=256)
 def _column_bytes(spec: ModelSpec) -> float:
-    return chunk_weights(spec, "mlp") * spec.matrix_bytes / min(COLUMN_GRAIN, spec.ffn_size)
+    return num_chunk_weights(spec, "mlp") * spec.matrix_bytes / min(COLUMN_GRAIN, spec.ffn_size)
 
 
 def token_layer_seconds(spec: ModelSpec, blocks: BlockProfile, num_tokens: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from hearth.plan.chunks import ChunkKind
 from hearth.plan.geometry import COLUMN_GRAIN, Span, grains_of
 from hearth.plan.model_spec import ModelSpec
@@ -40,8 +40,8 @@ def span_weight_bytes(spec: ModelSpec, kind: ChunkKind, span: Span, total: int, 
     chunks = grains_of(span, total, grain)
     if not chunks:
         return 0
-    whole = chunk_weights(spec, kind, 0)
-    last = chunk_weights(spec, kind, chunks[-1])
+    whole = num_chunk_weights(spec, kind, 0)
+    last = num_chunk_weights(spec, kind, chunks[-1])
     return math.ceil((whole * (len(chunks) - 1) + last) * bytes_per_weight(spec, kind))
 
 
@@ -52,7 +52,7 @@ def layer_bytes(spec: ModelSpec, held: LayerShare) -> int:
         span_weight_bytes(spec, "qkv", held.qkv, spec.num_heads, spec.group_size)
         + span_weight_bytes(spec, "out", held.out, spec.num_heads, spec.group_size)
         + span_weight_bytes(spec, "mlp", held.columns, spec.ffn_size, COLUMN_GRAIN)
-        + chunk_weights(spec, "connective") * COMPUTE_BYTES  # allocated on every rank
+        + num_chunk_weights(spec, "connective") * COMPUTE_BYTES  # allocated on every rank
     )
 
 
@@ -97,7 +97,7 @@ def loading_bytes(spec: ModelSpec) -> int:
     kinds: list[ChunkKind] = ["qkv", "out", "mlp", "connective", "vocabulary", "embedding"]
     if spec.has_separate_head:
         kinds.append("head")
-    chunk = max(chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
+    chunk = max(num_chunk_weights(spec, kind) for kind in kinds) * spec.bytes_per_weight
     if spec.weights not in ("int8", "int4"):
         return chunk
     matrix = max(spec.ffn_size, spec.qkv_width(spec.num_heads)) * spec.hidden_size

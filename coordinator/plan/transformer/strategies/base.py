@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Generic, Literal, TypeVar
 
-from coordinator.models.checkpoint.chunk_layout import chunk_weights
+from coordinator.models.checkpoint.chunk_layout import num_chunk_weights
 from coordinator.plan.simulator import Resource, Task
 from coordinator.plan.transformer.cost import memory
 from coordinator.plan.transformer.cost.layout import PlanLayout
@@ -73,7 +73,7 @@ class Strategy(ABC, Generic[B]):
         if spec.has_separate_head:
             embeddings += memory.span_weight_bytes(spec, "head", vocabulary, spec.vocab_size, VOCABULARY_GRAIN)
         if body.allocates_embedding(rank):
-            embeddings += chunk_weights(spec, "embedding") * memory.COMPUTE_BYTES
+            embeddings += num_chunk_weights(spec, "embedding") * memory.COMPUTE_BYTES
         heads = max(body.heads[rank], max(held.qkv.size for held, _ in holdings))
         columns = max(held.columns.size for held, _ in holdings)
         values = (7 if spec.causal else 6) * memory.step_rows(rows, limits) * spec.hidden_size

@@ -15,7 +15,7 @@ from coordinator.models.checkpoint import checkpoint as checkpoint_module
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.models.checkpoint.sentence import read_pooling
-from coordinator.models.checkpoint.sharding import manifest
+from coordinator.models.checkpoint.sharding import build_manifest
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 
 
@@ -33,7 +33,7 @@ def test_tensors_are_read_from_one_or_several_files(num_files: int, tmp_path: Pa
 @pytest.mark.parametrize("most", [64 << 20, 12 << 20], ids=["many tensors", "tensors too large to stay"])
 def test_copied_pages_are_released(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for cutting a checkpoint must not grow with its size."""
-    monkeypatch.setattr(checkpoint_module, "_RESIDENT_BYTES", most)
+    monkeypatch.setattr(checkpoint_module, "_MAX_RESIDENT_BYTES", most)
     values = np.arange(3000 * 2000, dtype=np.float32).reshape(3000, 2000)  # 23 MiB
     save_file({f"w{index}": values + index for index in range(6)}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
@@ -41,7 +41,7 @@ def test_copied_pages_are_released(most: int, tmp_path: Path, monkeypatch: pytes
             array, whole = checkpoint.array(f"w{index}"), values + index
             for stored, expected in ((array, whole), (array.T, whole.T)):
                 for part in (np.s_[:, 64:128], np.s_[1000:1900], np.s_[7:7], np.s_[:, ::2]):
-                    copy = checkpoint.copied(f"w{index}", stored[part])
+                    copy = checkpoint.copy_view(f"w{index}", stored[part])
                     assert copy.flags.c_contiguous
                     assert np.array_equal(copy, expected[part])
                     assert resident_bytes(tmp_path / "model.safetensors") < most + (4 << 20)
@@ -53,7 +53,7 @@ def test_file_truncated_during_reading_is_reported(tmp_path: Path) -> None:
         array = checkpoint.array("w")
         os.truncate(tmp_path / "model.safetensors", 1 << 20)
         with pytest.raises(BadCheckpoint, match="cut short while it was read"):
-            checkpoint.copied("w", array[4000:])
+            checkpoint.copy_view("w", array[4000:])
 
 
 def resident_bytes(path: Path) -> int:
@@ -168,17 +168,17 @@ def test_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     missing = {key: value for key, value in tensors.items() if key != name}
     save_file(missing, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{name} is missing"):
-        manifest(checkpoint, read_spec(tmp_path))
+        build_manifest(checkpoint, read_spec(tmp_path))
     save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
     with (
         Checkpoint(tmp_path) as checkpoint,
         pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[3, 4\]"),
     ):
-        manifest(checkpoint, read_spec(tmp_path))
+        build_manifest(checkpoint, read_spec(tmp_path))
     integers = {**tensors, name: np.zeros((24, 130), np.int32)}
     save_file(integers, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match="not floats"):
-        manifest(checkpoint, read_spec(tmp_path))
+        build_manifest(checkpoint, read_spec(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +206,11 @@ def test_missing_or_misshapen_decoder_tensor_has_its_stored_name(
     spec = read_spec(write_model(tmp_path, family))
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=f"{re.escape(name)} is missing"):
-        manifest(checkpoint, spec)
+        build_manifest(checkpoint, spec)
     save_file({**tensors, name: np.zeros((3, 4), np.float32)}, tmp_path / "model.safetensors")
     expected = re.escape(f"{name} has the shape [3, 4]; config.json implies {shape}")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=expected):
-        manifest(checkpoint, spec)
+        build_manifest(checkpoint, spec)
 
 
 @pytest.mark.parametrize("num_files", [1, 2])

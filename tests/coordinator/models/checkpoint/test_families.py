@@ -11,8 +11,8 @@ import pytest
 from support.checkpoints import CONFIGS, HEADS, reassembled, stored_as, write_model
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.families import FAMILIES, Source, read_spec
-from coordinator.models.checkpoint.sharding import manifest
+from coordinator.models.checkpoint.families import FAMILIES, TensorSource, read_spec
+from coordinator.models.checkpoint.sharding import build_manifest
 from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 from hearth.plan.rotary import RotarySpec
 
@@ -101,7 +101,7 @@ def test_base_model_without_head_has_the_same_chunks(family: str, tmp_path: Path
     for directory in (tmp_path / "whole", tmp_path / "base"):
         with Checkpoint(directory) as checkpoint:
             names = checkpoint.names()
-            refs.append(manifest(checkpoint, read_spec(directory)))
+            refs.append(build_manifest(checkpoint, read_spec(directory)))
     assert not any(name.startswith(_PREFIXES.get(family, "model.")) for name in names)
     assert refs[0] == refs[1]
 
@@ -109,7 +109,7 @@ def test_base_model_without_head_has_the_same_chunks(family: str, tmp_path: Path
 def test_missing_head_is_named(tmp_path: Path) -> None:
     random_model("llama", _GROUPED).base_model.save_pretrained(tmp_path)
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=r"lm_head\.weight is missing"):
-        manifest(checkpoint, read_spec(tmp_path))
+        build_manifest(checkpoint, read_spec(tmp_path))
 
 
 def test_half_precision_is_kept(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_every_family_has_a_test_config() -> None:
 
 def test_fused_and_transposed_parts_are_views() -> None:
     stored = np.arange(4 * 18).reshape(4, 18)
-    source = Source("attn.c_attn", part=(1, 3), transposed=True)
+    source = TensorSource("attn.c_attn", part=(1, 3), transposed=True)
     view = source.view(stored)
     assert source.stored_shape(view.shape) == stored.shape
     assert np.array_equal(view, stored[:, 6:12].T)
@@ -286,12 +286,12 @@ def test_stored_head_is_ignored_if_tied(tmp_path: Path) -> None:
 
     directory = write_model(tmp_path, "qwen2", prefix="model.")
     with Checkpoint(directory) as checkpoint:
-        before = manifest(checkpoint, read_spec(directory))
+        before = build_manifest(checkpoint, read_spec(directory))
     path = directory / "model.safetensors"
     tensors = load_file(path)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, path)
     with Checkpoint(directory) as checkpoint:
-        assert manifest(checkpoint, read_spec(directory)) == before
+        assert build_manifest(checkpoint, read_spec(directory)) == before
     (directory / "config.json").write_text(json.dumps({**CONFIGS["qwen2"], "tie_word_embeddings": False}))
     with Checkpoint(directory) as checkpoint:
-        assert "head" in {ref.kind for ref in manifest(checkpoint, read_spec(directory))}
+        assert "head" in {ref.kind for ref in build_manifest(checkpoint, read_spec(directory))}

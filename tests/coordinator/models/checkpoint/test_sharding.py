@@ -14,9 +14,9 @@ from support.checkpoints import CONFIGS, ours_of, reassembled, stored_as, tensor
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunk_weights, chunks_for_rank
+from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_weights
 from coordinator.models.checkpoint.families import read_spec
-from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes, manifest
+from coordinator.models.checkpoint.sharding import build_manifest, cached_manifest, chunk_bytes
 from hearth.errors import BadCheckpoint
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, spans
 from hearth.plan.model_spec import ModelSpec
@@ -51,7 +51,7 @@ def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:
     for index, (prefix, num_files) in enumerate([("", 1), ("bert.", 3)]):
         directory = write_model(tmp_path / str(index), prefix=prefix, num_files=num_files)
         with Checkpoint(directory) as checkpoint:
-            refs.append(manifest(checkpoint, read_spec(directory)))
+            refs.append(build_manifest(checkpoint, read_spec(directory)))
     assert refs[0] == refs[1]
 
 
@@ -64,7 +64,7 @@ def test_encoder_chunk_names_are_stable(tmp_path: Path) -> None:
     }
     save_file(stored_as("bert", ours), directory / "model.safetensors")
     with Checkpoint(directory) as checkpoint:
-        refs = manifest(checkpoint, read_spec(directory))
+        refs = build_manifest(checkpoint, read_spec(directory))
     together = hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest()
     assert together == "c317d39de0c504dc6ab650d83de7c65fb4a000e61c3ddba50f17934f8274aa52"
 
@@ -102,7 +102,7 @@ def test_mixed_dtypes_are_named(family: str, tmp_path: Path) -> None:
         Checkpoint(tmp_path) as checkpoint,
         pytest.raises(BadCheckpoint, match=f"{name} holds float32, others float16"),
     ):
-        manifest(checkpoint, read_spec(tmp_path))
+        build_manifest(checkpoint, read_spec(tmp_path))
 
 
 def test_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
@@ -194,4 +194,4 @@ def test_weight_count_of_spec_equals_the_chunks(family: str, tmp_path: Path) -> 
     with Checkpoint(tmp_path) as checkpoint:
         for kind, layer, grain in all_chunks(spec):
             arrays = load(chunk_bytes(checkpoint, spec, kind, layer, grain)).values()
-            assert chunk_weights(spec, kind, grain) == sum(array.size for array in arrays)
+            assert num_chunk_weights(spec, kind, grain) == sum(array.size for array in arrays)

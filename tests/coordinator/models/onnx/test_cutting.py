@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import from_edges
 
-from coordinator.models.onnx.cutting import check_segments, cut, group
+from coordinator.models.onnx.cutting import check_segments, cut, group_segments
 from hearth.errors import BadPlan
 from hearth.plan.graph import GraphModel, GraphSegments, Segment
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
@@ -120,7 +120,7 @@ def test_eager_segments_delay_no_transfer(case: tuple[GraphSpec, list[int]]) -> 
             when.update(dict.fromkeys(segment.operators, max(starts, default=0)))
         return when
 
-    single = group(spec, [[operator] for operator in range(spec.num_operators)], assignment)
+    single = group_segments(spec, [[operator] for operator in range(spec.num_operators)], assignment)
     assert ends(cut(spec, assignment, eager=True)) == ends(single)
 
 
@@ -164,7 +164,7 @@ def test_tensor_with_several_consumers_is_listed_once() -> None:
 def test_invalid_grouping_is_rejected(groups: list[list[int]], reason: str) -> None:
     spec, _ = chain(0, 1, 0)
     with pytest.raises(BadPlan, match=reason):
-        group(spec, groups, [0, 1])
+        group_segments(spec, groups, [0, 1])
 
 
 @pytest.mark.parametrize("assignment", [[0, 0], [0, -1, 0]])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.models.onnx.json_reader import read_json
+from coordinator.models.onnx.json_reader import read_graph_json
 from hearth.errors import BadModelFile
 
 
@@ -33,7 +33,7 @@ def saved(tmp_path: Path, graph: Any) -> Path:
 
 
 def test_graph_fields_are_read(tmp_path: Path) -> None:
-    spec = read_json(saved(tmp_path, diamond()))
+    spec = read_graph_json(saved(tmp_path, diamond()))
     assert spec.name == "diamond"
     assert [(each.name, each.kind, each.flops) for each in spec.operators] == [
         ("layer0", "InputLayer", 0), ("layer1", "Conv2D", 100), ("layer2", "Conv2D", 200), ("layer3", "Add", 300),
@@ -61,12 +61,12 @@ def test_graph_errors_name_their_place(tmp_path: Path, damage: Callable[[Any], A
     graph = diamond()
     damage(graph)
     with pytest.raises(BadModelFile, match=reason):
-        read_json(saved(tmp_path, graph))
+        read_graph_json(saved(tmp_path, graph))
 
 
 def test_other_json_is_rejected(tmp_path: Path) -> None:
     for text in ("", "[1, 2]", '{"name": '):
         with pytest.raises(BadModelFile):
-            read_json(saved(tmp_path, text))
+            read_graph_json(saved(tmp_path, text))
     with pytest.raises(BadModelFile, match="No such file"):
-        read_json(tmp_path / "missing.json")
+        read_graph_json(tmp_path / "missing.json")
