@@ -1,4 +1,4 @@
-"""The protocol version, and the size limits that both ends of a connection enforce. Pure."""
+"""The protocol version, the size limits that both ends of a connection enforce, and the timeouts that must agree. Pure."""
 
 from __future__ import annotations
 
@@ -7,3 +7,51 @@ DEFAULT_DEPLOYMENT = "default"  # name of the deployment of a coordinator that s
 MAX_MESSAGE_BYTES = 4 << 20  # a plan for 256 devices with its chunk list stays below this
 MAX_PAYLOAD_FRAME_BYTES = 64 << 20  # one chunk, or one tensor
 MAX_PAYLOAD_FRAMES = 64  # per message
+
+# ---- timeouts that must agree -----------------------------------------------------------------------------------------
+#
+# All in seconds. Whoever waits for an answer waits longer than the one that it asked, so that the inner, more specific error
+# arrives first: worker < agent < coordinator < client.
+
+# Liveness: interval < timeout of one heartbeat < suspect < dead < lease. The coordinator gives up a silent device before the
+# device's lease ends, and one late heartbeat has no effect.
+HEARTBEAT_SECONDS = 0.5  # interval of heartbeats
+HEARTBEAT_TIMEOUT_SECONDS = 0.75  # of one heartbeat: several attempts fit before a device is dead
+SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
+DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
+LEASE_SECONDS = 5.0  # ten heartbeats; a second coordinator waits at most this long for the lease of a dead one
+LEASE_CHECK_SECONDS = (
+    1.0  # interval at which an agent looks for expired leases; a worker outlives its lease by at most this
+)
+
+# Added by the coordinator to a timeout that it sends along with a request.
+REPLY_MARGIN_SECONDS = 10.0  # long enough for a round trip over bad Wi-Fi, and for a busy event loop at both ends
+GRAPH_REPLY_MARGIN_SECONDS = 5.0  # requests to an ONNX graph: shorter, since users wait for them
+
+# Start of a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
+WORKER_LOAD_SECONDS = 300.0  # the agent waits for its worker to start and load
+LOAD_SECONDS = (
+    WORKER_LOAD_SECONDS + 20.0
+)  # the coordinator waits for `Load`; the agent also verifies the chunks' hashes
+WORKER_CONNECT_SECONDS = 30.0  # the agent waits for its worker's `ConnectPeers`, and a worker for the keys of its peers
+CONNECT_SECONDS = WORKER_CONNECT_SECONDS + 5.0  # the coordinator waits for `ConnectPeers`
+
+# One peer fetches chunks from another, or measures the link to it, while the other one's link port admits it.
+LINK_OPEN_MARGIN_SECONDS = 5.0  # the port stays open for longer than the request may take
+MAX_LINK_OPEN_SECONDS = 60.0  # limit of the protocol for one grant
+FETCH_SECONDS = (
+    MAX_LINK_OPEN_SECONDS - LINK_OPEN_MARGIN_SECONDS
+)  # one batch of chunks; missing ones come from elsewhere
+
+
+def agent_run_seconds(timeout_seconds: float) -> float:
+    """How long an agent waits for its worker to answer `Run`; `timeout_seconds` is the request's.
+
+    The worker bounds its own waits for peers by the request's timeout, so this ends only a worker that hangs in a GEMM.
+    """
+    return 3 * timeout_seconds + 30.0
+
+
+def coordinator_run_seconds(timeout_seconds: float) -> float:
+    """How long the coordinator waits for an agent to answer a transformer's `Run`: longer than the agent for its worker."""
+    return 4 * timeout_seconds + 30.0

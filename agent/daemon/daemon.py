@@ -25,13 +25,11 @@ from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadRequest, HearthError, LeaseLost, NotAuthorised, ProtocolMismatch, StepFailed, WorkerDied
-from hearth.protocol import PROTOCOL_VERSION
+from hearth.protocol import LEASE_CHECK_SECONDS, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
 
 log = logging.getLogger(__name__)
-
-_LEASE_CHECK_SECONDS = 1.0  # interval of the check for expired leases
 
 
 class AgentDaemon:
@@ -127,7 +125,7 @@ class AgentDaemon:
     async def watch_leases(self) -> None:
         """Stop the workers of expired leases, until cancelled."""
         while True:
-            await asyncio.sleep(_LEASE_CHECK_SECONDS)
+            await asyncio.sleep(LEASE_CHECK_SECONDS)
             for deployment, lease in list(self._leases.items()):
                 if not self._is_live(lease):
                     log.info("the lease of %s on %s has expired", lease.holder_name, deployment)

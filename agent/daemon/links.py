@@ -33,6 +33,7 @@ _PINGS = 7  # empty bursts, whose median is the round trip
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
 _RATE_TOLERANCE = 0.05  # the rate is stable if the last bursts agree within this fraction
 _AGREEING_BURSTS = 3
+_BURST_MARGIN_SECONDS = 2.0  # added to the measurement's time limit: the last burst may begin just before it
 _CHUNKS_IN_FLIGHT = 4  # hides the round trip; limits memory
 _MAX_FRAMES_PER_BURST = 60  # a burst is one message, for which the rpc layer allows 64 frames
 
@@ -130,7 +131,7 @@ async def _measure_rate(client: RpcClient, request: MeasureLink) -> LinkMeasured
 
     async def burst(num_frames: int) -> float:
         start = time.perf_counter()
-        await client.call(Done(), [frame] * num_frames, timeout_seconds=request.max_seconds + 2.0)
+        await client.call(Done(), [frame] * num_frames, timeout_seconds=request.max_seconds + _BURST_MARGIN_SECONDS)
         return time.perf_counter() - start
 
     frame = os.urandom(_FRAME_BYTES)  # random, so that compression on the link does not change the measured rate

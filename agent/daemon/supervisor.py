@@ -17,14 +17,12 @@ from agent.daemon.worker_state import WorkerEvent, WorkerStateMachine
 from hearth.errors import DeadlineExceeded, HearthError, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.child import describe_exit, run_module
+from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-# Timeout of starting a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
-LOAD_SECONDS = 300.0
-_CONNECT_SECONDS = 30.0  # timeout of `ConnectPeers`
 _ABORT_SECONDS = 5.0  # timeout of `Abort`, which the control thread answers while others compute
 _STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL
 # Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
@@ -75,7 +73,7 @@ class WorkerProcess:
         self._transition("spawned")
         self._watch_task = asyncio.create_task(self._watch(self._process))
         try:
-            reply = await self._client.call(request, timeout_seconds=LOAD_SECONDS)
+            reply = await self._client.call(request, timeout_seconds=WORKER_LOAD_SECONDS)
             bound = wire.expect_message(reply.message, wire.WorkerBound, "a worker")
         except HearthError as error:
             self._fail(error)
@@ -84,13 +82,13 @@ class WorkerProcess:
         return bound
 
     async def connect(self, request: wire.ConnectPeers) -> None:
-        await self._client.call(request, timeout_seconds=_CONNECT_SECONDS)
+        await self._client.call(request, timeout_seconds=WORKER_CONNECT_SECONDS)
         self._transition("connected")
 
     async def run(self, request: wire.Run, payload: Sequence[Any]) -> Reply:
         """Run one request. Raises the worker's error, WorkerDied if it dies, DeadlineExceeded."""
-        # The worker bounds its own waits by the request's timeout; this longer timeout catches a worker that hangs in a GEMM.
-        return await self._client.call(request, payload, timeout_seconds=3 * request.timeout_seconds + 30.0)
+        timeout_seconds = agent_run_seconds(request.timeout_seconds)
+        return await self._client.call(request, payload, timeout_seconds=timeout_seconds)
 
     def stream(self, request: wire.GenerateTokens, payload: Sequence[Any]) -> AsyncGenerator[Reply, None]:
         """Stream the answers up to GenerationEnded. Closing the generator early cancels the sequence. Raises as `run` does.

@@ -23,13 +23,11 @@ from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.plan.value_formats import ValueFormatName
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.protocol import CONNECT_SECONDS, DEFAULT_DEPLOYMENT, LOAD_SECONDS
 from hearth.trace import shift_to_common_clock
 from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_arrays
 
-_LOAD_SECONDS = 320.0  # above the agent's own timeout, so that its more specific error comes first
-_CONNECT_SECONDS = 35.0  # above the worker's own timeout, for the same reason
 _UNLOAD_SECONDS = 5.0  # for an agent to confirm that its worker stopped
 # Wait after the first failure: another rank's error may be closer to the cause, or a heartbeat may report a lost device.
 _ROOT_CAUSE_WAIT_SECONDS = 0.5
@@ -120,7 +118,7 @@ class Deployment:
                 encrypt_data_plane=encrypt,
                 plan_token=token,
             )
-            return self._fleet.ask(devices[rank].device_id, request, wire.WorkerBound, timeout_seconds=_LOAD_SECONDS)
+            return self._fleet.ask(devices[rank].device_id, request, wire.WorkerBound, timeout_seconds=LOAD_SECONDS)
 
         workers = await self.gather_or_abort(map(start, range(self.plan.num_ranks)))
         self.weight_error = max(worker.weight_error for worker in workers)
@@ -138,7 +136,7 @@ class Deployment:
                 if other != rank
             )
             request = wire.ConnectPeers(**self.command_fields, peers=peers)
-            return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=_CONNECT_SECONDS)
+            return self._fleet.ask(devices[rank].device_id, request, wire.Done, timeout_seconds=CONNECT_SECONDS)
 
         await self.gather_or_abort(map(connect, range(self.plan.num_ranks)))
 

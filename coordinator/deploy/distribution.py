@@ -17,6 +17,7 @@ from coordinator.deploy.chunk_scheduler import Chunk, ChunkScheduler
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all
+from hearth.protocol import FETCH_SECONDS
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
 from hearth.wire.rpc import RpcClient
 
@@ -31,7 +32,6 @@ _CHUNK_SECONDS = 120.0  # timeout for sending one chunk
 _MIN_BATCH_BYTES = 4 << 20
 _MAX_BATCH_BYTES = 32 << 20
 _TARGET_BATCH_SECONDS = 3.0  # intended time of a batch, from the rate of the last one
-_BATCH_SECONDS = 55.0  # timeout of one batch; chunks missing by then come from another source
 
 
 class Distribution:
@@ -176,11 +176,11 @@ class Distribution:
     async def _fetch(self, source: str, target: str, batch: Sequence[Chunk]) -> set[str]:
         """Fetch a batch; returns the missing hashes: the source is slow or gone, or its chunk is damaged."""
         hashes = tuple(chunk.hash for chunk in batch)
-        request = partial(FetchChunks, holder=self._fleet.holder, hashes=hashes, seconds=_BATCH_SECONDS)
+        request = partial(FetchChunks, holder=self._fleet.holder, hashes=hashes, seconds=FETCH_SECONDS)
         source_device, target_device = self._fleet.devices[source], self._fleet.devices[target]
         try:
             fetched = await ask_with_listener(
-                self._fleet, target_device, source_device, request, ChunksFetched, _BATCH_SECONDS
+                self._fleet, target_device, source_device, request, ChunksFetched, FETCH_SECONDS
             )
         except HearthError:
             return await self._missing_hashes(target, hashes)

@@ -15,13 +15,12 @@ from coordinator.devices.fleet import Fleet
 from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import BadMessage
 from hearth.plan.plan import GraphPlan
-from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.protocol import DEFAULT_DEPLOYMENT, GRAPH_REPLY_MARGIN_SECONDS
 from hearth.wire.messages import SegmentParts
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 # Requests that a worker accepts above `max_in_flight`: a failed request may still run on other workers.
 _EXTRA_REQUESTS = 4
-_REPLY_MARGIN_SECONDS = 5.0  # added to the worker's own timeout, so that its more specific error comes first
 
 
 @asynccontextmanager
@@ -73,5 +72,5 @@ class GraphDeployment(Deployment):
         peer_timeout_seconds = self.plan.peer_timeout_seconds()
         inputs_by_rank = [{name: inputs[name] for name in names} for names in self._input_names]
         return await self.run(
-            inputs_by_rank, join, peer_timeout_seconds, peer_timeout_seconds + _REPLY_MARGIN_SECONDS, trace
+            inputs_by_rank, join, peer_timeout_seconds, peer_timeout_seconds + GRAPH_REPLY_MARGIN_SECONDS, trace
         )

@@ -20,7 +20,7 @@ from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
 from hearth.errors import BadMessage, HearthError
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.value_formats import ValueFormatName
-from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
 from hearth.wire.framing import pack_array
 from hearth.wire.messages import Abort, ChunkRef, GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
 from hearth.wire.rpc import Reply
@@ -74,7 +74,13 @@ class TransformerDeployment(Deployment):
         inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
         peer_timeout_seconds = self.plan.peer_timeout_seconds(len(token_ids))
         return await self.run(
-            inputs, join, peer_timeout_seconds, 4 * peer_timeout_seconds + 30.0, trace, output, values or self.values
+            inputs,
+            join,
+            peer_timeout_seconds,
+            coordinator_run_seconds(peer_timeout_seconds),
+            trace,
+            output,
+            values or self.values,
         )
 
     async def generate(

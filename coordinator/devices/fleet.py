@@ -28,12 +28,12 @@ from hearth.errors import (
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import AGENT_SERVICE, Browser, DiscoveredService, parse_static_peers
 from hearth.platform.security import Access, fingerprint
+from hearth.protocol import LEASE_SECONDS, LINK_OPEN_MARGIN_SECONDS, REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 5.0  # ten missed heartbeats; a second coordinator waits at most this long for the lease of a dead one
 _HELLO_SECONDS = 3.0  # timeout of a hello and of other small requests
 _RETRY_SECONDS = 1.0  # pause before the next hello to an agent that does not answer
 _RELEASE_SECONDS = 3.0  # timeout of releasing a lease, so that a dead agent does not delay the stop for longer
@@ -326,7 +326,9 @@ async def ask_with_listener(
     timeouts around it are 5 and 10 s longer.
     """
     key = listener.welcome.device_public_key
-    opened = wire.OpenLinkProbe(peer_public_key=caller.welcome.device_public_key, seconds=seconds + 5.0)
+    opened = wire.OpenLinkProbe(
+        peer_public_key=caller.welcome.device_public_key, seconds=seconds + LINK_OPEN_MARGIN_SECONDS
+    )
     await fleet.ask(listener.device_id, opened, wire.Done)
     message = request(host=listener.host, port=listener.welcome.link_port, peer_public_key=key)
-    return await fleet.ask(caller.device_id, message, expected, timeout_seconds=seconds + 10.0)
+    return await fleet.ask(caller.device_id, message, expected, timeout_seconds=seconds + REPLY_MARGIN_SECONDS)

@@ -24,13 +24,13 @@ from coordinator.devices.registry import Device
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.files import write_atomically
 from hearth.plan.profile import Link
+from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire.messages import LinkMeasured, MeasureLink, Profile, Profiled
 
 # Wi-Fi rates vary over time. One hour is a compromise between outdated rates and frequent measurements.
 LINK_CACHE_SECONDS = 3600.0
 _MAX_LINK_BYTES = 64 << 20  # most bytes to send per ordered pair
 _MAX_LINK_SECONDS = 1.0  # most time to send per ordered pair
-_REPLY_MARGIN_SECONDS = 10.0  # added to the agent's own timeout, so that its more specific error comes first
 _CACHE_VERSION = 2  # part of the cache key: a new version ignores old files
 
 Report = Callable[[str], None]
@@ -106,7 +106,7 @@ class Profiler:
 
     async def _run_workload(self, device: Device, workload: Workload[R]) -> R:
         frames = await asyncio.to_thread(workload.frames)
-        seconds = workload.request.timeout_seconds + _REPLY_MARGIN_SECONDS
+        seconds = workload.request.timeout_seconds + REPLY_MARGIN_SECONDS
         reply = await self._fleet.call(device.device_id, workload.request, frames, timeout_seconds=seconds)
         if not isinstance(reply.message, Profiled) or not isinstance(reply.message.result, workload.result):
             raise BadMessage(reason=f"an agent answered Profile with {type(reply.message).__name__}")

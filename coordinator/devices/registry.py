@@ -7,12 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hearth.errors import DuplicateDevice
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, Telemetry, WorkerStatus
 
-HEARTBEAT_SECONDS = 0.5  # interval of heartbeats
-SUSPECT_SECONDS = 1.5  # without an answer; Wi-Fi often loses a second, so a suspect device is still used
-DEAD_SECONDS = 3.0  # without an answer: too long for a short loss of Wi-Fi
-_HEARTBEAT_TIMEOUT_SECONDS = 0.75  # timeout of one heartbeat, short enough for several attempts before a device is dead
 # How long a device whose worker died is left out of plans. Not for ever: it may have run out of memory only once.
 QUARANTINE_SECONDS = 60.0
 
@@ -93,7 +90,7 @@ def next_heartbeat(device: Device, now: float) -> tuple[float, float]:
     """
     silence_seconds = now - device.last_seen
     pause = HEARTBEAT_SECONDS if silence_seconds < HEARTBEAT_SECONDS else 0.05
-    return pause, min(_HEARTBEAT_TIMEOUT_SECONDS, max(DEAD_SECONDS - silence_seconds - pause, 0.05))
+    return pause, min(HEARTBEAT_TIMEOUT_SECONDS, max(DEAD_SECONDS - silence_seconds - pause, 0.05))
 
 
 def after_refusal(device: Device, health: Literal["busy", "refused"], reason: str) -> Device:

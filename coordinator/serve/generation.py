@@ -17,6 +17,7 @@ from hearth.errors import BadPlan, BadRequest, ContextTooLong, DeadlineExceeded,
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import with_timeout
+from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
 from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
@@ -24,7 +25,6 @@ from hearth.wire.rpc import MAX_REQUESTS_PER_CALLER
 _MAX_AT_ONCE = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
 _MAX_FAILURES = 3  # deployments that may fail under one request; the next failure is returned to the client
 _MAX_STOP_CHARACTERS = 1000  # of a stop text; every stop text is searched for at every token
-_LATE_SECONDS = 10.0  # added to the agent's timeout, so that the request's own, clearer timeout error comes first
 _WARM_UP_TOKENS = 8  # of the warm-up prompt
 _WARM_UP_SECONDS = 120.0  # timeout of the warm-up
 
@@ -192,7 +192,7 @@ class _Answer:
             max_tokens,
             self.model.defaults.stop_ids,
             first_index=len(self._tokens),
-            timeout_seconds=deadline - self._clock() + _LATE_SECONDS,
+            timeout_seconds=deadline - self._clock() + REPLY_MARGIN_SECONDS,
         )
 
     def take(self, token_ids: Sequence[int]) -> wire.TextGenerated:

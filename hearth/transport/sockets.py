@@ -15,12 +15,10 @@ import zmq
 
 from hearth.errors import PortInUse
 from hearth.platform.security import KeyPair, harden, secure_client, secure_server, thread_gatekeeper, user_id
-from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
+from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES, WORKER_CONNECT_SECONDS
 from hearth.transport.base import Buffer, PeerAddress, Received
 
 MAX_FRAMES = 8  # per tile message; a tile has a header and one or two buffers
-# A peer may start its handshake before `connect` has given us its key; ZAP waits this long for it.
-_PEERS_KNOWN_SECONDS = 30.0
 _DOMAIN = "data"
 
 
@@ -140,7 +138,8 @@ class SocketTransport:
         return Received(source, [frame.buffer for frame in frames])
 
     def _admits(self, public_key: str) -> bool:
-        self._peers_known.wait(_PEERS_KNOWN_SECONDS)
+        # A peer may start its handshake before `connect` has given us its key.
+        self._peers_known.wait(WORKER_CONNECT_SECONDS)
         return public_key in self._rank_of_key
 
     def _bind(self, host: str, ports: tuple[int, int]) -> int:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from coordinator.cli.options import interface_list
 from coordinator.cli.output import report
-from coordinator.devices.fleet import LEASE_SECONDS, Fleet
+from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import NamedDevice, require_known
@@ -19,6 +19,7 @@ from coordinator.serve.goal import allowed
 from coordinator.serve.state import Goal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
 from hearth.platform.security import HomeKey, agent_access, resolve_credential
+from hearth.protocol import LEASE_SECONDS
 from hearth.wire.messages import AcquireLease, LeaseGranted
 
 _D = TypeVar("_D", bound=NamedDevice)

@@ -9,7 +9,7 @@ from pydantic import Field
 from hearth.plan.chunks import ChunkKind
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, WireCost
-from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_PAYLOAD_FRAME_BYTES, PROTOCOL_VERSION
+from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_LINK_OPEN_SECONDS, MAX_PAYLOAD_FRAME_BYTES, PROTOCOL_VERSION
 from hearth.wire.messages.base import (
     Bytes,
     Command,
@@ -133,7 +133,7 @@ class OpenLinkProbe(Message):
     """Allow one peer to measure the link to this device, or to fetch chunks from it, for `seconds`."""
 
     peer_public_key: PublicKey
-    seconds: Annotated[float, Field(gt=0, le=60)]
+    seconds: Annotated[float, Field(gt=0, le=MAX_LINK_OPEN_SECONDS)]
 
 
 class MeasureLink(Message):

@@ -6,8 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.devices import registry
-from coordinator.devices.registry import DEAD_SECONDS, QUARANTINE_SECONDS, SUSPECT_SECONDS, Device
+from coordinator.devices.registry import QUARANTINE_SECONDS, Device
 from hearth.errors import DuplicateDevice
+from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, SUSPECT_SECONDS
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
 
 runner = CliRunner()
@@ -42,7 +43,7 @@ def test_missed_heartbeat_is_retried_immediately_until_the_device_is_dead() -> N
         beats.append(pause)
         now += pause + patience
         known = registry.after_missed_heartbeat(known, now)
-    assert beats[0] == registry.HEARTBEAT_SECONDS
+    assert beats[0] == HEARTBEAT_SECONDS
     assert len(beats) >= 4
     assert now - 100.0 <= DEAD_SECONDS + 0.2
 
