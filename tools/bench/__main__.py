@@ -13,8 +13,6 @@ from rich.status import Status
 from coordinator.cli.output import err, handles_errors, out
 from tools.bench import (
     interrupts,
-    moirai_coarsening,
-    moirai_command,
     partition_command,
     proofs,
 )
@@ -124,8 +122,6 @@ def _print(summary: Summary) -> None:
 
 
 app.command()(handles_errors(partition_command.partition))
-app.command()(handles_errors(moirai_command.moirai))
-app.command()(handles_errors(moirai_coarsening.coarsening))
 for proof in (proofs.push, proofs.capacity, proofs.soak):
     app.command()(proof)
 

@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "graph-throughput": ("graphs", "GraphThroughput"),
     "graph-latency": ("graphs", "GraphLatency"),
     "versions": ("versions", "Versions"),
+    "moirai": ("moirai", "Moirai"),
+    "coarsening": ("coarsening", "Coarsening"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -14,23 +13,23 @@ pytest.importorskip("ortools")
 
 from support.graphs import from_edges
 from support.schedule_checker import violations
-from typer.testing import CliRunner
 
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.heft import heft
 from coordinator.plan.graph.latency.moirai import solve
 from coordinator.plan.graph.latency.schedule import best_schedule
+from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
-from tools.bench.__main__ import app
-from tools.bench.moirai_coarsening import (
+from tools.bench.coarsening import (
     SLOWDOWNS,
+    CoarseningRow,
     Profile,
-    Refinement,
-    as_markdown,
-    measure,
+    compare,
     on_devices,
     problem_on_devices,
+    refined_schedule,
 )
+from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
 
 KINDS = ["Pad", "Conv", "BatchNormalization", "Relu", "Add", "MatMul", "Div", "Erf", "Mul", "Sigmoid"]
 
@@ -122,7 +121,7 @@ def test_coarsened_plan_is_valid_and_no_slower_on_the_original_graph(data: st.Da
     solved = solve(coarse, 5.0, time.monotonic).assignment
     for known in (solved, heft(coarse), best_schedule(coarse, where, range(coarse.num_operators))):
         assert violations(coarse, known) == []
-        refined = Refinement.of(spec, coarsened).schedule(fine, known)
+        refined = refined_schedule(fine, spec, coarsened, known)
         assert violations(fine, refined) == []
         assert refined.makespan <= known.makespan * (1 + 1e-9)
         assert refined.assignment == coarsened.expand_assignment(known.assignment)
@@ -134,30 +133,35 @@ def residual() -> GraphSpec:
     return graph(kinds, [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)])
 
 
-def test_row_reports_operators_and_makespans_of_both_plans() -> None:
+def coarsening(folder: Path) -> Experiment:
+    return make_experiment(read_settings("coarsening", [f'onnx="{folder}"', "time_limit=5"]))
+
+
+def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> None:
     seconds = [1.0, 2.0, 0.5, 2.0, 0.5, 1.0]
-    row = measure("residual", residual(), Profile(seconds, 7.0, 4), congestion=True, time_limit=10.0)
+    row = compare("residual", residual(), Profile(seconds, 4), congestion=True, time_limit=10.0)
     assert (row.num_operators, row.num_coarse, row.num_kernels) == (6, 4, 4)
     # The branches run in parallel on the two devices that are 8 times slower than this machine. The stem's result is
     # transferred; the transfer of one branch's result overlaps the other branch, which started later.
     way = 8 / 125e6 + 0.0002
-    assert row.fine_makespan == row.coarse_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
+    assert row.fine.makespan == row.refined_makespan == pytest.approx(8 * 4.5 + way, abs=1e-6)
     assert row.local_makespan == pytest.approx(8 * 7.0)
-    assert row.fine_proven
+    assert row.fine.proven
     assert row.loss == 0
-    assert not row.worse_than_baseline
-    table = as_markdown([row])
-    assert "| residual | 6 | 4 | 4 (-33%) | 56000.00 |" in table
-    assert "+0.00%" in table
-    assert "| not worse |" in table
-    for name in ("fine_makespan", "coarse_own_makespan"):
-        assert "| worse |" in as_markdown([row.model_copy(update={name: 60.0})])
+    experiment = coarsening(tmp_path)
+    found = experiment.summary([row])
+    assert found.tables[0].rows[0][:5] == ("residual", "6", "4", "4 (-33%)", "56000.00")
+    assert found.tables[0].rows[0][-3] == "+0.00%"
+    assert found.tables[0].rows[0][-1] == "not worse"
+    assert not found.failure
+    for plan in ("fine", "coarse"):
+        slow = getattr(row, plan).model_copy(update={"makespan": 60.0})
+        assert "worse than a baseline" in experiment.summary([row.model_copy(update={plan: slow})]).failure
 
 
 def test_folder_without_onnx_files_is_reported(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "holds no ONNX files" in result.stderr
+    with pytest.raises(BadSetting, match=r"onnx.*holds no \.onnx files"):
+        next(coarsening(tmp_path).measure(Context(tmp_path, lambda step: None)))
 
 
 def test_onnx_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
@@ -165,13 +169,8 @@ def test_onnx_file_is_profiled_and_planned_both_ways(tmp_path: Path) -> None:
     from support.onnx_models import branches
 
     branches(tmp_path / "branches.onnx")
-    saved = tmp_path / "rows.json"
-    options = ["--time-limit", "5", "--json", str(saved)]
-    result = CliRunner().invoke(app, ["coarsening", "--onnx", str(tmp_path), *options])
-    assert result.exit_code == 0, result.output
-    (row,) = json.loads(saved.read_text())
-    assert row["network"] == "branches"
-    assert 0 < row["num_coarse"] <= row["num_operators"]
-    assert row["run_seconds"] > 0
-    assert row["bound"] <= row["fine_makespan"] <= row["best_baseline"]
-    assert "branches" in result.stdout
+    (row,) = coarsening(tmp_path).measure(Context(tmp_path, lambda step: None))
+    assert isinstance(row, CoarseningRow)
+    assert row.network == "branches"
+    assert 0 < row.num_coarse <= row.num_operators
+    assert row.num_kernels > 0
