@@ -16,8 +16,8 @@ from corpus.graph_cases import graph_cases
 from corpus.normal import normalise, seconds_that_count
 from corpus.transformer_cases import transformer_cases
 from support.graphs import save_two_branch_model
-from support.onnx_models import BY_HAND, branches
-from support.planning import graphs_planned_here
+from support.onnx_models import HANDMADE_MODELS, branches
+from support.planning import in_process_graph_planning
 
 # A part of a search may end by the clock at half of the time limit; above this share of it, results may not repeat.
 _CLOCK_SHARE = 0.4
@@ -29,7 +29,7 @@ PARTS = ("transformers", "graphs")
 
 def _onnx_models() -> list[tuple[str, Writer, int]]:
     two_branches = partial(save_two_branch_model, channels=16, depth=3)
-    by_hand = BY_HAND[BY_HAND.index(branches)]
+    by_hand = HANDMADE_MODELS[HANDMADE_MODELS.index(branches)]
     return [("two-branches.onnx", two_branches, 60_000), ("by-hand.onnx", by_hand, 60_000)]
 
 
@@ -49,7 +49,7 @@ def subset_of(part: str) -> Iterator[Case]:
 
 def run_case(case: Case) -> dict[str, Any]:
     """The case's record: the normal form of the printed plan, or the error."""
-    with tempfile.TemporaryDirectory() as folder, graphs_planned_here():
+    with tempfile.TemporaryDirectory() as folder, in_process_graph_planning():
         _, printed = run_hearth(["plan", *case.write(Path(folder))])
         printed = json.loads(json.dumps(printed).replace(folder, "@"))
     record: dict[str, Any] = {"digest": case.digest}

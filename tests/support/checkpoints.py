@@ -1,6 +1,6 @@
 """Small checkpoints written without torch, so that slicing is tested on every Python.
 
-Their names are repeated here, apart from `coordinator.models.checkpoint.families`: a wrong name there fails a test.
+Tensor names are repeated here, apart from `coordinator.models.checkpoint.families`: a wrong name there fails a test.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ _NAMES = {
 _LAYER_PREFIXES = {
     "bert": "encoder.layer.{}.", "distilbert": "transformer.layer.{}.", "gpt2": "h.{}.", "opt": "decoder.layers.{}.",
 }  # fmt: skip
-_LAYER_NORM = ("bert", "distilbert", "gpt2", "opt")  # and biases everywhere; the others have RMS norms
+_LAYER_NORM = ("bert", "distilbert", "gpt2", "opt")  # these have biases everywhere; the others have RMS norms
 
 
-def ours_of(family: str, dtype: type = np.float32) -> dict[str, np.ndarray]:
-    """Every tensor of a small model, random, under our names: `1.q.weight`, `word.weight`."""
+def canonical_tensors(family: str, dtype: type = np.float32) -> dict[str, np.ndarray]:
+    """Every tensor of a small model, random, under Hearth's names: `1.q.weight`, `word.weight`."""
     heads, kv_heads, d = HEADS[family]
     q, kv = heads * d, kv_heads * d
     biases = ("q", "k", "v", "o", "up", "down") if family in _LAYER_NORM else ("q", "k", "v") * (family == "qwen2")
@@ -127,36 +127,36 @@ def ours_of(family: str, dtype: type = np.float32) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def stored_as(family: str, ours: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
-    """Our tensors as the family's checkpoints hold them."""
+def as_stored(family: str, canonical: Mapping[str, np.ndarray], prefix: str = "") -> dict[str, np.ndarray]:
+    """The tensors under the names and in the layout of the family's checkpoints."""
     stored = {}
-    for name, array in (_as_conv1d(ours) if family == "gpt2" else ours).items():
+    for name, array in (_as_conv1d(canonical) if family == "gpt2" else canonical).items():
         *layer, part, kind = name.split(".")
         before = prefix + (_LAYER_PREFIXES.get(family, "layers.{}.").format(*layer) if layer else "")
         stored["lm_head.weight" if part == "head" else f"{before}{_NAMES[family][part]}.{kind}"] = array
     return {name: np.ascontiguousarray(array) for name, array in stored.items()}
 
 
-def _as_conv1d(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """GPT-2's layers keep Q, K and V in one tensor, and every weight as [in, out]."""
+def _as_conv1d(canonical: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """GPT-2's layers store Q, K and V in one tensor, and every weight as [in, out]."""
     fused: dict[str, np.ndarray] = {}
-    for name, array in ours.items():
+    for name, array in canonical.items():
         *layer, part, kind = name.split(".")
         if part == "q":
-            array = np.concatenate([ours[f"{layer[0]}.{each}.{kind}"] for each in "qkv"])
+            array = np.concatenate([canonical[f"{layer[0]}.{each}.{kind}"] for each in "qkv"])
             name = f"{layer[0]}.qkv.{kind}"
         if part not in ("k", "v"):
             fused[name] = array.T if layer else array
     return fused
 
 
-def tensors_of(family: str, prefix: str = "", dtype: type = np.float32) -> dict[str, np.ndarray]:
-    """Every tensor of a small model, random, under the family's own names."""
-    return stored_as(family, ours_of(family, dtype), prefix)
+def stored_tensors(family: str, prefix: str = "", dtype: type = np.float32) -> dict[str, np.ndarray]:
+    """Every tensor of a small model, random, under the family's names."""
+    return as_stored(family, canonical_tensors(family, dtype), prefix)
 
 
 def reassembled(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """All chunks of a checkpoint put together, under our names as in `ours_of`."""
+    """All chunks of a checkpoint joined, under Hearth's names as in `canonical_tensors`."""
     parts: dict[str, list[np.ndarray]] = {}
     for kind, layer, grain in all_chunks(spec):
         before = f"{layer}." if kind in ("qkv", "out", "mlp", "connective") else ""
@@ -174,11 +174,11 @@ def write_model(
     num_files: int = 1,
     **changes: Any,
 ) -> Path:
-    """A model directory: one safetensors file, or several with an index. `changes` are to its config; `...` removes."""
+    """A model directory: one safetensors file, or several with an index. `changes` of its config; `...` removes a field."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {name: value for name, value in {**CONFIGS[family], **changes}.items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config))
-    tensors = tensors_of(family, prefix, dtype)
+    tensors = stored_tensors(family, prefix, dtype)
     if num_files == 1:
         save_file(tensors, directory / "model.safetensors")
         return directory

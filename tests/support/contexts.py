@@ -1,4 +1,4 @@
-"""ZeroMQ contexts that end with their test."""
+"""ZeroMQ contexts that are destroyed with their test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zmq.asyncio
 
 @contextmanager
 def zmq_context() -> Iterator[zmq.asyncio.Context]:
-    """Destroyed with all its sockets, also when the test fails: pytest would wait at its exit for one that is left."""
+    """A context, destroyed with all its sockets even if the test fails: open ones would block pytest's exit."""
     context = zmq.asyncio.Context()
     try:
         yield context

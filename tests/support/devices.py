@@ -1,4 +1,4 @@
-"""Devices as a coordinator knows them, for tests with fleets that are none."""
+"""Devices as the coordinator knows them, for tests with fake fleets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hearth.wire.messages import AgentState, AgentWelcome, Telemetry, WorkerStat
 
 
 def ready_device(name: str) -> Device:
-    """With a worker that is ready."""
+    """A device with a ready worker."""
     welcome = AgentWelcome(version="0", device_id=name, boot_id="b", name=name, device_public_key="0" * 40, link_port=1)
     telemetry = Telemetry(
         host_id=name, cpu_model="", num_cores=1, load_1min=0.0, frequency_mhz=None, memory_total_bytes=8 << 30,

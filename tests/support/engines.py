@@ -42,19 +42,19 @@ from hearth.wire.messages import (
 
 TOKEN = bytes(range(16))
 
-torch.set_num_threads(1)  # the ranks are threads of this process; more of torch's own would only wait for a core
+torch.set_num_threads(1)  # the ranks are threads of this process; further threads of torch would only wait for a core
 
 
 @cache
 def _store() -> tuple[ShardStore, tempfile.TemporaryDirectory[str]]:
-    """One for all clusters of this process: chunks are named by their content."""
+    """One store for all clusters of this process: chunks are named by their content."""
     folder = tempfile.TemporaryDirectory(prefix="hearth-chunks-")
     return ShardStore(Path(folder.name), 1 << 40, "all devices"), folder
 
 
 @cache
 def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[ChunkRef, Path]:
-    """Every chunk of a model, cut once: clusters differ in who gets which."""
+    """Every chunk of a model, cut once: clusters differ in the distribution of chunks."""
     store, _ = _store()
     return store_chunks(model_dir, spec, store)
 
@@ -71,7 +71,7 @@ def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[Ch
 class EngineCluster:
     """Context manager: all ranks of `plan`, each with only the chunks that its rank needs.
 
-    `chunks`: those of `store_chunks`. Without them, the model is cut once and its chunks stay until this process ends.
+    `chunks`: those of `store_chunks`. By default, the model is cut once and its chunks stay until this process ends.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EngineCluster:
         stored = _stored_chunks(model_dir, plan.model) if chunks is None else chunks
         for rank in range(plan.num_ranks):
             needed = chunks_for_rank(tuple(stored), plan, rank)
-            own = {ref.hash: stored[ref] for ref in needed}  # any other is a KeyError
+            own = {ref.hash: stored[ref] for ref in needed}  # access to any other chunk is a KeyError
             staging = make_staging(compute_device)
             shard = load_shard(plan, rank, needed, own.__getitem__, staging.device)
             rates = {peer: bytes_per_second or 1e9 for peer in range(plan.num_ranks) if peer != rank}
@@ -136,12 +136,12 @@ class EngineCluster:
         return rows, [done for done, _ in results]
 
     def traces(self, answers: Sequence[RunDone]) -> list[DeviceTrace]:
-        """One clock for all: they share this process."""
+        """Traces with one clock, since all ranks share this process."""
         return [DeviceTrace(device=f"device{rank}", rank=rank, events=done.trace) for rank, done in enumerate(answers)]
 
 
-class Home:
-    """Generation on all ranks of a cluster: rank 0 leads in the caller's thread, each other rank follows in its own."""
+class GenerationCluster:
+    """Generation on all ranks of a cluster: rank 0 leads in the caller's thread, the others follow in theirs."""
 
     def __init__(self, cluster: EngineCluster) -> None:
         self.leader = Leader(cluster.plan, cluster.executors[0])

@@ -1,4 +1,4 @@
-"""A fleet of agents in this process that answer at once: what a coordinator sends is real, what devices compute is not."""
+"""A fake fleet whose agents answer immediately: the messages are real, the devices' computations are not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from hearth.wire.rpc import Reply
 
 
 class FakeFleet(ABC):
-    """Agents by one-letter names. `slow` multiplies what a device takes, `link_factor` what the links take."""
+    """Agents with one-letter names. `slow` multiplies computing times, `link_factor` transfer times."""
 
     holder = "test"
     last_epoch = 0
@@ -60,13 +60,13 @@ class FakeFleet(ABC):
         self.stored: dict[str, set[str]] = {name: set() for name in names}
         self.loads: dict[str, Load] = {}
         self.asked: list[tuple[str, Message]] = []
-        self.running: Counter[str] = Counter()  # requests by device
-        self.most = 0  # requests at once on one device
-        self.released = asyncio.Event()  # cleared: requests stay on the devices
+        self.running: Counter[str] = Counter()  # number of running requests by device
+        self.most_running = 0  # largest number of concurrent requests on a device
+        self.released = asyncio.Event()  # if cleared, requests wait on the devices
         self.released.set()
-        self.num_looks = 0  # of the re-planner, and a few others
-        self.failures: list[HearthError] = []  # of the next requests
-        self.broken: HearthError | None = None  # of every request
+        self.num_usable_calls = 0  # calls of `usable`, mainly by the re-planner
+        self.failures: list[HearthError] = []  # errors of the next requests
+        self.broken: HearthError | None = None  # error of every request
 
     def add(self, name: str) -> None:
         self.devices[name] = ready_device(name)
@@ -78,7 +78,7 @@ class FakeFleet(ABC):
         return self.devices[name]
 
     def usable(self) -> list[Device]:
-        self.num_looks += 1
+        self.num_usable_calls += 1
         return [device for _, device in sorted(self.devices.items()) if device.health == "alive"]
 
     async def settle(self, *_: float) -> list[Device]:
@@ -138,7 +138,7 @@ class FakeFleet(ABC):
     async def _run(self, device_id: str, message: Run, payload: Sequence[Any]) -> Reply:
         assert self.loads[device_id].plan.epoch == message.epoch
         self.running[device_id] += 1
-        self.most = max(self.most, self.running[device_id])
+        self.most_running = max(self.most_running, self.running[device_id])
         try:
             if self.broken is not None:
                 raise self.broken
@@ -155,14 +155,14 @@ class FakeFleet(ABC):
 
     @abstractmethod
     def run(self, device_id: str, message: Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
-        """One rank's answer to a request."""
+        """The answer of one rank to a request."""
 
 
 class TransformerFleet(FakeFleet):
-    """A step takes what the plan predicts, times `slow`; a lossy format errs by `errors` and is faster by `speeds`."""
+    """A step takes the predicted time, times `slow`; `errors` and `speeds` hold the effects of formats."""
 
     def __init__(self, names: str) -> None:
-        super().__init__(names, link_bytes_per_second=1e12)  # so that sharing always pays
+        super().__init__(names, link_bytes_per_second=1e12)  # fast, so that distribution always pays
         self.errors = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
         self.speeds = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}
 
@@ -187,7 +187,7 @@ class TransformerFleet(FakeFleet):
 
 
 class GraphFleet(FakeFleet):
-    """A request takes what the plan predicts, times `slow`; every operator takes 10 ms."""
+    """A request takes the predicted time, times `slow`; every operator takes 10 ms."""
 
     def __init__(self, names: str, graph: GraphFile) -> None:
         super().__init__(names, link_bytes_per_second=1e9)

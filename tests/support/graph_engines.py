@@ -1,4 +1,4 @@
-"""Small ONNX models, cut at random; and the ranks of a graph's plan in one process, over the in-memory transport."""
+"""Small random ONNX models, random cuts, and all ranks of a graph's plan in one process with in-memory transport."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ROWS, WIDTH = 3, 24
 TOKEN = bytes(range(16))
 WAIT_SECONDS = 60.0
 _EXTERNAL_ABOVE = 1 << 10  # smaller weights stay in the protobuf
-_CHUNK_BYTES = 4 << 10  # larger ones are several chunks if they have more
+_CHUNK_BYTES = 4 << 10  # larger ones are divided into chunks
 _KINDS = ("MatMul", "Add", "Mul", "Relu", "Tanh", "Softmax", "Split", "Greater", "Where", "Cast", "Back")
 
 
 class _Builder:
-    """Makes operators, each of which takes any of the values before it that have the right type."""
+    """Adds operators, each of which reads random earlier values of the right type."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -87,17 +87,18 @@ class _Builder:
 
 
 def random_model(rng: random.Random, num_operators: int) -> onnx.ModelProto:
-    """A graph of branches, joins, side inputs and shared weights, in floats, integers and booleans; two inputs."""
+    """A graph with branches, joins, side inputs and shared weights, in floats, integers and booleans; two inputs."""
     builder = _Builder(rng)
     inputs = [builder.value("x"), builder.value("z")]
-    builder.add("Add", inputs)  # both are used
+    builder.add("Add", inputs)  # uses both
     while len(builder.nodes) < num_operators:
         builder.add_any()
     taken = {name for node in builder.nodes for name in node.input}
     outputs = [name for name in builder.info if name not in taken]
-    outputs += [name for name in [builder.any()] if name not in (*outputs, *inputs)]  # one that is also taken
+    # an output that is also read by an operator
+    outputs += [name for name in [builder.any()] if name not in (*outputs, *inputs)]
     weights = [numpy_helper.from_array(random_array(index, (WIDTH, WIDTH)) / 5, f"w{index}") for index in range(2)]
-    return finished(
+    return make_model(
         helper.make_graph(
             builder.nodes,
             "random",
@@ -113,7 +114,7 @@ def random_array(seed: int, shape: Sequence[int] = (ROWS, WIDTH)) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def finished(graph: onnx.GraphProto) -> onnx.ModelProto:
+def make_model(graph: onnx.GraphProto) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
 
@@ -121,7 +122,7 @@ def finished(graph: onnx.GraphProto) -> onnx.ModelProto:
 
 
 def random_cut(model: onnx.ModelProto, rng: random.Random, num_segments: int, num_ranks: int) -> GraphPlan:
-    """Stretches of a random order in which the operators can run, each on a random rank; every rank has one."""
+    """Runs of a random topological order, each on a random rank; every rank has at least one."""
     order = _random_order(model, rng)
     places = sorted(rng.sample(range(1, len(order)), min(num_segments, len(order)) - 1))
     stretches = [order[a:b] for a, b in zip([0, *places], [*places, len(order)], strict=True)]
@@ -132,7 +133,7 @@ def random_cut(model: onnx.ModelProto, rng: random.Random, num_segments: int, nu
 
 
 def _random_order(model: onnx.ModelProto, rng: random.Random) -> list[int]:
-    """Operators as indices, each after those that make its inputs."""
+    """Operators as indices, in a random topological order."""
     nodes = model.graph.node
     maker = {name: index for index, node in enumerate(nodes) for name in node.output}
     waiting = {index: {maker[name] for name in node.input if name in maker} for index, node in enumerate(nodes)}
@@ -173,7 +174,7 @@ def plan_of(
 def segment_files(
     model: onnx.ModelProto, plan: GraphPlan, rank: int, put: Callable[[bytes], str]
 ) -> tuple[SegmentFiles, ...]:
-    """What the coordinator makes of a model for one rank. `put` keeps a chunk and gives its hash."""
+    """The files of one rank, as the coordinator creates them. `put` stores a chunk and returns its hash."""
     graph = model.graph
     values = {value.name: value for value in (*graph.input, *graph.output, *graph.value_info)}
     files = []
@@ -188,7 +189,7 @@ def segment_files(
             [values[name] for name in segment.outputs],
             [tensor for tensor, _ in parts],
         )
-        proto = finished(part)
+        proto = make_model(part)
         del proto.opset_import[:]
         proto.opset_import.extend(model.opset_import)
         weights = tuple(weight for _, weight in parts if weight is not None)
@@ -221,7 +222,7 @@ def put_into(store: ShardStore) -> Callable[[bytes], str]:
 
 
 def reference(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """One onnxruntime session."""
+    """Outputs of one onnxruntime session."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -233,7 +234,7 @@ def reference(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> dict[str, A
 
 
 class GraphCluster:
-    """Context manager: all ranks of a plan. `sessions` by rank take the place of a model where a test brings its own."""
+    """Context manager: all ranks of a plan. `sessions` by rank replace the model."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class GraphCluster:
         timeout: float = 30.0,
         **fields: Any,
     ) -> None:
-        """Send a request to all ranks, or to some."""
+        """Send a request to all ranks, or to the given ones."""
         for rank in range(self.plan.num_ranks) if ranks is None else ranks:
             names = sorted(self.routes[rank].graph_inputs & feeds.keys())
             request = Run(
@@ -300,7 +301,7 @@ class GraphCluster:
             return self.answers[key]
 
     def outputs(self, step: int) -> dict[str, Array]:
-        """Every output of a request. Raises what a rank answered."""
+        """Every output of a request. Raises the error of a rank, if any."""
         found: dict[str, Array] = {}
         for rank in range(self.plan.num_ranks):
             message, payload = self.answer(step, rank)

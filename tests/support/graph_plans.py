@@ -20,7 +20,7 @@ def make_graph_plan(
     epoch: int = 1,
     num_ranks: int | None = None,
 ) -> GraphPlan:
-    """`segments` are ranks with the tensors that their segment takes and makes, in an order in which they can run."""
+    """`segments` have a rank, the tensors that they read and those that they produce; in an order that can run."""
     num_ranks = num_ranks or 1 + max(rank for rank, _, _ in segments)
     return GraphPlan(
         epoch=epoch,
@@ -33,7 +33,7 @@ def make_graph_plan(
             for rank in range(num_ranks)
         ),
         wire=wire,
-        predicted=Prediction(  # timeouts of a minute
+        predicted=Prediction(  # gives timeouts of a minute
             latency_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0, bottleneck_seconds=3.0
         ),
         body=GraphSegments(

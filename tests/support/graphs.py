@@ -21,7 +21,7 @@ def from_edges(
     edges: Iterable[tuple[int, int]],
     parameters: Sequence[Parameter] = (),
 ) -> GraphSpec:
-    """A graph in which every operator makes one tensor, which all its successors take; sinks make the outputs."""
+    """A graph in which every operator produces one tensor, read by all its successors; those of sinks are outputs."""
     consumers: list[list[int]] = [[] for _ in operators]
     for source, target in edges:
         consumers[source].append(target)
@@ -33,7 +33,7 @@ def from_edges(
 
 
 def chain(seconds: int, out_bytes: Sequence[int], weights: Sequence[int] | None = None) -> GraphSpec:
-    """Operators one after the other, each of `seconds` FLOPs."""
+    """Consecutive operators, each of `seconds` FLOPs."""
     count = len(out_bytes)
     weights = weights or [0] * count
     operators = [Operator(f"op{index}", "Conv", float(seconds), (index,)) for index in range(count)]
@@ -42,7 +42,7 @@ def chain(seconds: int, out_bytes: Sequence[int], weights: Sequence[int] | None 
 
 
 def two_branches(flops: float = 1.0, out_bytes: int = 100, weights: int = 10) -> GraphSpec:
-    """0 -> (1 -> 2 | 3 -> 4) -> 5, all alike."""
+    """0 -> (1 -> 2 | 3 -> 4) -> 5, with equal operators."""
     operators = [Operator(f"op{index}", "Conv", flops, (index,)) for index in range(6)]
     parameters = [Parameter(f"w{index}", weights) for index in range(6)]
     edges = [(0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5)]
@@ -57,7 +57,7 @@ def cluster_of(
     latency_seconds: float = 0.0,
     **device: Any,
 ) -> GraphCluster:
-    """Devices a, b, ..., with equal links; `device` are further fields of each."""
+    """Devices a, b, ..., with equal links; `device` has further fields of each."""
     ranks = range(len(flops_per_second))
     budgets = [budget_bytes] * len(ranks) if isinstance(budget_bytes, int) else budget_bytes
     return GraphCluster(
@@ -70,7 +70,7 @@ def cluster_of(
 
 
 def save_graph(path: Path, spec: GraphSpec) -> Path:
-    """As the JSON that `hearth plan --cluster` takes."""
+    """Save as the JSON that `hearth plan --cluster` reads."""
     nodes = [
         {
             "id": index, "op": operator.kind, "name": operator.name, "out_shape": [1], "flops": operator.flops,
@@ -126,7 +126,7 @@ def save_two_branch_model(path: Path, channels: int = 8, size: int = 16, depth: 
 
 
 def save_bfloat16_model(path: Path) -> Path:
-    """A graph whose input `x` is of a type that numpy lacks."""
+    """A graph whose input `x` has a type that numpy lacks."""
     import onnx
     from onnx import TensorProto, helper
 

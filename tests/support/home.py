@@ -1,4 +1,4 @@
-"""A whole home on the loopback interface: real agents, a real coordinator, throw-away keys. Ended by pid."""
+"""A whole home on the loopback interface: real agents, a real coordinator, temporary keys."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import psutil
-from support.waiting import PATIENCE_SECONDS, wait_for
+from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
 from hearth.client.sync import Home, connect
 from hearth.errors import HearthError
 from hearth.platform.security import Credential, new_home_key, save_credential
 
 LOOPBACK = "127.0.0.1"
-# Tests say how many devices a plan waits for: nobody else will come.
+# Tests set the number of devices that a plan waits for; no others appear.
 _SETTLE_SECONDS = "0.2"
 
 
@@ -38,7 +38,7 @@ class TestHome:
         self.key = folder / "key"
         save_credential(self.key, new_home_key())
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._began: dict[str, int] = {}  # where in its log the present run of a program begins
+        self._began: dict[str, int] = {}  # by program: offset in its log of the current run
 
     def __enter__(self) -> TestHome:
         return self
@@ -58,7 +58,7 @@ class TestHome:
                 _copy(path, self.profile_cache / path.relative_to(self.folder))
 
     def start_agent(self, name: str, *options: str) -> None:
-        self._recall(f"{name}/state/identity.json")
+        self._copy_cached(f"{name}/state/identity.json")
         self._start(
             name,
             "hearth-agent", "--name", name, "--key-path", str(self.key),
@@ -69,7 +69,7 @@ class TestHome:
 
     def start_coordinator(self, *options: str, model: bool = True, name: str = "coordinator") -> None:
         arguments = [str(self.model_dir)] if model else []
-        self._recall(f"{name}/profiles/*.json")
+        self._copy_cached(f"{name}/profiles/*.json")
         self._start(
             name,
             "hearth", "serve", *arguments, "--key", str(self.key), "--port", "0", "--name", name,
@@ -77,7 +77,7 @@ class TestHome:
         )  # fmt: skip
 
     def connect(self, key: Credential | None = None, seconds: float = 30.0, found: bool = False) -> Home:
-        """A client of the coordinator: at its address, or `found` over mDNS, which takes a second more."""
+        """A client of the coordinator: at its address, or `found` over mDNS, which takes a second longer."""
         address = None if found else f"{LOOPBACK}:{self.port('coordinator')}"
 
         def attempt() -> Home | None:
@@ -88,7 +88,7 @@ class TestHome:
 
         return wait_for("a connection to the coordinator", attempt, seconds)
 
-    def ready(self, seconds: float = PATIENCE_SECONDS) -> Home:
+    def ready(self, seconds: float = WAIT_LIMIT_SECONDS) -> Home:
         home = self.connect()
         try:
             home.wait_ready(seconds)
@@ -106,7 +106,7 @@ class TestHome:
             try:
                 if "agent.worker.main" in child.cmdline():
                     return child.pid
-            except psutil.NoSuchProcess:  # a profiler that has just ended
+            except psutil.NoSuchProcess:  # a profiler that has just exited
                 continue
         return None
 
@@ -118,7 +118,7 @@ class TestHome:
         return self._processes[name].wait(seconds)
 
     def port(self, name: str) -> int:
-        """The port that a program listens on, as its log says; the last one, if it was started again."""
+        """The port that a program listens on, according to its log; after a restart, the new one."""
         pattern = r"(?:control|listening on) port (\d+)"
 
         def found() -> list[str]:
@@ -131,14 +131,14 @@ class TestHome:
         return int(wait_for(f"the port of {name}", found)[-1])
 
     def log(self, name: str) -> str:
-        """What a program has said, also before it was started again."""
+        """A program's log, including runs before a restart."""
         return self._log_bytes(name).decode(errors="replace")
 
     def _log_bytes(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
 
-    def _recall(self, pattern: str) -> None:
-        """Bring back what an earlier home knew, unless this one knows better."""
+    def _copy_cached(self, pattern: str) -> None:
+        """Copy files of earlier homes, unless this home has its own."""
         for path in self.profile_cache.glob(pattern) if self.profile_cache is not None else ():
             here = self.folder / path.relative_to(self.profile_cache)
             if not here.exists():

@@ -1,6 +1,6 @@
 """Models for tests: random weights at a given shape, with every bias and norm gain randomised.
 
-A fresh `transformers` model has zero biases and gains of exactly 1: a bias added on every device would pass unseen.
+A fresh `transformers` model has zero biases and gains of exactly 1: a bias added on every device would not be noticed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 def save_random_model(
     directory: Path, config: Any, seed: int = 0, max_shard_size: str = "5GB", generates: bool = False
 ) -> Path:
-    """Build, randomise and save a model as safetensors; one that `generates` with its output head."""
+    """Build, randomise and save a model as safetensors; with its output head if it `generates`."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
 
@@ -48,7 +48,7 @@ def small_distilbert() -> Any:
 
 
 def small_decoder(family: str, **changes: Any) -> Any:
-    """Six heads in three KV groups where the family has groups; odd sizes; three layers."""
+    """Six heads, in three KV groups if the family has groups; odd sizes; three layers."""
     from transformers import AutoConfig
 
     common = {"vocab_size": 3000, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -71,7 +71,7 @@ def small_decoder(family: str, **changes: Any) -> Any:
 
 
 def minilm() -> Path:
-    """MiniLM's real weights, which `make test` fetches; elsewhere the test is skipped."""
+    """MiniLM's real weights, which `make test` downloads; the test is skipped without them."""
     path = Path(__file__).parents[2] / ".models" / "minilm"
     if not (path / "model.safetensors").exists():
         pytest.skip("the model of `make test` is not here (.models/minilm)")

@@ -1,4 +1,4 @@
-"""ONNX models for tests: small ones made by hand, exported networks, and segments run one after another."""
+"""ONNX models for tests: small handmade ones, exported networks, and segments run one after another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 
 Arrays = dict[str, Any]
-LARGE = (64, 128)  # a float32 weight of 32 KiB: it stays in the file
-WIDE = (64, 320)  # and so does one of int8
+LARGE = (64, 128)  # a float32 weight of 32 KiB, which stays in the file
+WIDE = (64, 320)  # an int8 weight that stays in the file
 
 
 def node(kind: str, inputs: str, outputs: str, **attributes: Any) -> NodeProto:
-    """Names are given with spaces between them; `-` stands for one that is left out."""
+    """A node with space-separated names; `-` stands for an omitted input or output."""
     takes, gives = (["" if name == "-" else name for name in names.split()] for names in (inputs, outputs))
     return helper.make_node(kind, takes, gives, name=gives[0], **attributes)
 
@@ -51,7 +51,7 @@ def graph(
 
 
 def saved(path: Path, of: GraphProto, opset: int = 17, **more: Any) -> Path:
-    """With the operators of onnxruntime at hand too."""
+    """Save with the operator sets of ONNX and of onnxruntime."""
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1), *more.pop("opsets", ())]
     model: ModelProto = helper.make_model(of, opset_imports=opsets, ir_version=8, **more)
     path.write_bytes(model.SerializeToString())
@@ -69,7 +69,7 @@ def random_inputs(spec: GraphSpec, seed: int = 0) -> Arrays:
 
 
 def run_whole(path: Path, inputs: Mapping[str, Any]) -> Arrays:
-    """The reference: one onnxruntime session of the file as it is."""
+    """The reference: one onnxruntime session of the unchanged file."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), _options(), providers=["CPUExecutionProvider"])
@@ -78,7 +78,7 @@ def run_whole(path: Path, inputs: Mapping[str, Any]) -> Arrays:
 
 
 def run_segments(model: OnnxModel, segments: Iterable[Segment], inputs: Mapping[str, Any]) -> Arrays:
-    """Each segment as its own session, with no tensors but its inputs."""
+    """Run each segment in its own session, with only its inputs."""
     known = dict(inputs)
     for segment in segments:
         outputs = run_segment(model, segment, {name: known[name] for name in segment.inputs})
@@ -95,7 +95,7 @@ def run_segment(model: OnnxModel, segment: Segment, inputs: Mapping[str, Any]) -
     for weight in weights:
         data = model.file.read(weight)
         assert data.nbytes == num_bytes_of(weight.data_type, tuple(weight.dims))
-        # numpy has no bfloat16 of its own; the runtime takes its bits.
+        # numpy has no bfloat16; the runtime takes the bits.
         dtype = dtype_name(weight.data_type)
         arrays.append(np.frombuffer(data, {"bfloat16": "uint16"}.get(dtype, dtype)).reshape(weight.dims))
     make = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type
@@ -119,7 +119,7 @@ def _options() -> Any:
 
 
 def shared_weights(path: Path) -> Path:
-    """One large weight used twice, once transposed; another by both halves of a Split with an odd rest."""
+    """One large weight used twice, once transposed; another by both halves of a Split with an odd remainder."""
     nodes = [
         node("MatMul", "x w", "a"),
         node("Relu", "a", "b"),
@@ -138,7 +138,7 @@ def shared_weights(path: Path) -> Path:
 
 
 def branches(path: Path) -> Path:
-    """If on an input. Its branches take tensors and a weight from outside and have large weights of one name inside."""
+    """If on an input. Its branches read outer tensors and an outer weight, and have large weights with equal names."""
 
     def branch(kind: str, seed: int) -> GraphProto:
         nodes = [
@@ -169,7 +169,7 @@ def branches(path: Path) -> Path:
 
 
 def loop(path: Path) -> Path:
-    """Five rounds of state = tanh(state w + u) with w and u from outside; what each round gives out is stacked."""
+    """Five iterations of state = tanh(state w + u) with outer w and u; the states are stacked."""
     body = graph(
         [
             node("Identity", "go", "go_on"), node("MatMul", "state w", "m"), node("Add", "m u", "n"),
@@ -189,7 +189,7 @@ def loop(path: Path) -> Path:
 
 
 def scan(path: Path) -> Path:
-    """A running sum over the second axis, with a tensor from outside."""
+    """A running sum over the second axis, with an outer tensor."""
     body = graph(
         [node("Add", "sum slice", "more"), node("Mul", "more gain", "scaled")],
         [value("sum", [3]), value("slice", [3])],
@@ -206,7 +206,7 @@ def scan(path: Path) -> Path:
 
 
 def functions(path: Path) -> Path:
-    """A function used twice, which uses another one, with a large constant in it."""
+    """A function used twice that calls another one, with a large constant in it."""
     standard = [helper.make_opsetid("", 17)]
     constant = helper.make_node("Constant", [], ["k"], value=weight("", *LARGE, seed=5))
     square = helper.make_function("ours", "Square", ["a"], ["b"], [node("Mul", "a a", "b")], standard)
@@ -246,7 +246,7 @@ def onnxruntime_operators(path: Path) -> Path:
 
 
 def constants(path: Path) -> Path:
-    """Outputs that are an input, a weight, and computed from weights alone; weights of many kinds."""
+    """Outputs that are an input, a weight, or computed from weights alone; weights of many types."""
     numbers = helper.make_tensor("typed", TensorProto.FLOAT, WIDE, np.linspace(-1, 1, 64 * 320).tolist())
     brain = helper.make_tensor("brain", TensorProto.BFLOAT16, WIDE, np.linspace(-1, 1, 64 * 320).tolist())
     nodes = [
@@ -272,7 +272,7 @@ def constants(path: Path) -> Path:
 
 
 def nibbles(path: Path) -> Path:
-    """Weights of four bits: two share a byte, also in the file."""
+    """Weights of four bits: two share a byte, in the file too."""
     packed = helper.make_tensor("packed", TensorProto.INT4, [256, 256], bytes(range(256)) * 128, raw=True)
     nodes = [node("DequantizeLinear", "packed scale", "w"), node("Add", "x w", "a"), node("Mul", "a w", "y")]
     weights = [packed, numpy_helper.from_array(np.float32(0.02), "scale")]
@@ -281,7 +281,7 @@ def nibbles(path: Path) -> Path:
 
 
 def shapes_from_shapes(path: Path) -> Path:
-    """As exporters write it: shapes computed from shapes, a branch on a shape, nodes in no order; `n` is left open."""
+    """As exporters write it: shapes computed from shapes, a branch on a shape, nodes out of order; `n` is open."""
     squeeze = graph([node("Squeeze", "wide zero", "then_out")], [], [value("then_out", None)], name="squeeze")
     same = graph([node("Identity", "wide", "else_out")], [], [value("else_out", None)], name="same")
     nodes = [
@@ -313,6 +313,6 @@ def shapes_from_shapes(path: Path) -> Path:
     return saved(path, graph(nodes, [value("x", ["n", 64])], [value("y", [None]), value("d", None)], weights))
 
 
-BY_HAND = (
+HANDMADE_MODELS = (
     shared_weights, branches, loop, scan, functions, onnxruntime_operators, constants, nibbles, shapes_from_shapes,
 )  # fmt: skip

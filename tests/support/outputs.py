@@ -1,6 +1,6 @@
-"""Outputs of plans run on devices of this process, described in plain data: what a comparison across versions needs.
+"""Outputs of plans run on devices in this process, described in plain data for comparison across versions.
 
-Plans are made without a planner, by shares. Everything computes on one thread, so that sums are in one order.
+Plans are made without a planner, from shares. Everything runs on one thread, so that the order of sums is fixed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.engines import EngineCluster, Home
+from support.engines import EngineCluster, GenerationCluster
 from support.graph_engines import GraphCluster, random_array, random_cut, random_model
 from support.models import save_random_model, small_bert, small_decoder, small_distilbert
 from support.plans import make_plan
@@ -32,9 +32,9 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 @cache
 def model_dir(folder: Path, family: str, quantised: bool = False) -> Path:
-    """A small model with random weights: of four layers, so that a pipeline has something to split.
+    """A small model with random weights, and with four layers, so that a pipeline can be split.
 
-    A share of the MLP of one that will be `quantised` is a multiple of 32: torch's int8 kernel computes nothing else right.
+    For a model that will be `quantised`, a share of the MLP is a multiple of 32, as torch's int8 kernel requires.
     """
     if quantised:
         config = small_decoder(family, num_hidden_layers=4, intermediate_size=320)
@@ -62,7 +62,7 @@ def transformer_outputs(
     prefill_rows: int = 512,
     sampling: Mapping[str, float] | None = None,
 ) -> Arrays:
-    """`rows` [T,H] of random sequences of these lengths; of a decoder also `tokens` [sequences, 12] that answer each.
+    """`rows` [T,H] of random sequences of these lengths; for a decoder also generated `tokens` [sequences, 12].
 
     `replicated` are groups of weights (qkv, out, mlp) that every device holds whole, in every other layer.
     """
@@ -73,9 +73,9 @@ def transformer_outputs(
     wire = WireFormat.model_validate({"values": values, "lz4": "on" if values != "exact" else "off"})
     plan = make_plan(spec, strategy, split, row_weights, wire, modes=modes)  # type: ignore[arg-type]
     if spec.causal:
-        promise = GenerationLimits(kv_tokens=4096, max_sequences=8, prefill_rows=prefill_rows)
+        limits = GenerationLimits(kv_tokens=4096, max_sequences=8, prefill_rows=prefill_rows)
         body = plan.body.model_copy(update={"micro_batches": micro_batches})
-        plan = plan.model_copy(update={"generation": promise, "body": body})
+        plan = plan.model_copy(update={"generation": limits, "body": body})
     prompts = _sequences(spec, lengths)
     with EngineCluster(directory, plan) as cluster:
         rows, _ = cluster.run(prompts)
@@ -93,7 +93,7 @@ def _tokens(
     prompts: Sequence[Sequence[int]],
     sampling: Mapping[str, float] | None,
 ) -> Arrays:
-    home = Home(cluster)
+    home = GenerationCluster(cluster)
     chosen = Sampling.model_validate(dict(sampling)) if sampling else None
     requests = [home.submit(prompt, 12, chosen) for prompt in prompts]
     home.run()
@@ -103,7 +103,7 @@ def _tokens(
 def graph_outputs(
     folder: Path, seed: int, num_operators: int, num_segments: int, num_ranks: int, values: str = "exact"
 ) -> Arrays:
-    """Outputs, by name, of a random graph cut at random; two requests in flight at once."""
+    """Outputs, by name, of a random graph with random cuts; two requests are in flight at once."""
     rng = random.Random(seed)
     model = random_model(rng, num_operators)
     plan = random_cut(model, rng, num_segments, num_ranks)

@@ -1,4 +1,4 @@
-"""Planning in this process: the planner's own takes a second to start."""
+"""Planning in this process: starting the planner process takes a second."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def plan_for(request: PlanRequest) -> TransformerPlan:
 
 
 @contextmanager
-def graphs_planned_here() -> Iterator[None]:
-    """`hearth plan` of a graph starts no process while this lasts."""
+def in_process_graph_planning() -> Iterator[None]:
+    """Let `hearth plan` of a graph plan in this process."""
 
     async def solve(request: GraphRequest, progress: Callable[[str], None]) -> PlanningResult[GraphPlan]:
         return plan_graph(request, time.monotonic, progress)

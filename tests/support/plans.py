@@ -18,7 +18,7 @@ BERT_LARGE = ModelSpec(
     dtype="float32",
 )  # fmt: skip
 
-# Grouped queries, a gated MLP, RMS norms, rotary positions and a head of its own.
+# Grouped queries, a gated MLP, RMS norms, rotary positions and a separate head.
 LLAMA_1B = ModelSpec(
     name="llama-1b", family="llama", num_layers=16, num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048,
     ffn_size=8192, vocab_size=32000, max_positions=8192, type_vocab_size=0, norm_eps=1e-5, activation="silu",
@@ -41,9 +41,9 @@ def make_plan(
     modes: Sequence[LayerMode] = (),
     generation: GenerationLimits | None = None,
 ) -> TransformerPlan:
-    """A plan whose heads, columns and vocabulary follow `weights`, one per device; no planner involved.
+    """A plan whose heads, columns and vocabulary follow `weights`, one per device, without a planner.
 
-    Without `generation`, one for a decoder has room for four sequences as long as the model takes.
+    By default a decoder's plan has memory for four sequences of the model's full length.
     """
     if generation is None and spec.causal:
         length = spec.max_positions
@@ -53,7 +53,7 @@ def make_plan(
         PlannedDevice(device_id=f"id{r}", name=f"device{r}", memory=memory, budget_bytes=0, compute_seconds=0.0)
         for r in range(len(weights))
     )
-    predicted = Prediction(  # timeouts of a minute
+    predicted = Prediction(  # gives timeouts of a minute
         latency_seconds=3.0, compute_seconds=3.0, transfer_seconds=0.0, bottleneck_seconds=3.0
     )
     return TransformerPlan(
@@ -63,12 +63,12 @@ def make_plan(
 
 
 def with_generation(plan: TransformerPlan, limits: GenerationLimits | None) -> TransformerPlan:
-    """The plan with these limits for a decoder."""
+    """The plan with these limits for generation."""
     return plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})
 
 
-def sized(body: TransformerBody, seq_len: int, limits: GenerationLimits | None = None) -> TransformerBody:
-    """The body for steps of this length, without a generation or with these limits for one."""
+def with_seq_len(body: TransformerBody, seq_len: int, limits: GenerationLimits | None = None) -> TransformerBody:
+    """The body for steps of this length, and with these limits for generation or none."""
     return body.model_copy(update={"seq_len": seq_len, "generation": limits})
 
 
@@ -102,7 +102,7 @@ def _body(
 def device_profile(
     index: int, speed: float, spec: ModelSpec = BERT_LARGE, seq_len: int = 284, budget_bytes: int = 8 << 30
 ) -> DeviceProfile:
-    """A device whose every block takes time in proportion to its size, divided by `speed`; it decodes at 10 GB/s."""
+    """A device whose block times are proportional to size, divided by `speed`; it decodes at 10 GB/s."""
 
     def curve(total: int, seconds: float) -> LatencyCurve:
         return LatencyCurve(sizes=(total,), seconds=(seconds / speed,))
@@ -128,7 +128,7 @@ def device_profile(
 
 
 def cluster(devices: Sequence[DeviceProfile], mbit: float, round_trip_seconds: float = 1e-3) -> ClusterProfile:
-    """These devices with the same link between every two."""
+    """These devices with equal links between all pairs."""
     links = tuple(
         Link(
             source=a.device_id,

@@ -1,4 +1,4 @@
-"""What `transformers` says on one device, each question asked once: many tests compare other plans with the same answer."""
+"""Results of `transformers` on one device, cached, since many tests compare with the same ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import transformers
 
-torch.set_num_threads(1)  # small models gain nothing from more, which wait for a core where others use it
+torch.set_num_threads(1)  # more threads do not speed up small models and take cores from others
 
 
 @lru_cache(maxsize=8)
 def decoder(model_dir: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # the end token of random weights ends nothing
+    model.generation_config.eos_token_id = None  # random weights would generate the end token
     return model
 
 
@@ -27,7 +27,7 @@ def encoder(model_dir: Path) -> Any:
 
 
 def greedy(model_dir: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` likeliest tokens after a prompt."""
+    """The greedy `count` tokens after a prompt."""
     return list(_greedy(model_dir, tuple(prompt), count))
 
 

@@ -1,4 +1,4 @@
-"""Waits of tests: they end as soon as what they wait for is there, and only a failure takes as long as they may."""
+"""Waiting in tests: until a condition holds, with a deadline that only failures reach."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-PATIENCE_SECONDS = 180.0  # on a machine that does much else
+WAIT_LIMIT_SECONDS = 180.0  # long enough for a busy machine
 _T = TypeVar("_T")
 
 
-def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = PATIENCE_SECONDS) -> _T:
-    """Poll until `probe` gives something."""
+def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = WAIT_LIMIT_SECONDS) -> _T:
+    """Poll until `probe` returns something true, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := probe()):
         if time.monotonic() > deadline:
@@ -21,14 +21,14 @@ def wait_for(what: str, probe: Callable[[], _T | None], seconds: float = PATIENC
     return found
 
 
-async def turns(count: int = 100) -> None:
-    """Let the event loop run what is ready, and what that makes ready, `count` times: for code that waits for no clock."""
+async def let_tasks_run(count: int = 100) -> None:
+    """Run the event loop `count` times, for code that waits for no clock."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-async def until(what: str, happened: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
-    """The same inside of an event loop."""
+async def until(what: str, happened: Callable[[], object], seconds: float = WAIT_LIMIT_SECONDS) -> None:
+    """As `wait_for`, inside an event loop."""
     deadline = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > deadline:

@@ -43,11 +43,11 @@ def test_rows_of_a_cancelled_sequence_count_from_the_step_that_follows_on_any_ra
 
 def test_the_ledger_reads_what_the_engine_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-    from support.engines import EngineCluster, Home
+    from support.engines import EngineCluster, GenerationCluster
 
     model_dir = save_random_model(tmp_path, small_decoder("llama"), generates=True)
     with EngineCluster(model_dir, make_plan(read_spec(model_dir), "hmp", (2, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 6)
         with caplog.at_level(logging.DEBUG):
             home.run()

@@ -20,7 +20,7 @@ from support.checkpoints import write_model
 from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
-from support.planning import graphs_planned_here, plan_for
+from support.planning import in_process_graph_planning, plan_for
 from support.plans import BERT_LARGE, cluster, device_profile
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
@@ -72,7 +72,7 @@ from hearth.wire.rpc import Reply
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
 NAMES = ("kitchen", "attic", "living-room")
-PATIENCE_SECONDS = 120.0  # with a command, on a busy machine; only a failure waits this long
+WAIT_LIMIT_SECONDS = 120.0  # with a command, on a busy machine; only a failure waits this long
 
 
 def home_of(speeds: Sequence[float], mbit: float, budgets: Sequence[int] = (8 << 30,) * 3) -> ClusterProfile:
@@ -445,7 +445,7 @@ def test_graph_strategies_with_equal_plans_share_a_run(strategy: str) -> None:
     spec = two_branches(flops=1e6, out_bytes=10)
     asked = GraphRequest(spec, cluster_of(spec, (1e8, 1e8), 1e9), strategy=strategy, time_limit_seconds=2.0)
     planned = PlannedGraph(plan_graph(asked, time.monotonic), asked)
-    with graphs_planned_here():
+    with in_process_graph_planning():
         plans = asyncio.run(planned.best_of_each_strategy())
     assert plans[0].body == planned.plan.body
     assert plans[0].planner.split(", ")[0] == planned.plan.planner
@@ -479,7 +479,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, tmp_path: Path) ->
         ]  # fmt: skip
         environ = {**os.environ, "HEARTH_COORDINATOR_STATE_DIR": str(tmp_path / "state")}
         done = subprocess.run(
-            command, env=environ, text=True, capture_output=True, timeout=PATIENCE_SECONDS, check=False
+            command, env=environ, text=True, capture_output=True, timeout=WAIT_LIMIT_SECONDS, check=False
         )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -516,20 +516,20 @@ def test_real_agents_are_leased_during_a_comparison_and_left_without_workers(tmp
             try:
                 pids = wait_for("its workers", lambda: [pid for name in names if (pid := home.worker_pid(name))])
                 with compare() as second:
-                    _, said = second.communicate(timeout=PATIENCE_SECONDS)
+                    _, said = second.communicate(timeout=WAIT_LIMIT_SECONDS)
                 assert second.returncode == 1
                 assert "already works for the coordinator" in said
                 assert any(home.worker_pid(name) in pids for name in names)  # and were not disturbed
             finally:
                 first.send_signal(signal.SIGINT)
-                _, said = first.communicate(timeout=PATIENCE_SECONDS)
+                _, said = first.communicate(timeout=WAIT_LIMIT_SECONDS)
         assert first.returncode == 130, said
         assert not any(home.worker_pid(name) for name in names)
 
         def third() -> tuple[str, str] | None:
             """If a busy agent missed the end of its lease, the lease expires; on a busy machine a lease may be lost."""
             with compare("--rounds", "2", "--json") as process:
-                printed, said = process.communicate(timeout=PATIENCE_SECONDS)
+                printed, said = process.communicate(timeout=WAIT_LIMIT_SECONDS)
             assert process.returncode == 0 or "already works for the coordinator" in said, said
             return None if process.returncode != 0 or " was lost: " in printed else (printed, said)
 

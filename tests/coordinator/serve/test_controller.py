@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_model
+from support.controllers import ServedController, serving
 from support.fleets import FakeFleet, GraphFleet, TransformerFleet
 from support.graphs import save_two_branch_model
-from support.houses import House, serving
-from support.waiting import turns
+from support.waiting import let_tasks_run
 
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.plan.graph.auto import plan_graph
@@ -63,7 +63,7 @@ class Case:
             self.goal = TransformerGoal(model_dir=str(write_model(folder / "model")), strategy="hmp")
             self.fleet = TransformerFleet(names)
 
-    async def ask(self, home: House, timeout_seconds: float = 10.0) -> Any:
+    async def ask(self, home: ServedController, timeout_seconds: float = 10.0) -> Any:
         if isinstance(self.goal, GraphGoal):
             payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
             return await home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload)
@@ -107,7 +107,7 @@ def test_only_contradictions_end_the_controller(
 
     async def main() -> None:
         case = Case(kind, tmp_path, graph)
-        home = House(case.fleet, tmp_path / "state", case.goal, None)
+        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
         working, attempts = home.kind.plan, 0
 
         async def plan(*arguments: Any) -> Any:
@@ -140,8 +140,10 @@ def test_only_contradictions_end_the_controller(
 
 
 @asynccontextmanager
-async def stopping(case: Case, folder: Path, **settings: Any) -> AsyncIterator[tuple[House, asyncio.Task[None]]]:
-    home = House(case.fleet, folder / "state", case.goal, None, **settings)
+async def stopping(
+    case: Case, folder: Path, **settings: Any
+) -> AsyncIterator[tuple[ServedController, asyncio.Task[None]]]:
+    home = ServedController(case.fleet, folder / "state", case.goal, None, **settings)
     running = asyncio.create_task(home.controller.run())
     await home.until(lambda: home.ready)
     yield home, running
@@ -164,7 +166,7 @@ def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Pa
                 await asked.pop()  # it was queued
             with pytest.raises(NotServing, match="stopping"):
                 await case.ask(home)
-            await turns()
+            await let_tasks_run()
             assert (home.controller.lifecycle.phase, running.done()) == ("draining", False)
             case.fleet.released.set()
             await asyncio.gather(*asked)
@@ -196,7 +198,7 @@ def test_stop_ends_requests_that_exceed_the_drain_timeout(
 def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
     async def main() -> None:
         for begun in (True, False):
-            home = House(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
+            home = ServedController(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
             running = asyncio.create_task(home.controller.run())
             if begun:
                 await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
@@ -218,7 +220,7 @@ def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFil
             await settled.wait()
 
         case.fleet.settle = settle  # type: ignore[method-assign]
-        home = House(case.fleet, tmp_path / "state", case.goal, None)
+        home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
         running = asyncio.create_task(home.controller.run())
         await settling.wait()
         settled.set()
@@ -232,7 +234,7 @@ def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFil
 # ---- drift and re-planning of graphs ----------------------------------------------------------------------------------
 
 
-def operators_of(home: House) -> dict[str, int]:
+def operators_of(home: ServedController) -> dict[str, int]:
     body, devices = home.plan.body, home.plan.devices
     return {
         device.name: sum(len(segment.operators) for segment in body.segments_of(rank))
@@ -249,14 +251,14 @@ def test_slower_device_gets_fewer_operators(tmp_path: Path, graph: GraphFile, mo
             share = operators_of(home)
             case.fleet.slow["a"] = 3.0
             await home.until_replanned(lambda: case.ask(home))
-            assert home.said("a takes 3.00x its time: changing the plan") == 1
+            assert home.count_lines("a takes 3.00x its time: changing the plan") == 1
             assert operators_of(home)["a"] < share["a"]
             case.fleet.slow["a"] = 1.0  # relative to the plan, which now includes the slowdown
             home.now += 2 * REPLAN_SECONDS
             for _ in range(20):
                 await case.ask(home)
-            await home.looks()
-            assert home.said("changing the plan") == 1
+            await home.wait_for_replanner()
+            assert home.count_lines("changing the plan") == 1
 
     asyncio.run(main())
 
@@ -272,7 +274,7 @@ def test_new_device_joins_a_graph_without_failing_requests(
             await home.until(lambda: home.ready and home.names() == "a")
             home.now = 100.0
             case.fleet.devices["b"] = there
-            await home.looks()
+            await home.wait_for_replanner()
             assert home.names() == "a"
             home.now += STAY_SECONDS
 

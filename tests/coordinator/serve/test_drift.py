@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
+from support.controllers import ServedController, serving
 from support.fleets import TransformerFleet
-from support.houses import House, serving
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.cli.app import app
@@ -243,16 +243,16 @@ def transformers(folder: Path, **wishes: Any) -> TransformerGoal:
 
 
 @asynccontextmanager
-async def house(
+async def serving_transformer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
-) -> AsyncIterator[House]:
+) -> AsyncIterator[ServedController]:
     fleet = TransformerFleet(names)
     async with serving(monkeypatch, fleet, folder / "state", transformers(folder, **goal), plan) as home:
         yield home
         assert home.controller.requests.failed == 0
 
 
-async def ask(home: House, count: int) -> None:
+async def ask(home: ServedController, count: int) -> None:
     """Send requests of full length."""
     for _ in range(count):
         assert (await home.hidden_states(16)).shape == (16, 24)
@@ -260,19 +260,19 @@ async def ask(home: House, count: int) -> None:
 
 def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch) as home:
+        async with serving_transformer(tmp_path, monkeypatch) as home:
             await ask(home, 10)
             home.fleet.slow["a"] = 8.0
             await home.until_replanned(lambda: ask(home, 1))
             assert home.plan.body.heads == (0, 3)
-            assert home.said("a takes 8.00x its time: changing the plan") == 1
+            assert home.count_lines("a takes 8.00x its time: changing the plan") == 1
             assert home.tools.profiler.slowdown("a") == pytest.approx(8.0)
             # The new plan's prediction holds, so nothing more is done.
             home.fleet.slow["a"] = 1.0  # the fake's factor is relative to the plan, which now includes the slowdown
             home.now += 2 * REPLAN_SECONDS
             await ask(home, 30)
-            await home.looks()
-            assert home.said("changing the plan") == 1
+            await home.wait_for_replanner()
+            assert home.count_lines("changing the plan") == 1
 
     asyncio.run(main())
 
@@ -281,7 +281,7 @@ def test_slow_device_that_was_left_out_is_measured_again_and_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch, strategy="auto") as home:
+        async with serving_transformer(tmp_path, monkeypatch, strategy="auto") as home:
             assert home.names() == "ab"
             await ask(home, 10)
             home.fleet.slow["a"] = 1000.0
@@ -289,7 +289,7 @@ def test_slow_device_that_was_left_out_is_measured_again_and_returns(
             await home.until(lambda: home.names() == "b" and home.ready)
             home.fleet.slow["a"] = 1.0
             home.now += LOOK_AGAIN_SECONDS
-            await home.looks()
+            await home.wait_for_replanner()
             assert home.names() == "b"
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "ab" and home.ready)
@@ -302,21 +302,21 @@ def test_drifted_links_are_measured_again_and_the_best_plan_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch) as home:
+        async with serving_transformer(tmp_path, monkeypatch) as home:
             await ask(home, 10)
             before = home.plan
             home.fleet.link_factor = 2.0
             await ask(home, 12)
-            await home.until(lambda: home.said("the links have changed: the plan stays"))
+            await home.until(lambda: home.count_lines("the links have changed: the plan stays"))
             rates = {link.bytes_per_second for link in home.tools.profiler.links.values()}
             assert rates == {home.fleet.link_bytes_per_second / 2}
             await ask(home, BASELINE_STEPS)  # the new baseline
             home.fleet.link_factor = 4.0
             await ask(home, 30)
-            await home.looks()
-            assert home.said("the plan stays") == 1  # not before the pause is over
+            await home.wait_for_replanner()
+            assert home.count_lines("the plan stays") == 1  # not before the pause is over
             home.now += REPLAN_SECONDS
-            await home.until(lambda: home.said("the plan stays") == 2)
+            await home.until(lambda: home.count_lines("the plan stays") == 2)
             assert home.plan is before
 
     asyncio.run(main())
@@ -324,34 +324,34 @@ def test_drifted_links_are_measured_again_and_the_best_plan_stays(
 
 def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch) as home:
+        async with serving_transformer(tmp_path, monkeypatch) as home:
             there = home.fleet.devices["b"]
             home.kill("b")
             await home.until(lambda: home.names() == "a" and home.ready)
             home.now = 100.0
             home.fleet.devices["b"] = there
-            await home.looks()
+            await home.wait_for_replanner()
             home.now += STAY_SECONDS - 1
-            await home.looks()
+            await home.wait_for_replanner()
             assert home.names() == "a"
             home.now += 1
             asking = asyncio.create_task(ask(home, 200))  # none of them fails
             await home.until(lambda: home.names() == "ab" and home.ready)
             await asking
-            assert home.said("b can join: changing the plan") == 1
+            assert home.count_lines("b can join: changing the plan") == 1
             assert StateFile(tmp_path / "state").load().deployments["default"].plan == home.plan
-            assert not home.said("trying again")
+            assert not home.count_lines("trying again")
 
     asyncio.run(main())
 
 
 def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch, exclude=("c",)) as home:
+        async with serving_transformer(tmp_path, monkeypatch, exclude=("c",)) as home:
             home.fleet.add("c")
-            await home.looks()
+            await home.wait_for_replanner()
             home.now += STAY_SECONDS
-            await home.looks()
+            await home.wait_for_replanner()
             assert home.names() == "ab"
 
     asyncio.run(main())
@@ -359,14 +359,14 @@ def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path / "free", monkeypatch, "a") as free:
+        async with serving_transformer(tmp_path / "free", monkeypatch, "a") as free:
             plan = free.plan
-            async with house(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
+            async with serving_transformer(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
                 # the harness without a given plan shows how long joining takes
                 for name, members in (("b", "ab"), ("c", "abc")):
                     for home in (free, kept):
                         home.fleet.add(name)
-                    await free.looks()
+                    await free.wait_for_replanner()
                     for home in (free, kept):
                         home.now += REPLAN_SECONDS
                     await free.until(lambda members=members: free.names() == members and free.ready)
@@ -380,15 +380,15 @@ def test_limits_apply_to_every_plan_and_unknown_names_are_reported(
 ) -> None:
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
 
-    def budgets(home: House) -> dict[str, int]:
+    def budgets(home: ServedController) -> dict[str, int]:
         return {device.name: device.budget_bytes >> 30 for device in home.plan.devices}  # type: ignore[union-attr]
 
     async def main() -> None:
-        async with house(tmp_path, monkeypatch, limits=limits) as home:
+        async with serving_transformer(tmp_path, monkeypatch, limits=limits) as home:
             assert budgets(home) == {"a": 1, "b": 4}
-            assert home.said("no device here is called cellar yet") == 1
+            assert home.count_lines("no device here is called cellar yet") == 1
             home.fleet.add("c")
-            await home.looks()
+            await home.wait_for_replanner()
             home.now += STAY_SECONDS
             await home.until(lambda: home.names() == "abc" and home.ready)
             assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
@@ -398,8 +398,8 @@ def test_limits_apply_to_every_plan_and_unknown_names_are_reported(
 
 def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
-        async with house(tmp_path, monkeypatch, plan=plan, **goal) as home:
-            return home.plan, home.said("the given plan is not used: a ")
+        async with serving_transformer(tmp_path, monkeypatch, plan=plan, **goal) as home:
+            return home.plan, home.count_lines("the given plan is not used: a ")
 
     given, _ = asyncio.run(main(None))
     assert given is not None
@@ -417,7 +417,7 @@ def test_device_that_cannot_be_measured_does_not_disturb_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch) as home:
+        async with serving_transformer(tmp_path, monkeypatch) as home:
             working = home.fleet.call
 
             async def call(device_id: str, message: Message, *rest: Any, **named: Any) -> Reply:
@@ -427,13 +427,13 @@ def test_device_that_cannot_be_measured_does_not_disturb_serving(
 
             home.fleet.call = call  # type: ignore[method-assign]
             home.fleet.add("c")
-            await home.looks()
+            await home.wait_for_replanner()
             home.now += STAY_SECONDS
-            await home.until(lambda: home.said("c can join: the plan stays"))
+            await home.until(lambda: home.count_lines("c can join: the plan stays"))
             home.now += 10 * REPLAN_SECONDS
             await ask(home, 5)
-            await home.looks()
-            assert home.said("c can join") == 1
+            await home.wait_for_replanner()
+            assert home.count_lines("c can join") == 1
 
     asyncio.run(main())
 
@@ -443,35 +443,35 @@ def test_fastest_format_within_the_budget_is_measured_and_used(
     budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch, accuracy_budget=budget) as home:
+        async with serving_transformer(tmp_path, monkeypatch, accuracy_budget=budget) as home:
             await ask(home, 1)  # served immediately, in the exact format
-            await home.until(lambda: home.said(f"activations travel as {chosen} "))
+            await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
             home.fleet.asked.clear()
             await ask(home, 30)
             steps = [message for _, message in home.fleet.asked if isinstance(message, Run)]
             assert {step.values for step in steps} == {chosen}
-            assert not home.said("the plan stays")  # a faster format is no drift
+            assert not home.count_lines("the plan stays")  # a faster format is no drift
 
     asyncio.run(main())
 
 
 def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path / "plain", monkeypatch) as home:
+        async with serving_transformer(tmp_path / "plain", monkeypatch) as home:
             await ask(home, 2)
             values = {message.values for _, message in home.fleet.asked if isinstance(message, Run)}
             assert values == {None}
-        async with house(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
+        async with serving_transformer(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
             await ask(home, 2)
-            await home.looks()
-            assert not home.said("activations")
+            await home.wait_for_replanner()
+            assert not home.count_lines("activations")
 
     asyncio.run(main())
 
 
 def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with house(tmp_path, monkeypatch) as home:
+        async with serving_transformer(tmp_path, monkeypatch) as home:
             await ask(home, 10)
             home.fleet.slow["a"] = 8.0
             before = home.plan

@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.contexts import zmq_context
+from support.controllers import ServedController, serving
 from support.fleets import TransformerFleet
-from support.houses import House, serving
 from support.plans import LLAMA_1B, make_plan, with_generation
-from support.waiting import PATIENCE_SECONDS, turns, until, wait_for
+from support.waiting import WAIT_LIMIT_SECONDS, let_tasks_run, until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -430,7 +430,7 @@ def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
         drained = asyncio.create_task(host.admission.drained())
         asking = asyncio.create_task(read(generations, MODEL, [1], max_tokens=3))
         await anext(one)
-        await turns()
+        await let_tasks_run()
         assert not drained.done()
         await one.aclose()
         await drained
@@ -621,7 +621,7 @@ def test_abandoned_stream_is_closed_at_the_agent() -> None:
         _, answers = await deployed(Agents(script))
         await anext(answers)
         waiting = asyncio.create_task(_all(answers))
-        await turns()
+        await let_tasks_run()
         waiting.cancel()
         await asyncio.wait({waiting})
         assert (waiting.cancelled(), script.open_now) == (True, 0)
@@ -660,7 +660,7 @@ def goal_of(folder: Path, family: str, **wishes: Any) -> TransformerGoal:
     return TransformerGoal(model_dir=str(write_model(folder / "model", family)), **wishes)
 
 
-async def tokens_of(home: House, **fields: Any) -> list[int]:
+async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
     parts = await _all(await home.kind.generate(Generate(**fields), pack_array(np.asarray([1, 2, 3], np.int32))))
     return [token for part in parts if isinstance(part, TextGenerated) for token in part.token_ids]
 
@@ -697,7 +697,7 @@ def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pyt
             asking = asyncio.create_task(tokens_of(home, max_tokens=6))
             await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
             home.fleet.add("b")
-            await home.looks()
+            await home.wait_for_replanner()
             home.now += STAY_SECONDS
             await home.until(lambda: "draining" in home.phases())
             script.silent_after = None
@@ -710,7 +710,7 @@ def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pyt
 def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
     async def main() -> None:
         decoder, encoder = (
-            House(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
+            ServedController(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
             for family in ("llama", "bert")
         )
         with pytest.raises(BadRequest, match="hearth generate"):
@@ -723,7 +723,9 @@ def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
             await tokens_of(decoder, timeout_seconds=0.05)
         assert (decoder.controller.requests.failed, decoder.controller.requests.served) == (1, 0)
         with pytest.raises(BadSetting, match="accuracy-budget"):
-            House(TransformerFleet("a"), tmp_path, goal_of(tmp_path / "b", "llama", accuracy_budget=0.01), None)
+            ServedController(
+                TransformerFleet("a"), tmp_path, goal_of(tmp_path / "b", "llama", accuracy_budget=0.01), None
+            )
 
     asyncio.run(main())
 
@@ -773,7 +775,7 @@ async def coordinator(script: Script, model: TextModel = MODEL, port: int = 0) -
         finally:
             await server.close()
             gatekeeper.stop()
-            await turns()  # lets its task end before another socket reuses its file descriptor
+            await let_tasks_run()  # lets its task end before another socket reuses its file descriptor
 
 
 def access(key: HomeKey = KEY) -> Access:
@@ -889,7 +891,7 @@ def test_request_is_retried_only_before_its_first_token() -> None:
             with pytest.raises(ConnectionLost):
                 await answer.text()
         async with coordinator(Script(silent_after=0), port=port) as (served, server):
-            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=PATIENCE_SECONDS)
+            fresh = home.generate(token_ids=[1], max_tokens=2, timeout_seconds=WAIT_LIMIT_SECONDS)
             asking = asyncio.create_task(fresh.text())
             await until("the request", lambda: served.asked)
         async with coordinator(Script(), port=port) as (again, server):

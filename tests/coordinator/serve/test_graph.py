@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.controllers import ServedController, serving
 from support.fleets import GraphFleet
 from support.graphs import save_bfloat16_model, save_two_branch_model, two_branches
-from support.houses import House, serving
 
 from coordinator.cli import load_generator as clients
 from coordinator.cli.load_generator import random_inputs
@@ -160,10 +160,10 @@ def test_chunks_are_small_content_named_and_independent_of_the_cut(
 
 
 @asynccontextmanager
-async def house(
+async def serving_graph(
     folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
     **wishes: Any,
-) -> AsyncIterator[House]:  # fmt: skip
+) -> AsyncIterator[ServedController]:  # fmt: skip
     async def here(
         request: GraphRequest,
     ) -> PlanningResult[GraphPlan]:  # the planner's process is tested with the plans
@@ -176,12 +176,12 @@ async def house(
         yield home
 
 
-def ask(home: House, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
+def ask(home: ServedController, timeout_seconds: float = 10.0) -> asyncio.Task[Any]:
     payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
     return asyncio.create_task(home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload))
 
 
-def num_slots(home: House) -> int:
+def num_slots(home: ServedController) -> int:
     """Number of requests that run at once."""
     deployment = home.controller.deployment
     assert deployment is not None
@@ -192,7 +192,7 @@ def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, graph, monkeypatch) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch) as home:
             assert home.plan.num_ranks == 3
             room = num_slots(home)
             assert room == 3 * len(home.plan.body.segments)
@@ -205,7 +205,7 @@ def test_pipeline_is_filled_and_further_requests_are_queued_or_rejected(
             home.fleet.released.set()
             answers = await asyncio.gather(*asked)
             assert all(answer.message.names == ("scores",) for answer in answers)
-            assert (home.fleet.most, home.controller.requests.served) == (room, room + 5)
+            assert (home.fleet.most_running, home.controller.requests.served) == (room, room + 5)
 
     asyncio.run(main())
 
@@ -214,7 +214,7 @@ def test_device_loss_fails_running_requests_and_queued_ones_succeed(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, graph, monkeypatch) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch) as home:
             room = num_slots(home)
             home.fleet.released.clear()
             asked = [ask(home) for _ in range(room + 2)]
@@ -234,7 +234,7 @@ def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, graph, monkeypatch) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch) as home:
             home.fleet.asked.clear()
             home.fleet.failures = [StepFailed(device="segment 1", reason="index out of range")]
             with pytest.raises(StepFailed):
@@ -257,7 +257,7 @@ def test_timed_out_request_keeps_its_slot_until_devices_finish(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, graph, monkeypatch) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch) as home:
             home.fleet.released.clear()
             asked = ask(home, timeout_seconds=0.05)
             with pytest.raises(HearthError, match=r"0\.05 s"):
@@ -275,20 +275,20 @@ def test_saved_plan_is_reused_for_the_same_graph_only(
     tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with house(tmp_path, graph, monkeypatch) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch) as home:
             plan = home.plan
         saved = StateFile(tmp_path / "state").load().deployments["default"]
         assert isinstance(saved.goal, GraphGoal)
         assert saved.plan == plan
-        async with house(tmp_path, graph, monkeypatch, plan=plan) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch, plan=plan) as home:
             assert home.plan.body.segments == plan.body.segments
             assert home.plan.epoch == 2
             assert not any("planned by" in line for line in home.lines)
         other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
-        async with house(tmp_path, graph, monkeypatch, plan=other) as home:
+        async with serving_graph(tmp_path, graph, monkeypatch, plan=other) as home:
             assert any("planned by" in line for line in home.lines)
         with pytest.raises(BadPlan, match="another graph"):
-            async with house(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
+            async with serving_graph(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
                 pass
 
     asyncio.run(main())
@@ -297,7 +297,7 @@ def test_saved_plan_is_reused_for_the_same_graph_only(
 def test_graph_with_unsupported_input_type_is_rejected(tmp_path: Path) -> None:
     goal = GraphGoal(model_file=str(save_bfloat16_model(tmp_path / "model.onnx")))
     with pytest.raises(BadModelFile, match="its tensor x is of bfloat16"):
-        House(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
+        ServedController(GraphFleet("a", None), tmp_path, goal, None)  # type: ignore[arg-type]
 
 
 def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
@@ -306,6 +306,6 @@ def test_graph_without_weights_is_rejected(tmp_path: Path) -> None:
     async def main() -> None:
         path = save_graph(tmp_path / "graph.json", two_branches())
         with pytest.raises(BadSetting, match="no weights to run"):
-            House(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]
+            ServedController(GraphFleet("a", None), tmp_path, GraphGoal(model_file=str(path)), None)  # type: ignore[arg-type]
 
     asyncio.run(main())

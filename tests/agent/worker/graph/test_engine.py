@@ -22,7 +22,7 @@ from support.graph_engines import (
     TOKEN,
     Array,
     GraphCluster,
-    finished,
+    make_model,
     plan_of,
     put_into,
     random_array,
@@ -91,7 +91,7 @@ def test_lossy_wire_format_changes_floats_only(tmp_path: Path) -> None:
         [value("y", TensorProto.FLOAT, shape), value("j", TensorProto.INT64, shape)],
         value_info=[value("f", TensorProto.FLOAT, shape), value("i", TensorProto.INT64, shape)],
     )  # fmt: skip
-    model = finished(graph)
+    model = make_model(graph)
     plan = plan_of(model, [(0, [0, 1]), (1, [2, 3])], WireFormat(values="bf16", lz4="off"))
     x = 1e6 * random_array(0)
     with GraphCluster(plan, model, tmp_path) as cluster:
@@ -118,7 +118,7 @@ def test_arrays_of_zero_and_six_dimensions_are_transferred(tmp_path: Path) -> No
         [numpy_helper.from_array(np.array(shape), "shape")],
         value_info=[value("windows", TensorProto.FLOAT, shape), value("sum", TensorProto.FLOAT, [])],
     )  # fmt: skip
-    model, x = finished(graph), random_array(0)
+    model, x = make_model(graph), random_array(0)
     with GraphCluster(plan_of(model, [(0, [0, 1]), (1, [2])]), model, tmp_path) as cluster:
         cluster.start(1, {"x": x})
         np.testing.assert_allclose(cluster.outputs(1)["y"], x.reshape(shape) + x.sum(), rtol=1e-5)
@@ -296,7 +296,7 @@ def test_abort_interrupts_a_running_segment(tmp_path: Path, monkeypatch: pytest.
     size, depth = 512, 120
     nodes = [helper.make_node("MatMul", [f"t{i}", "w"], [f"t{i + 1}"], name=f"n{i}") for i in range(depth)]
     value = helper.make_tensor_value_info
-    model = finished(
+    model = make_model(
         helper.make_graph(
             nodes, "long", [value("t0", TensorProto.FLOAT, [size, size])],
             [value(f"t{depth}", TensorProto.FLOAT, [size, size])],
@@ -387,7 +387,7 @@ def test_frame_too_large_ends_only_its_request() -> None:
 def test_onnxruntime_error_is_reported_and_ends_only_its_request(tmp_path: Path) -> None:
     """An index out of range, which is detected only at run time."""
     value = helper.make_tensor_value_info
-    model = finished(
+    model = make_model(
         helper.make_graph(
             [helper.make_node("Gather", ["table", "x"], ["y"], name="gather")], "lookup",
             [value("x", TensorProto.INT64, [2])], [value("y", TensorProto.FLOAT, [2, 4])],
@@ -447,7 +447,7 @@ def load(files: SegmentFiles, store: ShardStore, inputs: tuple[str, ...] = ("x",
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[SegmentFiles, ShardStore]:
     value, shape = helper.make_tensor_value_info, [3, 24]
-    model = finished(
+    model = make_model(
         helper.make_graph(
             [helper.make_node("MatMul", ["x", "w"], ["t"], name="m"), helper.make_node("Add", ["t", "z"], ["y"], name="a")],
             "one", [value("x", TensorProto.FLOAT, shape), value("z", TensorProto.FLOAT, shape)],
@@ -467,7 +467,7 @@ def everything_in(folder: Path) -> set[str]:
 def test_weights_are_mapped_and_temporary_files_removed(tmp_path: Path) -> None:
     weight = random_array(5, (24, 600))  # 57600 bytes: 15 chunks
     value = helper.make_tensor_value_info
-    model = finished(
+    model = make_model(
         helper.make_graph(
             [helper.make_node("MatMul", ["x", "w"], ["y"], name="m")], "one", [value("x", TensorProto.FLOAT, [3, 24])],
             [value("y", TensorProto.FLOAT, [3, 600])], [numpy_helper.from_array(weight, "w")],
@@ -513,7 +513,7 @@ def test_segment_that_onnxruntime_rejects_is_a_bad_plan(files: tuple[SegmentFile
         load(made.model_copy(update={"initializers": (*made.initializers, extra)}), store)
     with pytest.raises(BadPlan, match="do not agree on the input z"):
         load(made, store, ("x",))
-    unknown = finished(
+    unknown = make_model(
         helper.make_graph(
             [helper.make_node("Nonesuch", ["x"], ["y"], name="odd")], "odd",
             [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
@@ -522,7 +522,7 @@ def test_segment_that_onnxruntime_rejects_is_a_bad_plan(files: tuple[SegmentFile
     )  # fmt: skip
     with pytest.raises(BadPlan, match=r"onnxruntime .* does not take segment 0: .*Nonesuch"):
         load(SegmentFiles(graph=(put(unknown.SerializeToString()),)), store, ("x",))
-    texts = finished(
+    texts = make_model(
         helper.make_graph(
             [helper.make_node("Identity", ["x"], ["y"], name="same")], "texts",
             [helper.make_tensor_value_info("x", TensorProto.STRING, [3])],

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper
-from support.graph_engines import finished, random_array
+from support.graph_engines import make_model, random_array
 
 from agent.worker.graph import profiler as graph_profiler
 from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile_graph
@@ -74,7 +74,7 @@ def residual_block() -> bytes:
             TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
         )
         weights[-1].external_data.add(key="location", value="elsewhere")
-    model = finished(
+    model = make_model(
         helper.make_graph(
             nodes, "block", [value("x", TensorProto.FLOAT, [1, 16, 24, 24]), value("ids", TensorProto.INT64, [3])],
             [value("y", TensorProto.FLOAT, [1, 3])], weights,
@@ -124,7 +124,7 @@ def test_profiler_failures_are_typed_errors(tmp_path: Path, monkeypatch: pytest.
     for kind, shape, reason in (("Nonesuch", [3], "Nonesuch"), ("Relu", ["batch"], "input x")):
         node = helper.make_node(kind, ["x"], ["y"], name="n")
         tensors = [value(name, TensorProto.FLOAT, shape) for name in "xy"]
-        model = finished(helper.make_graph([node], "g", tensors[:1], tensors[1:]))
+        model = make_model(helper.make_graph([node], "g", tensors[:1], tensors[1:]))
         with pytest.raises(BadPlan, match=reason):
             profiled(tmp_path, model.SerializeToString())
     monkeypatch.setattr(graph_profiler, "_RESERVE_BYTES", 1 << 60)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.models import save_random_model, small_bert
 from support.plans import make_plan
-from support.waiting import PATIENCE_SECONDS, wait_for
+from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.errors import DeadlineExceeded, HearthError, StepFailed
@@ -77,12 +77,12 @@ def test_gathered_tile_is_forwarded_during_the_gemm(wide_bert: Path, monkeypatch
         if own.tile == tile_2 and span == tile_0:
             forwarded.set()
         if own.tile == span == tile_1:
-            in_time.append(forwarded.wait(PATIENCE_SECONDS))
+            in_time.append(forwarded.wait(WAIT_LIMIT_SECONDS))
         project_qkv(spec, layer, target, x_xH, rows, span, out)
 
     monkeypatch.setattr(blocks, "project_qkv", delayed_project_qkv)
     with EngineCluster(wide_bert, plan) as cluster:
-        cluster.run([[3] * 384], timeout=2 * PATIENCE_SECONDS)
+        cluster.run([[3] * 384], timeout=2 * WAIT_LIMIT_SECONDS)
     assert in_time
     assert all(in_time)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_random_model, small_bert, small_decoder
-from support.plans import make_plan, sized, with_generation
+from support.plans import make_plan, with_generation, with_seq_len
 
 from agent.worker.transformer.generation.scheduler import Scheduler, Sequence
 from coordinator.models.checkpoint.families import read_spec
@@ -26,7 +26,7 @@ from hearth.wire.messages import GenerateTokens, Sampling, StepOrder
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
 from support.reference import decoder, encoder, greedy  # noqa: E402
 
 LAYERS = 5
@@ -56,7 +56,7 @@ def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv
     return with_generation(plan, limits)
 
 
-def answers_of(home: Home, requests: list[bytes]) -> list[list[int]]:
+def answers_of(home: GenerationCluster, requests: list[bytes]) -> list[list[int]]:
     home.run()
     return [home.answers[request] for request in requests]
 
@@ -76,7 +76,7 @@ def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], 
     model_dir = models(family)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         prompts = prompts_of(spec, [1, 7, 61, 130])
         found = answers_of(home, [home.submit(prompt, 12) for prompt in prompts])
         assert found == [greedy(model_dir, prompt, 12) for prompt in prompts]
@@ -88,7 +88,7 @@ def test_long_prompts_and_long_answers(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [500])
         assert answers_of(home, [home.submit(prompt, 64)]) == [greedy(model_dir, prompt, 64)]
 
@@ -97,7 +97,7 @@ def test_single_stage_equals_transformers(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [70])
         assert answers_of(home, [home.submit(prompt, 8)]) == [greedy(model_dir, prompt, 8)]
 
@@ -162,11 +162,11 @@ def test_stage_memory_equals_its_layers_and_first_stage_has_the_vocabulary(model
         spec = read_spec(model_dir)
         plan = staged(spec, (1, 3, 1), kv_tokens=200)
         with EngineCluster(model_dir, plan) as cluster:
-            home = Home(cluster)
+            home = GenerationCluster(cluster)
             request = home.submit(prompts_of(spec, [20])[0], 30)
             for _ in range(6):
                 home.step()
-            planned = [rank_memory(spec, sized(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
+            planned = [rank_memory(spec, with_seq_len(plan.body, 64, plan.body.generation), rank) for rank in range(3)]
             for generation, shard, use, count in zip(
                 cluster.executors, cluster.shards, planned, plan.body.layers, strict=True
             ):
@@ -187,7 +187,7 @@ def test_prompt_chunks_and_decode_groups_are_in_flight_concurrently(models: Any)
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2), prefill_rows=10)) as cluster:
-        home, generation = Home(cluster), cluster.executors[0]
+        home, generation = GenerationCluster(cluster), cluster.executors[0]
         cluster.hub.latency_seconds = 0.03  # far longer than a chunk takes: none returns before the next starts
         (prompt,) = prompts_of(spec, [100])
         request = home.submit(prompt, 6)
@@ -213,7 +213,7 @@ def test_requests_may_come_and_be_cancelled_during_steps_in_flight(models: Any) 
     spec = read_spec(model_dir)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
     with EngineCluster(model_dir, staged(spec, (1, 2, 2), 16, kv_tokens=120)) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(9):
             home.step()
@@ -241,7 +241,7 @@ def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> No
     answers, resumed = [], list[int]()
     for plan in plans:
         with EngineCluster(model_dir, plan) as cluster:
-            home = Home(cluster)
+            home = GenerationCluster(cluster)
             answers += answers_of(home, [home.submit(prompt, 20, sampling)])
             rest = home.submit([*prompt, *resumed], 20 - len(resumed), sampling, first_index=len(resumed))
             while len(home.answers[rest]) < 5 and not home.leader.idle:
@@ -257,7 +257,7 @@ def test_lost_stage_fails_running_and_later_requests(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, staged(spec, (2, 3))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
         for _ in range(3):
             home.step()
@@ -274,7 +274,7 @@ def test_silent_stage_times_out(models: Any) -> None:
     spec = read_spec(model_dir)
     plan = staged(spec, (2, 2, 1))
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         for generation in cluster.executors:
             generation.peer_timeout_seconds = 0.3
         home.submit([5, 6, 7], 50)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support.checkpoints import CONFIGS, HEADS, tensors_of, write_model
+from support.checkpoints import CONFIGS, HEADS, stored_tensors, write_model
 
 from coordinator.models.checkpoint import checkpoint as checkpoint_module
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from hearth.errors import BadCheckpoint, UnsupportedArchitecture
 
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_tensors_are_read_from_one_or_several_files(num_files: int, tmp_path: Path) -> None:
-    expected = tensors_of("bert")
+    expected = stored_tensors("bert")
     with Checkpoint(write_model(tmp_path, num_files=num_files)) as checkpoint:
         assert checkpoint.names() == sorted(expected)
         for name, array in expected.items():
@@ -162,7 +162,7 @@ def test_malformed_files_are_named(harm: Callable[[Path], None], match: str, tmp
 def test_missing_or_misshapen_tensor_is_named(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
-    tensors = tensors_of("bert")
+    tensors = stored_tensors("bert")
     write_model(tmp_path)
     name = "encoder.layer.1.output.dense.weight"
     missing = {key: value for key, value in tensors.items() if key != name}
@@ -201,7 +201,7 @@ def test_missing_or_misshapen_decoder_tensor_has_its_stored_name(
 ) -> None:
     from safetensors.numpy import save_file
 
-    tensors = tensors_of(family)
+    tensors = stored_tensors(family)
     assert list(tensors[name].shape) == shape
     spec = read_spec(write_model(tmp_path, family))
     save_file({key: value for key, value in tensors.items() if key != name}, tmp_path / "model.safetensors")

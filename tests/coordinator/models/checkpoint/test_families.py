@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import CONFIGS, HEADS, reassembled, stored_as, write_model
+from support.checkpoints import CONFIGS, HEADS, as_stored, reassembled, write_model
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import FAMILIES, TensorSource, read_spec
@@ -85,7 +85,7 @@ def test_all_chunks_together_equal_the_models_weights(
     assert spec.has_separate_head == (family in DECODERS and not model.config.tie_word_embeddings)
     expected = weights_of(model)
     with Checkpoint(tmp_path) as checkpoint:
-        found = stored_as(family, reassembled(checkpoint, spec), _PREFIXES.get(family, "model."))
+        found = as_stored(family, reassembled(checkpoint, spec), _PREFIXES.get(family, "model."))
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert np.array_equal(found[name], array), name
@@ -118,7 +118,7 @@ def test_half_precision_is_kept(tmp_path: Path) -> None:
     spec = read_spec(tmp_path)
     assert spec.dtype == "float16"
     with Checkpoint(tmp_path) as checkpoint:
-        found = stored_as("gpt2", reassembled(checkpoint, spec), "transformer.")
+        found = as_stored("gpt2", reassembled(checkpoint, spec), "transformer.")
     for name, array in weights_of(model).items():
         assert found[name].dtype == np.float16
         assert np.array_equal(found[name], array), name

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save_file
-from support.checkpoints import CONFIGS, ours_of, reassembled, stored_as, tensors_of, write_model
+from support.checkpoints import CONFIGS, as_stored, canonical_tensors, reassembled, stored_tensors, write_model
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ def test_all_chunks_together_equal_the_model_bit_for_bit(family: str, num_files:
     spec = read_spec(write_model(tmp_path, family, num_files=num_files))
     with Checkpoint(tmp_path) as checkpoint:
         found = reassembled(checkpoint, spec)
-    expected = ours_of(family)
+    expected = canonical_tensors(family)
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert np.array_equal(found[name], array), name
@@ -60,9 +60,9 @@ def test_encoder_chunk_names_are_stable(tmp_path: Path) -> None:
     directory = write_model(tmp_path)
     ours = {
         name: np.arange(array.size, dtype=np.float32).reshape(array.shape) + index
-        for index, (name, array) in enumerate(ours_of("bert").items())
+        for index, (name, array) in enumerate(canonical_tensors("bert").items())
     }
-    save_file(stored_as("bert", ours), directory / "model.safetensors")
+    save_file(as_stored("bert", ours), directory / "model.safetensors")
     with Checkpoint(directory) as checkpoint:
         refs = build_manifest(checkpoint, read_spec(directory))
     together = hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest()
@@ -74,7 +74,9 @@ def test_half_precision_is_sliced_as_raw_bytes(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint:
         array = load(chunk_bytes(checkpoint, spec, "mlp", 1, 0))["down.weight"]
     assert array.dtype == np.float16
-    assert np.array_equal(array, tensors_of("bert", dtype=np.float16)["encoder.layer.1.output.dense.weight"][:, :64])
+    assert np.array_equal(
+        array, stored_tensors("bert", dtype=np.float16)["encoder.layer.1.output.dense.weight"][:, :64]
+    )
 
 
 def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     write_model(tmp_path, "gpt2")
-    tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in tensors_of("gpt2").items()}
+    tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in stored_tensors("gpt2").items()}
     save_file(tensors, tmp_path / "model.safetensors")
     spec = read_spec(tmp_path)
     with Checkpoint(tmp_path) as checkpoint:
@@ -95,7 +97,7 @@ def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_mixed_dtypes_are_named(family: str, tmp_path: Path) -> None:
-    tensors = tensors_of(family, dtype=np.float16)
+    tensors = stored_tensors(family, dtype=np.float16)
     name = next(name for name in tensors if "norm" in name.lower())
     save_file({**tensors, name: tensors[name].astype(np.float32)}, write_model(tmp_path, family) / "model.safetensors")
     with (

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from support import onnx_models
-from support.onnx_models import BY_HAND, random_inputs, run_segments, run_whole
+from support.onnx_models import HANDMADE_MODELS, random_inputs, run_segments, run_whole
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.models.onnx.reader import OnnxModel, read_onnx
@@ -44,7 +44,7 @@ def compare(path: Path, model: OnnxModel, seeds: int, tolerance: float = TOLERAN
             assert np.abs(found[name].astype(np.float64) - array).max() <= tolerance, (name, assignment)
 
 
-@pytest.mark.parametrize("make", BY_HAND, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", HANDMADE_MODELS, ids=lambda make: make.__name__)
 def test_cuts_of_small_graphs_equal_one_session(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     path = make(tmp_path / "model.onnx")
     model = read_onnx(path, {"n": 3} if make is onnx_models.shapes_from_shapes else None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.checkpoints import write_model
 from support.planning import plan_for
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan, sized
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan, with_seq_len
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -78,7 +78,7 @@ def request(
 def test_memory_of_a_small_llama_equals_hand_count() -> None:
     body = make_plan(SMALL, "hmp", (1, 1)).body
     assert (body.heads, body.columns, body.vocabulary) == ((4, 4), (192, 128), (2048, 452))
-    first, second = (rank_memory(SMALL, sized(body, 32, LIMITS), rank) for rank in range(2))
+    first, second = (rank_memory(SMALL, with_seq_len(body, 32, LIMITS), rank) for rank in range(2))
     qkv, out, norms = (64 + 16 + 16) * 96, 96 * 64, 2 * 96
     assert first.weights == 2 * (qkv + out + 3 * 192 * 96 + norms) * 4
     assert second.weights == 2 * (qkv + out + 3 * 128 * 96 + norms) * 4
@@ -95,7 +95,7 @@ def test_memory_of_a_small_llama_equals_hand_count() -> None:
 
 def test_tied_ungated_and_smaller_limits_take_less_memory() -> None:
     def total(spec: ModelSpec = SMALL, limits: GenerationLimits | None = LIMITS) -> int:
-        return rank_memory(spec, sized(make_plan(spec, "local", (1,)).body, 32, limits), 0).total
+        return rank_memory(spec, with_seq_len(make_plan(spec, "local", (1,)).body, 32, limits), 0).total
 
     tied = SMALL.model_copy(update={"tied_head": True})
     ungated = SMALL.model_copy(update={"gated": False})
@@ -109,7 +109,7 @@ def test_tied_ungated_and_smaller_limits_take_less_memory() -> None:
 def test_long_context_memory_grows_linearly() -> None:
     body = make_plan(LLAMA_1B, "local", (1,)).body
     short, long = (
-        rank_memory(LLAMA_1B, sized(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
+        rank_memory(LLAMA_1B, with_seq_len(body, 512, GenerationRequest(context, 1).limits(512)), 0).activations
         for context in (16384, 32768)
     )
     assert long - short == 2 * 512 * 16384 * 4
@@ -117,8 +117,8 @@ def test_long_context_memory_grows_linearly() -> None:
 
 def test_replicated_weights_divide_the_cache_by_heads() -> None:
     body = make_plan(SMALL, "sp", (1, 1)).body
-    uses = [rank_memory(SMALL, sized(body, 32, LIMITS), rank) for rank in range(2)]
-    local = rank_memory(SMALL, sized(make_plan(SMALL, "local", (1,)).body, 32, LIMITS), 0)
+    uses = [rank_memory(SMALL, with_seq_len(body, 32, LIMITS), rank) for rank in range(2)]
+    local = rank_memory(SMALL, with_seq_len(make_plan(SMALL, "local", (1,)).body, 32, LIMITS), 0)
     assert [use.weights for use in uses] == [local.weights] * 2
     assert sum(use.kv_cache for use in uses) == local.kv_cache
 
@@ -313,7 +313,7 @@ def sent_values(modes: LayerMode, strategy: Any = "hmp") -> dict[Phase, float]:
     home = cluster([device_profile(index, 1.0, spec, 512) for index in range(2)], 8)
     body = make_plan(spec, strategy, (3, 1), row_weights=(1, 1), modes=(modes,) if strategy == "hmp" else ()).body
     found: dict[Phase, float] = {}
-    for task in strategy_of_body(body).tasks(PlanLayout(spec, sized(body, 512), home, EXACT)):
+    for task in strategy_of_body(body).tasks(PlanLayout(spec, with_seq_len(body, 512), home, EXACT)):
         if task.resources == transfer_resources(0, 1):
             assert isinstance(task.kind, Phase)
             found[task.kind] = found.get(task.kind, 0.0) + task.num_bytes / 4
@@ -334,7 +334,7 @@ def test_prefill_ends_with_the_head() -> None:
     home = cluster([device_profile(0, 1.0, LLAMA_1B, 512)], 100)
     body = make_plan(LLAMA_1B, "local", (1,)).body
     blocks = 16 * (0.05 + 0.014 + 0.016 + 0.14 + 2 * 0.002) + 0.002
-    prediction, _ = predict(PlanLayout(LLAMA_1B, sized(body, 512), home, EXACT))
+    prediction, _ = predict(PlanLayout(LLAMA_1B, with_seq_len(body, 512), home, EXACT))
     assert prediction.latency_seconds == pytest.approx(blocks + 32000 * 2048 * 4 * 1e-10)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning import plan_for
-from support.plans import BERT_LARGE, cluster, device_profile, make_plan, sized
+from support.plans import BERT_LARGE, cluster, device_profile, make_plan, with_seq_len
 
 from coordinator.plan.simulator import (
     Resource,
@@ -113,12 +113,14 @@ def step_seconds(
     body: TransformerBody, devices: ClusterProfile, wire: WireFormat = EXACT, spec: ModelSpec = SMALL
 ) -> float:
     """Predicted time of a step of 284 rows."""
-    return predict(PlanLayout(spec, sized(body, 284), devices, wire))[0].latency_seconds
+    return predict(PlanLayout(spec, with_seq_len(body, 284), devices, wire))[0].latency_seconds
 
 
 def test_local_plan_costs_the_sum_of_its_blocks() -> None:
     body = make_plan(BERT_LARGE, "local", (1,)).body
-    prediction, busy = predict(PlanLayout(BERT_LARGE, sized(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT))
+    prediction, busy = predict(
+        PlanLayout(BERT_LARGE, with_seq_len(body, 284), cluster([device_profile(0, 1.0)], 125), EXACT)
+    )
     expected = 24 * (0.08 + 0.14 + 2 * 0.002) + 0.002
     assert prediction.latency_seconds == pytest.approx(expected)
     assert busy == pytest.approx((expected,))
@@ -131,7 +133,7 @@ def test_traffic_equals_the_papers(strategy: str, num_devices: int) -> None:
     devices = [device_profile(i, 1.0) for i in range(num_devices)]
     seq_len = 60 * num_devices
     body = make_plan(SMALL, strategy, [1] * num_devices).body  # type: ignore[arg-type]
-    tasks = strategy_of_body(body).tasks(PlanLayout(SMALL, sized(body, seq_len), cluster(devices, 8), EXACT))
+    tasks = strategy_of_body(body).tasks(PlanLayout(SMALL, with_seq_len(body, seq_len), cluster(devices, 8), EXACT))
     sent = [0.0] * num_devices
     for task in tasks:
         if task.resources[0].kind is ResourceKind.SEND:
@@ -147,9 +149,9 @@ def test_traffic_equals_the_papers(strategy: str, num_devices: int) -> None:
 def test_overlap_never_increases_predicted_time(speeds: list[float], mbit: float) -> None:
     devices = cluster([device_profile(i, speed) for i, speed in enumerate(speeds)], mbit)
     seconds = [
-        predict(PlanLayout(SMALL, sized(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT))[
-            0
-        ].latency_seconds
+        predict(
+            PlanLayout(SMALL, with_seq_len(make_plan(SMALL, "hmp", speeds, overlap=overlap).body, 284), devices, EXACT)
+        )[0].latency_seconds
         for overlap in (True, False)
     ]
     assert seconds[0] <= seconds[1] * 1.0001
@@ -159,7 +161,7 @@ def test_smaller_wire_format_is_faster_on_slow_links() -> None:
     devices = cluster([device_profile(i, 1.0) for i in range(2)], 60)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     seconds = [
-        predict(PlanLayout(SMALL, sized(body, 284), devices, WireFormat(values=v)))[0].latency_seconds
+        predict(PlanLayout(SMALL, with_seq_len(body, 284), devices, WireFormat(values=v)))[0].latency_seconds
         for v in ("exact", "fp16", "int8")
     ]
     assert seconds[0] > seconds[1] > seconds[2]
@@ -170,7 +172,7 @@ def test_smaller_wire_format_is_faster_on_slow_links() -> None:
 
 def test_every_weight_is_counted_once_over_all_devices() -> None:
     body = make_plan(BERT_LARGE, "hmp", (3, 1, 2)).body
-    uses = [rank_memory(BERT_LARGE, sized(body, 284), rank) for rank in range(3)]
+    uses = [rank_memory(BERT_LARGE, with_seq_len(body, 284), rank) for rank in range(3)]
     h, f = 1024, 4096
     sharded = 24 * (4 * h * h + 3 * h + 2 * h * f + f) * 4
     replicated = 24 * (2 * h + 4 * h) * 4
@@ -181,7 +183,10 @@ def test_every_weight_is_counted_once_over_all_devices() -> None:
 
 def test_sp_holds_all_weights_on_every_device() -> None:
     sp, local = (make_plan(BERT_LARGE, s, w).body for s, w in (("sp", (1, 1)), ("local", (1,))))  # type: ignore[arg-type]
-    assert rank_memory(BERT_LARGE, sized(sp, 284), 1).weights == rank_memory(BERT_LARGE, sized(local, 284), 0).weights
+    assert (
+        rank_memory(BERT_LARGE, with_seq_len(sp, 284), 1).weights
+        == rank_memory(BERT_LARGE, with_seq_len(local, 284), 0).weights
+    )
 
 
 # ---- Algorithm 1 ----------------------------------------------------------------------------------------------------
@@ -350,7 +355,7 @@ def test_lossy_format_is_used_only_where_it_saves_time() -> None:
     assert plan.wire_on(names.index("id0"), names.index("id1")).values == "exact"
     assert plan.wire_on(names.index("id1"), names.index("id2")).values == "fp16"
     lossy = plan.body.model_copy(update={"exact_links": ()})
-    everywhere = predict(PlanLayout(BERT_LARGE, sized(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
+    everywhere = predict(PlanLayout(BERT_LARGE, with_seq_len(lossy, 284), profile.subset(tuple(names)), asked.wire))[0]
     assert plan.predicted.latency_seconds <= 1.0051 * everywhere.latency_seconds
     # an explicitly requested format is used
     assert plan_for(replace(asked, spare_accuracy=False)).body.exact_links == ()
@@ -402,7 +407,7 @@ def test_predicted_timeline_pairs_transfers_like_a_measured_one() -> None:
     profile = cluster([device_profile(i, 1.0) for i in range(3)], 100)
     for strategy in ("hmp", "sp", "megatron-tp"):
         body = make_plan(SMALL, strategy, [1, 1, 1]).body  # type: ignore[arg-type]
-        traces = predicted_step_timeline(PlanLayout(SMALL, sized(body, 284), profile, EXACT))
+        traces = predicted_step_timeline(PlanLayout(SMALL, with_seq_len(body, 284), profile, EXACT))
         sent = [event for trace in traces for event in trace.events if event.lane == "send"]
         assert len(transfers(traces)) == len(sent) > 0
         assert chrome_trace(traces)["traceEvents"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.models import save_random_model, small_bert
-from support.plans import cluster, device_profile, make_plan, sized
+from support.plans import cluster, device_profile, make_plan, with_seq_len
 
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.transformer.cost.layout import PlanLayout
@@ -69,7 +69,7 @@ def test_predicted_step_equals_the_parts_of_a_measured_one(
     spec = read_spec(bert)
     plan = make_plan(spec, strategy, weights, modes=modes)  # type: ignore[arg-type]
     devices = cluster([device_profile(rank, 1.0, spec, ROWS) for rank in range(len(weights))], 100)
-    predicted = list(predicted_step_timeline(PlanLayout(spec, sized(plan.body, ROWS), devices, WireFormat())))
+    predicted = list(predicted_step_timeline(PlanLayout(spec, with_seq_len(plan.body, ROWS), devices, WireFormat())))
     with EngineCluster(bert, plan) as engines:
         _, answers = engines.run([[(7919 * i) % 3000 for i in range(ROWS)]], trace=True)
         real = engines.traces(answers)

@@ -19,7 +19,7 @@ from hearth.plan.transformer import GenerationLimits, Strategy
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
 from support.reference import greedy  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_leader_passes_only_device_tensors_to_staging(
     plan = with_generation(plan, GenerationLimits(kv_tokens=512, max_sequences=4, prefill_rows=64))
     prompt = [5, 6, 7, 8, 9]
     with MarkedTensors(), EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         request = home.submit(prompt, 6)
         home.run()
     assert home.answers[request] == greedy(model_dir, prompt, 6)

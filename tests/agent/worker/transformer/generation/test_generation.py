@@ -21,7 +21,7 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, Home  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
 from support.reference import decoder, greedy  # noqa: E402
 
 FAMILIES = ("gpt2", "opt", "llama", "qwen2", "qwen3", "mistral")
@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
     spec = read_spec(model_dir)
     plan = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         prompts = prompts_of(spec, [1, 7, 61, 100])
         requests = [home.submit(prompt, 24) for prompt in prompts]
         home.run()
@@ -88,7 +88,7 @@ def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode,
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [37])
         request = home.submit(prompt, 16)
         home.run()
@@ -101,7 +101,7 @@ def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, mode
     spec = read_spec(model_dir)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         prompts = prompts_of(spec, [150, 3])
         requests = [home.submit(prompt, 8) for prompt in prompts]
         home.run()
@@ -124,7 +124,7 @@ def test_micro_batches_equal_transformers(family: str, strategy: str, mode: Laye
     plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         prompts = prompts_of(spec, [150, 211, 3, 40])
         requests = [home.submit(prompt, 8) for prompt in prompts]
         home.run()
@@ -137,7 +137,7 @@ def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
     model_dir = models(family)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [500])
         request = home.submit(prompt, 64)
         home.run()
@@ -173,7 +173,7 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         (prompt,) = prompts_of(spec, [200])
         request = home.submit(prompt, 16)
         home.run()
@@ -198,7 +198,7 @@ def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, mo
     for split in ((1,), (1, 1), (2, 1, 3)):
         plan = generating_plan(spec, "local" if len(split) == 1 else "hmp", split)
         with EngineCluster(model_dir, plan) as cluster:
-            home = Home(cluster)
+            home = GenerationCluster(cluster)
             request = home.submit(prompt, 20, sampling)
             home.run()
             answers.append(home.answers[request])
@@ -217,7 +217,7 @@ def test_continuous_batching_and_cancellation(models: Any) -> None:
     plan = generating_plan(spec, "hmp", (1, 2), kv_tokens=120)
     prompts = prompts_of(spec, [30, 40, 10, 25, 5])
     with EngineCluster(model_dir, plan) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         first = [home.submit(prompt, 20) for prompt in prompts[:3]]
         for _ in range(6):
             home.step()
@@ -239,7 +239,7 @@ def test_stop_tokens_end_a_sequence(models: Any) -> None:
     expected = greedy(model_dir, prompt, 20)
     stop = expected[5]
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         request = home.submit(prompt, 20, stop_ids=(stop,))
         home.run()
         assert home.answers[request] == expected[: expected.index(stop) + 1]
@@ -250,7 +250,7 @@ def test_invalid_requests_are_rejected(models: Any) -> None:
     model_dir = models("gpt2")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "local", (1,), kv_tokens=64)) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         with pytest.raises(BadRequest, match="non-empty"):
             home.submit([], 5)
         with pytest.raises(BadRequest, match="between 0 and 2999"):
@@ -265,7 +265,7 @@ def test_lost_peer_fails_running_and_later_requests(models: Any) -> None:
     model_dir = models("llama")
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
         for _ in range(3):
             home.step()
@@ -281,7 +281,7 @@ def test_frame_too_large_ends_the_plan(models: Any) -> None:
     """The other ranks wait for that step, so the coordinator must deploy again: the scope must not be `request`."""
     model_dir = models("llama")
     with EngineCluster(model_dir, generating_plan(read_spec(model_dir), "hmp", (1, 1))) as cluster:
-        home = Home(cluster)
+        home = GenerationCluster(cluster)
         home.submit([5, 6, 7], 50)
         home.step()
         cluster.communicators[0].abort(FrameTooLarge(num_bytes=2, cap_bytes=1))
@@ -300,7 +300,7 @@ def test_quantised_weights_stay_close(family: str, weights: str, tolerance: floa
     (prompt,) = prompts_of(spec, [60])
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
         hidden, _ = cluster.run([prompt])
-        request = (home := Home(cluster)).submit(prompt, 12)
+        request = (home := GenerationCluster(cluster)).submit(prompt, 12)
         home.run()
         assert len(home.answers[request]) == 12
         errors = [shard.weight_error() for shard in cluster.shards]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.models import save_random_model, small_decoder
-from support.plans import make_plan, sized
+from support.plans import make_plan, with_seq_len
 
 from agent.daemon.store import ShardStore
 from coordinator.models.checkpoint.families import read_spec
@@ -30,7 +30,7 @@ from hearth.wire.messages import ChunkRef
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 transformers = pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, Home, store_chunks  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, store_chunks  # noqa: E402 (needs torch)
 
 LOGIT_TOLERANCE = 1e-3  # largest accepted absolute difference of a logit: float32 sums in another order came to 7.5e-5
 PROMPT_TOKENS = (
@@ -209,7 +209,7 @@ def differences(model: Model, cluster: EngineCluster) -> list[str]:
         if shard.embedding.head is not None and shard.embedding.vocabulary.size:
             heads.append(RecordedHead(shard.embedding.head))
             shard.embedding.head = heads[-1]
-    home = Home(cluster)
+    home = GenerationCluster(cluster)
     requests = [home.submit(each.prompt, NEW_TOKENS) for each in model.expected]
     home.run()
     assert all(len(head.logits) == len(home.chosen) for head in heads)
@@ -241,7 +241,7 @@ def plan_of(spec: ModelSpec, case: Case) -> TransformerPlan:
     everything = LayerMode(qkv="replicated", out="replicated", mlp="replicated")
     modes = [everything] * spec.num_layers if case.replicated else []
     plan = make_plan(spec, case.strategy, case.split, modes=modes, generation=limits)
-    return plan.model_copy(update={"body": sized(plan.body, rows, limits)})
+    return plan.model_copy(update={"body": with_seq_len(plan.body, rows, limits)})
 
 
 # ---- tests ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A controller that serves a model on a fleet in this process, its clock, and what it reported."""
+"""A controller that serves a model on a fake fleet, with a settable clock and captured log lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import FakeFleet
-from support.waiting import PATIENCE_SECONDS, until
+from support.waiting import WAIT_LIMIT_SECONDS, until
 
 from coordinator.devices.profiling import Profiler
 from coordinator.serve import replanning
@@ -31,8 +31,8 @@ def tools_for(folder: Path, fleet: Any, lines: list[str], **settings: Any) -> To
     return Tools(fleet, profiler, made, StateFile(folder), lines.append, lambda name, done, total: None)
 
 
-class House:
-    """`now` is what its clock says."""
+class ServedController:
+    """A controller with its fleet. `now` is the time of its clock; `lines` are the reported lines."""
 
     def __init__(self, fleet: FakeFleet, folder: Path, goal: Goal, plan: Plan | None, **settings: Any) -> None:
         self.now = 0.0
@@ -60,39 +60,39 @@ class House:
             raise AssertionError(self.lines) from error
 
     async def hidden_states(self, num_tokens: int, timeout_seconds: float = 10.0) -> Any:
-        """One request to an encoder; the rows [T,H] that it gets."""
+        """Send one request to an encoder; returns its rows [T,H]."""
         request = GetHiddenStates(timeout_seconds=timeout_seconds)
         reply = await self.kind.hidden_states(request, pack_array(np.ones(num_tokens, np.int32)))
         return unpack_array(reply.payload)
 
-    async def looks(self) -> None:
-        """Wait until the re-planner has looked for reasons at the present time, and has done what it found to do.
+    async def wait_for_replanner(self) -> None:
+        """Wait until the re-planner has checked at the present time and has completed any change of plan.
 
-        It waits for a new plan before its next look, so the third look from here begins after the first one's work.
+        It waits for a new plan before its next check, so the third check from now begins after the work of the first.
         """
         assert self.ready
-        seen = self.fleet.num_looks
-        await self.until(lambda: self.fleet.num_looks >= seen + 3)
+        seen = self.fleet.num_usable_calls
+        await self.until(lambda: self.fleet.num_usable_calls >= seen + 3)
 
     async def until_replanned(self, ask: Callable[[], Awaitable[object]]) -> None:
-        """Ask until there is a new plan, and no longer: what devices take is told to it as a drift from it."""
+        """Send requests until there is a new plan, and no more: later times would count as drift from the new plan."""
         before = self.plan
 
         async def asking() -> None:
             while self.plan is before:
                 await ask()
 
-        await asyncio.wait_for(asking(), PATIENCE_SECONDS)
+        await asyncio.wait_for(asking(), WAIT_LIMIT_SECONDS)
         await self.until(lambda: self.ready and self.plan is not before)
 
     def names(self) -> str:
         return "".join(sorted(device.name for device in self.plan.devices))
 
-    def said(self, text: str) -> int:
+    def count_lines(self, text: str) -> int:
         return sum(text in line for line in self.lines)
 
     def kill(self, name: str) -> None:
-        """The device falls silent, and the fleet notices."""
+        """Let the device fall silent, and report it to the controller."""
         self.controller.device_changed(self.fleet.kill(name))
 
     def phases(self) -> list[str]:
@@ -107,14 +107,14 @@ async def serving(
     goal: Goal,
     plan: Plan | None = None,
     **settings: Any,
-) -> AsyncIterator[House]:
-    """Served until the context ends; nothing may have ended it before."""
+) -> AsyncIterator[ServedController]:
+    """A served model until the context ends; the controller must not end before."""
     monkeypatch.setattr(replanning, "_LOOK_SECONDS", 0.002)
-    house = House(fleet, folder, goal, plan, **settings)
-    running = asyncio.create_task(house.controller.run())
+    served = ServedController(fleet, folder, goal, plan, **settings)
+    running = asyncio.create_task(served.controller.run())
     try:
-        await house.until(lambda: house.ready or running.done())
-        yield house
+        await served.until(lambda: served.ready or running.done())
+        yield served
         assert not running.done()
     finally:
         running.cancel()
