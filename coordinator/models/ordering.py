@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def topological_order(needs: Sequence[Iterable[int]], priority: Callable[[int], float] = int) -> list[int]:
-    """The indices of `needs`, each after all those that it depends on. Among several candidates, the one with the lowest
-    `priority` comes first, then the lowest index. Indices on a cycle, and those that depend on one, are left out."""
+    """The indices of `needs`, each after all those that it depends on.
+
+    Among several candidates, the one with the lowest `priority` comes first, then the lowest index. Indices on a cycle,
+    and those that depend on one, are left out.
+    """
     waits_for = [len(set(before)) for before in needs]
     needed_by: defaultdict[int, list[int]] = defaultdict(list)
     for index, before in enumerate(needs):

@@ -26,6 +26,8 @@ class NamedDevice(Protocol):
 
 
 class DeviceWithBudget(NamedDevice, Protocol):
+    """A device that also has a memory budget."""
+
     @property
     def budget_bytes(self) -> int: ...
 

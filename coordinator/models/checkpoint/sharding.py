@@ -39,8 +39,11 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
 
 
 def _safetensors_blob(tensors: dict[str, np.ndarray[Any, Any]], dtype: str) -> bytes:
-    """Write the safetensors format. Not by the library, because the chunk's hash depends on every byte: another version may
-    order or pad differently. Also, the library supports bfloat16 only through torch."""
+    """Encode tensors in the safetensors format.
+
+    Not by the library: the chunk's hash depends on every byte, and another version may order or pad differently. Also,
+    the library supports bfloat16 only through torch.
+    """
     header, offset = {}, 0
     for name, array in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}

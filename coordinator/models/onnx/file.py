@@ -20,11 +20,12 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 from coordinator.models.onnx.nodes import bodies
 from hearth.errors import BadModelFile
 
-# Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment.
+# Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment. Large
+# enough that biases and scales cost no chunk each, small enough that segments stay small without their weights.
 INLINE_BYTES = 16 << 10
 # Keys of our references, among the entries of a tensor's external data.
 _RAW, _MESSAGE = "hearth.raw", "hearth.message"
-_HASH_BLOCK_BYTES = 4 << 20  # read at a time
+_HASH_BLOCK_BYTES = 4 << 20  # read at a time: few calls, without holding the file in memory
 
 # Where tensors occur in the message: by message type, the fields to follow and the type of each (onnx.proto).
 _FIELDS: dict[str, dict[int, str]] = {
@@ -43,7 +44,7 @@ _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2
 
 
 def dtype_name(element_type: int) -> str:
-    """numpy's name of an ONNX element type; `object` for strings."""
+    """The numpy name of an ONNX element type; `object` for strings."""
     return str(helper.tensor_dtype_to_np_dtype(element_type).name)
 
 
@@ -53,6 +54,7 @@ def is_packed(element_type: int) -> bool:
 
 
 def num_bytes_of(element_type: int, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor's data; packed types store several values per byte."""
     dtype = helper.tensor_dtype_to_np_dtype(element_type)
     return -(-math.prod(shape) * _PACKED_BITS.get(dtype.name, 8 * dtype.itemsize) // 8)
 

@@ -105,8 +105,10 @@ def _recurrent(call: OperatorCall) -> int:
 
 
 def _attention(call: OperatorCall) -> int:
-    """Scores and their product with V, which is assumed to be as wide as Q. Keys are [batch, heads, length, size] or
-    [batch, length, heads x size]; if there are past keys, the second output holds all of them.
+    """Scores and their product with V, which is assumed to be as wide as Q.
+
+    Keys are [batch, heads, length, size] or [batch, length, heads x size]; if there are past keys, the second output holds
+    all of them.
     """
     present = call.outputs[1] if len(call.outputs) > 1 else None
     keys = present or call.input(1) or call.input(0)

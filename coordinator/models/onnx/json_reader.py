@@ -16,7 +16,7 @@ from hearth.errors import BadModelFile
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 from hearth.validation import first_error
 
-_MAX_OPERATORS = 100_000  # larger graphs are refused
+_MAX_OPERATORS = 100_000  # larger graphs are refused: networks have a few thousand, and planning time grows with them
 
 
 class _Node(BaseModel):

@@ -11,6 +11,7 @@ from coordinator.models.ordering import topological_order
 
 
 def attributes_of(node: NodeProto) -> dict[str, Any]:
+    """The attributes of a node by name, as Python values."""
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 

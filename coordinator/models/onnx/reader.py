@@ -23,7 +23,8 @@ from hearth.errors import BadSetting, DynamicShape
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
-_MAX_OPERATORS = 100_000  # a graph with more operators is refused before any work is done on it
+# A larger graph is refused before any work is done on it: networks have a few thousand operators.
+_MAX_OPERATORS = 100_000
 
 
 @dataclass(frozen=True)

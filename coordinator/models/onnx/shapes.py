@@ -43,7 +43,9 @@ _RANDOM_OPERATORS = {
     "Multinomial",
     "Bernoulli",
 }
-_MAX_CONSTANTS_BYTES = INLINE_BYTES  # a node with larger outputs is not evaluated here
+_MAX_CONSTANTS_BYTES = (
+    INLINE_BYTES  # a node with larger outputs is not evaluated here: shapes and indices are far smaller
+)
 # Operators of onnxruntime that its exporters and its optimiser write without a domain.
 _CONTRIB_WITHOUT_DOMAIN = {"SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization"}
 _CONTROL_FLOW = {"If", "Loop", "Scan"}
@@ -92,8 +94,10 @@ def resolve_types(
     declared: Mapping[str, TensorType],
     used_names: set[str],
 ) -> ResolvedGraph:
-    """Resolve all types of a graph. `inputs` are its inputs without initialisers; `declared` are the types that the file
-    gives for inner tensors and outputs. `used_names` are the names in use, to which new ones are added.
+    """Resolve all types of a graph.
+
+    `inputs` are its inputs without initialisers; `declared` are the types that the file gives for inner tensors and
+    outputs. `used_names` are the names in use, to which new ones are added.
 
     Raises BadModelFile and UnsupportedOperator.
     """

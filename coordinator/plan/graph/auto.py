@@ -39,8 +39,9 @@ from hearth.platform.units import format_bytes
 from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
 _TIE_TOLERANCE = 1.01  # within 1 % of the fastest, fewer devices win: each device is one more that can fail
-_MAX_ATTEMPTS = 4  # attempts per strategy: memory other than weights is known only once the operators are placed
-_PROVEN_RATIO = 1 + 1e-6  # ratio of value to bound up to which a plan counts as proven optimal
+# Per strategy: memory other than weights is known only once the operators are placed. Each attempt is a whole search.
+_MAX_ATTEMPTS = 4
+_PROVEN_RATIO = 1 + 1e-6  # of value to bound, up to which a plan counts as proven optimal; allows for rounding
 Clock = Callable[[], float]
 GraphCandidate = Candidate[GraphPlan]
 

@@ -10,7 +10,9 @@ from hearth.plan.graph import Segment
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import MemoryUse
 
-MAX_GRAPH_CHUNK_BYTES = 8 << 20  # largest chunk of a segment, held in memory on top of it while it is loaded
+# Largest chunk of a segment, held in memory on top of it while it is loaded: well below the largest message, and large enough
+# that the cost per chunk does not matter.
+MAX_GRAPH_CHUNK_BYTES = 8 << 20
 
 
 def memory_by_rank(

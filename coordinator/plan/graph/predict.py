@@ -73,6 +73,7 @@ class TensorTransfer(NamedTuple):
 
 
 def segment_seconds(cluster: GraphCluster, device: int, segment: Segment) -> float:
+    """Compute seconds of a segment on a device, given as its index in the cluster."""
     return sum(cluster.seconds[operator][device] for operator in segment.operators)
 
 

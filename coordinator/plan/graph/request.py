@@ -10,7 +10,7 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.parts import WireFormat
 from hearth.plan.plan import GraphPlan
 
-DEFAULT_TIME_LIMIT_SECONDS = 30.0  # time limit of a search
+DEFAULT_TIME_LIMIT_SECONDS = 30.0  # of a search: as long as a user will wait for a plan that is used for days
 
 
 @dataclass(frozen=True)

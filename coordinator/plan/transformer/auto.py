@@ -23,14 +23,17 @@ TransformerCandidate = Candidate[TransformerPlan]
 
 TIE_TOLERANCE = 1.04  # within 4 %, less than the prediction error, fewer devices win: each is one more that can fail
 _MAX_LEAVE_ONE_OUT = 6  # devices; with more, leaving each one out in turn would add too many plans
-_DEVICE_COUNT_RATIO = 1.35  # ratio between numbers of devices tried: similar numbers give similar plans
+_DEVICE_COUNT_RATIO = 1.35  # between the numbers of devices that are tried: similar numbers give similar plans
 _NUM_MICRO_BATCH_TRIALS = 2  # plans tried with micro-batches; each costs a simulation of many layers
 _NUM_REPLICATION_TRIALS = 2  # plans tried with replication; each costs about twenty simulations
 
 
 def plan_auto(request: PlanRequest) -> PlanningResult[TransformerPlan]:
-    """Try `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
-    devices that its search chooses. Raises ModelDoesNotFit."""
+    """Price all candidates and choose one.
+
+    They are `local` on every device, every other strategy on the fastest two, three, ... devices, and a pipeline on the
+    devices that its search chooses. Raises ModelDoesNotFit.
+    """
     found = [_try_candidate(*trial) for trial in _trials(request)]
     if all(each.plan is None for each in found):
         least = min(found, key=lambda each: each.missing_bytes)
@@ -68,6 +71,7 @@ def why_ruled_out(request: PlanRequest, strategy: Strategy[Any]) -> str:
 
 
 def make_candidate(label: str, plan: TransformerPlan) -> TransformerCandidate:
+    """The candidate for a priced plan."""
     names = tuple(device.name for device in plan.devices)
     return Candidate(label, plan.body.strategy, names, request_seconds(plan), plan)
 

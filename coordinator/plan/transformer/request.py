@@ -15,8 +15,10 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits, TransformerBody
 
-DEFAULT_SEQUENCES = 4  # concurrent sequences of full context length
-DEFAULT_NEW_TOKENS = 128  # expected length of an answer
+DEFAULT_SEQUENCES = (
+    4  # concurrent sequences of full context length; each more takes memory for keys and values on every device
+)
+DEFAULT_NEW_TOKENS = 128  # expected length of an answer: a paragraph
 # A step has room for at least this many sequences: there may be many short ones, and each takes only one row.
 _MIN_SEQUENCES_IN_STEP = 16
 
@@ -69,14 +71,20 @@ class PlanRequest:
 
     @property
     def attention_by_rows(self) -> bool:
-        """Whether attention may be split by rows. The whole context must be prefilled in one step: a rank caches the keys
-        and values of its own heads only, so a later chunk of a prompt could not attend with the other heads."""
+        """Whether attention may be split by rows.
+
+        The whole context must be prefilled in one step: a rank caches the keys and values of its own heads only, so a later
+        chunk of a prompt could not attend with the other heads.
+        """
         return self.may_replicate and (self.generation is None or self.generation.context <= self.seq_len)
 
     @property
     def may_replicate(self) -> bool:
-        """Whether a rank may hold more of a matrix than it decodes with. Not for int4, whose packed matrices are used whole,
-        nor for int8, whose kernel cannot use part of a matrix's inputs (converting the part per token would be slower)."""
+        """Whether a rank may hold more of a matrix than it decodes with.
+
+        Not for int4, whose packed matrices are used whole, nor for int8, whose kernel cannot use part of a matrix's inputs
+        (converting the part per token would be slower).
+        """
         return self.generation is None or self.spec.weights not in ("int8", "int4")
 
     @property

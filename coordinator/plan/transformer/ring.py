@@ -6,7 +6,8 @@ from itertools import combinations, permutations
 
 from hearth.plan.profile import ClusterProfile
 
-_SIMILAR_RATE_TOLERANCE = 0.10  # if the rates of all links differ by at most 10 %, the order is kept
+# If the rates of all links differ by at most 10 %, the order is kept: a new one would follow the noise of the measurements.
+_SIMILAR_RATE_TOLERANCE = 0.10
 _MAX_EXHAUSTIVE_DEVICES = 8  # (8-1)! = 5040 orders; beyond, improve by swaps
 
 

@@ -13,7 +13,7 @@ from coordinator.plan.graph.latency.sct import m_sct
 from coordinator.plan.solution import SearchOptions, Solution
 from hearth.errors import NoPlacement
 
-_TIE_BREAK_SEED = 0  # fixed, so that the same problem gives the same plan
+_TIE_BREAK_SEED = 0  # any fixed value: the same problem gives the same plan
 # Raises NoPlacement.
 Baseline = Callable[[PlacementProblem], Schedule]
 

@@ -21,8 +21,9 @@ from coordinator.plan.graph.latency.fitting import held_bytes, total_bytes
 from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, schedule, sorted_by_start
 
-_MAX_DIGITS = 6  # decimals of a time that are kept exactly
-_ROUNDED_TICKS = 1 << 26  # rounded times: the whole graph on the fastest device; one tick is 1 part in 67 million
+_MAX_DIGITS = 6  # decimals of a time that are kept exactly: whole microseconds, if times are in seconds
+# Ticks of the whole graph on the fastest device, where times are rounded: one tick is 1 part in 67 million.
+_ROUNDED_TICKS = 1 << 26
 
 
 class ModelResult(NamedTuple):
@@ -202,8 +203,11 @@ class _Model:
                 self.model.add(held <= self._problem.budget_bytes[k])
 
     def _add_flow(self, index: int) -> None:
-        """Targets start after the source's end plus the transfer between the two devices (4a, 7); each side of a device
-        carries one transfer at a time (8)."""
+        """Constraints of one flow: (4a), (7) and (8).
+
+        Targets start after the source's end plus the transfer between the two devices; each side of a device carries one
+        transfer at a time.
+        """
         flow = self._problem.flows[index]
         channels = [(a, b) for a in self._on[flow.source] for b in self._devices if a != b]
         busy = {(a, b): round(flow.seconds[a][b]) for a, b in channels}

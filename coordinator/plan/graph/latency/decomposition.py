@@ -19,9 +19,13 @@ from coordinator.plan.graph.bits import reachable_sets, set_bits
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
 
-_MAX_PARALLEL_FRACTION = 0.3  # fraction of a segment's operators that may be parallel to a near cut
-_MAX_DROPPED_FRACTION = 0.2  # fraction of the segment's work that may be dropped for a near cut
-_TRANSFER_COST = 0.01  # cost of a bypassing flow, as a fraction of the segment's work
+# Limits of a near cut. Dropped operators weaken the bound and must be placed by list scheduling, so most of a segment has to
+# remain; without any near cut, a large segment could not be solved.
+_MAX_PARALLEL_FRACTION = 0.3  # of a segment's operators, that may be parallel to a near cut
+_MAX_DROPPED_FRACTION = 0.2  # of the segment's work, that may be dropped for a near cut
+_TRANSFER_COST = (
+    0.01  # of a bypassing flow, as a fraction of the segment's work: decides between cuts that drop similar work
+)
 
 
 @dataclass(frozen=True)

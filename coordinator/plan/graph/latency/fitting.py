@@ -9,7 +9,8 @@ from ortools.sat.python import cp_model
 
 from coordinator.plan.graph.latency.problem import PlacementProblem
 
-_MAX_DETERMINISTIC_SECONDS = 10.0  # CP-SAT's own count of work, so that a run repeats exactly
+# By CP-SAT's own count of work, so that a run repeats exactly. It leaves most of a search's default time limit to the search.
+_MAX_DETERMINISTIC_SECONDS = 10.0
 
 
 def held_bytes(

@@ -36,9 +36,11 @@ from coordinator.plan.graph.latency.windows import improve
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit, NoPlacement
 
-_MAX_SEGMENT_OPERATORS = 60  # operators; larger segments are cut at near cuts
-_MAX_WHOLE_OPERATORS = 60  # operators; smaller graphs are solved as one model
-_PATH_TIME_FRACTION = 0.5  # fraction of the remaining time for the shortest path where that is only a bound
+# The model has a variable for each edge and pair of devices: small enough for proofs, large enough for a network's blocks.
+_MAX_SEGMENT_OPERATORS = 60  # larger segments are cut at near cuts
+_MAX_WHOLE_OPERATORS = 60  # larger graphs are not solved as one model
+# Of the remaining time, for the shortest path where it is only a bound: the other half is for improving the schedule.
+_PATH_TIME_FRACTION = 0.5
 
 
 def solve(
@@ -64,8 +66,8 @@ class _PlacementSearch:
         self._clock, self._began = clock, clock()
         self._deadline = self._began + time_limit_seconds
         self._num_workers = num_workers
-        self._bound_ticks = relaxed_makespan(self._ticked)  # ticks
-        self._missing_bytes = 0  # bytes, if the graph does not fit
+        self._bound_ticks = relaxed_makespan(self._ticked)
+        self._missing_bytes = 0  # if the graph does not fit
         self._best: Schedule | None = None  # the best schedule with exact times
         self._best_ticked: Schedule | None = None  # the best schedule in ticks
 

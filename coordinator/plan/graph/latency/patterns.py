@@ -12,7 +12,8 @@ from typing import Any
 
 from coordinator.plan.graph.latency.problem import FloatMatrix, PlacementProblem
 
-_MIN_KEPT_FRACTION = 0.95  # fraction of each segment's work, and of its transfers, that its pattern must keep
+# Of each segment's work, and of its transfers, that its pattern must keep: a pattern with less would give a weak bound.
+_MIN_KEPT_FRACTION = 0.95
 
 
 @dataclass

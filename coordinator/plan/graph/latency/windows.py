@@ -16,8 +16,10 @@ from coordinator.plan.graph.latency.cpsat import SolverLimits, WindowContext, so
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule
 
-_WINDOW_SECONDS = 2.0  # CP-SAT's deterministic seconds per window
-_WINDOW_SIZES = (24, 48, 96)  # operators in a window; the next size when a sweep finds no improvement
+# CP-SAT's deterministic seconds per window: more would solve larger windows, less lets more windows take part.
+_WINDOW_SECONDS = 2.0
+# Operators in a window; the next size when a sweep finds no improvement. Small windows are solved fast, large ones find more.
+_WINDOW_SIZES = (24, 48, 96)
 
 
 def improve(

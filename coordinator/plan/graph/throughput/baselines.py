@@ -9,7 +9,8 @@ from coordinator.plan.graph.throughput.partitions import min_num_stages
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages
 from hearth.errors import ModelDoesNotFit
 
-_MAX_ATTEMPTS = 200  # with devices of unequal memory, a random order can reach a dead end
+# With devices of unequal memory, a random order can reach a dead end. Each attempt costs one pass over the blocks.
+_MAX_ATTEMPTS = 200
 
 
 def random_stages(problem: PipelineProblem, rng: Random) -> Stages:

@@ -25,7 +25,8 @@ from coordinator.plan.graph.throughput.search import FeasibilityProblem, SearchL
 from coordinator.plan.solution import Solution
 from hearth.errors import ModelDoesNotFit
 
-_UNDECIDED_RATIO = 1.002  # ratio of values at which the search ends if the values below are undecided
+# Ratio of values at which the search ends if the values below are undecided: far below the error of a prediction.
+_UNDECIDED_RATIO = 1.002
 
 
 def best_stages(

@@ -30,9 +30,11 @@ _Tables = dict[tuple[int, ...], _Words]  # by set of colours
 FAILURE_PROBABILITY = 0.01
 # More colours than vertices of the path: good colourings become likelier, and the tables larger.
 _COLOURS_PER_VERTEX = 1.3
-# Table entries: 2^colours times trials. Beyond this (k about 12) only the depth-first search looks for a path.
+# Table entries: 2^colours times trials, of 8 bytes or more each. Beyond this (k about 12) only the depth-first search looks
+# for a path.
 _MAX_TABLE_ENTRIES = 1 << 24
-_STEPS_PER_VERTEX = 40  # steps of the depth-first search, per vertex of the path
+# Steps of the depth-first search, per vertex of the path: enough for a path that is easy to find; colour coding comes after it.
+_STEPS_PER_VERTEX = 40
 
 
 def k_path(

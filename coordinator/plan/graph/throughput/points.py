@@ -22,7 +22,7 @@ from typing import NamedTuple
 from coordinator.plan.graph.bits import reachable_sets, set_bits
 from hearth.plan.graph_spec import GraphSpec, Tensor
 
-# Integer tensors of up to this many bytes carry shapes and indices, not activations.
+# Integer tensors of up to this many bytes (128 of int64) carry shapes and indices, not activations.
 _MAX_SHAPE_BYTES = 1024
 
 

@@ -18,9 +18,8 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile
 from hearth.plan.value_formats import BYTES_PER_VALUE, ValueFormatName
 
-SMALL_MESSAGE_VALUES = (
-    16  # values in a message of candidates or a step order, whose cost is per message rather than per byte
-)
+# Values in a message of candidates or a step order. Any small number will do: their cost is per message, not per byte.
+SMALL_MESSAGE_VALUES = 16
 # Fixed cost of a step (step order, word embedding row, sampling, answer), in units of the call overhead of one layer:
 # measured 0.8 ms, where a layer's calls take 0.2 ms.
 STEP_OVERHEAD_LAYERS = 4

@@ -1,5 +1,6 @@
-"""Memory of a device under a transformer plan, in bytes. Galaxy's memory constraint counts weights only; this one counts
-activations, the KV cache and the worker process too.
+"""Memory of a device under a transformer plan, in bytes.
+
+Galaxy's memory constraint counts weights only; this one counts activations, the KV cache and the worker process too.
 
 Shape letters: S rows of a step, H hidden size, w = heads * head_dim of a rank, q its QKV width (3w without grouped
 queries), c its MLP columns, V its share of the vocabulary, B sequences decoded in one step, L tokens of one sequence.

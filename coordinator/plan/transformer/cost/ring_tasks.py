@@ -129,8 +129,11 @@ class RingTasks:
         leaving: Phase,
         second: Sequence[Sequence[float]],
     ) -> None:
-        """A gather and a scatter that run both GEMMs of a tile one after the other: the first partial sums are sent while
-        later tiles are still being gathered. `first` and `second` are the seconds of the GEMMs, as in `gather`."""
+        """A gather and a scatter that run both GEMMs of a tile one after the other.
+
+        The first partial sums are sent while later tiles are still being gathered. `first` and `second` are the seconds of
+        the GEMMs, as in `gather`.
+        """
         if not self.body.overlap:
             self.gather(entering, first)
             self.scatter(leaving, second)
@@ -158,8 +161,11 @@ class RingTasks:
         return [step.compute for step in rings.ring_reduce_scatter(self._num_ranks, rank) if self.rows[step.compute]]
 
     def _ring_all_gather(self, phase: Phase, row_values: int) -> tuple[dict[tuple[int, int], After], Sequence[float]]:
-        """Append the transfers. Returns the tasks after which rank r has tile k, as `[r, k]`, and the CPU seconds that each
-        rank's ends of the transfers take."""
+        """Append the transfers.
+
+        Returns the tasks after which rank r has tile k, as `[r, k]`, and the CPU seconds that each rank's ends of the
+        transfers take.
+        """
         arrived: dict[tuple[int, int], After] = {(r, r): self.last[r] for r in self.ranks}
         formats: dict[tuple[int, int], ValueFormatName] = {
             (r, r): "exact" for r in self.ranks
@@ -183,8 +189,10 @@ class RingTasks:
         return arrived, wire_seconds
 
     def _ring_reduce_scatter(self, phase: Phase, computed: dict[tuple[int, int], int], start: Sequence[After]) -> None:
-        """Append the transfers; `computed[r, k]` is the task of rank r's partial sum of tile k. The CPU work of the
-        transfers may begin after `start`."""
+        """Append the transfers; `computed[r, k]` is the task of rank r's partial sum of tile k.
+
+        The CPU work of the transfers may begin after `start`.
+        """
         partial: dict[tuple[int, int], After] = {}
         wire_seconds = [0.0] * self._num_ranks
         for t in range(self._num_ranks):

@@ -30,7 +30,8 @@ from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, largest_remaind
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import ShareStrategy
 
-_MAX_PROGRAMS = 120  # integer programs along the border; a count rather than a time, so that results repeat
+# Integer programs along the border; a count rather than a time, so that results repeat. At a few milliseconds each, a second.
+_MAX_PROGRAMS = 120
 _SOLVE_SECONDS = 0.2  # time limit of one integer program; a few dozen variables take milliseconds
 
 
@@ -139,8 +140,10 @@ class _Problem:
         return largest_remainder(weights, self._totals[2])
 
     def _vocabulary_within(self, found: Shares) -> tuple[int, ...]:
-        """The vocabulary of feasible shares, reassigned where it takes time: each grain goes to the device that finishes it
-        first, among those with room left by their other shares."""
+        """The vocabulary of feasible shares, reassigned where it takes time.
+
+        Each grain goes to the device that finishes it first, among those with room left by their other shares.
+        """
         if not self._head_seconds:
             return found.vocabulary
         without = found._replace(vocabulary=(0,) * self._num_devices)

@@ -34,11 +34,16 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import Pipeline
 from hearth.plan.value_formats import BYTES_PER_VALUE
 
-_CHUNK_COUNTS = (1, 2, 4, 8)  # numbers of chunks per step that are tried
+# Numbers of chunks per step that are tried. More chunks fill the pipeline better; fewer run larger GEMMs.
+_CHUNK_COUNTS = (1, 2, 4, 8)
 _MIN_CHUNK_ROWS = 16  # with smaller chunks, a stage reads its weights too often
-_MAX_ALL_ORDERS = 4  # devices; with more, only orders along a good ring are tried
-_MAX_ALL_SUBSETS = 24  # subsets; if there are more, only the fastest and the largest devices are tried
-_NUM_SIMULATED = 3  # best estimates that are simulated
+# Devices up to which all orders are tried (4! = 24); with more, only orders along a good ring.
+_MAX_ALL_ORDERS = 4
+# Subsets up to which all are tried; if there are more, only the fastest and the largest devices. Each costs all its orders.
+_MAX_ALL_SUBSETS = 24
+_NUM_SIMULATED = (
+    3  # best estimates that are simulated: the estimate ignores contention, so near ties need the simulator
+)
 
 
 class Split(NamedTuple):

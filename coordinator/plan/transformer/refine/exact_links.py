@@ -8,11 +8,10 @@ from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.plan.plan import TransformerPlan
 
-_MAX_TIME_RATIO = 1.005  # a more exact output may cost 0.5 % of the time
-_SIMILAR_RATE_RATIO = (
-    1.25  # links with rates within this ratio are decided together: the difference is measurement noise
-)
-_MAX_TRIALS = 8  # sets of links tried; each is a simulation
+_MAX_TIME_RATIO = 1.005  # a more exact output may cost 0.5 % of the time, which no user notices
+# Links with rates within this ratio are decided together: the difference is measurement noise.
+_SIMILAR_RATE_RATIO = 1.25
+_MAX_TRIALS = 8  # sets of links tried; each is a simulation, and homes have few classes of links
 
 
 def add_exact_links(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:

@@ -8,9 +8,8 @@ from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from hearth.plan.plan import TransformerPlan
 
-_MAX_TIME_RATIO = (
-    0.98  # required fraction of the time without: thread switches have a cost that the simulator does not include
-)
+# Required time as a fraction of that without micro-batches: thread switches have a cost that the simulator does not include.
+_MAX_TIME_RATIO = 0.98
 
 
 def split_into_micro_batches(request: PlanRequest, plan: TransformerPlan) -> TransformerPlan:

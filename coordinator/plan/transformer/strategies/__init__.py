@@ -18,6 +18,7 @@ STRATEGIES: Mapping[str, Strategy[Any]] = {each.name: each for each in (LOCAL, H
 
 
 def strategy_of_body(body: TransformerBody) -> Strategy[Any]:
+    """The strategy that made a plan's body."""
     return STRATEGIES[body.strategy]
 
 

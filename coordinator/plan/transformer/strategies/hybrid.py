@@ -15,6 +15,8 @@ from hearth.plan.transformer import LayerMode
 
 @dataclass(frozen=True)
 class HybridStrategy(TensorParallelStrategy):
+    """Galaxy's layer: heads and columns are shared inside blocks, rows between them."""
+
     def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         if mode.attention == "rows":
             _attention_by_rows(ring)
@@ -70,8 +72,11 @@ def _exchange_qkv(ring: RingTasks) -> None:
 
 
 def _exchange_out(ring: RingTasks) -> None:
-    """Replicated output projection: a rank sends its heads' outputs to the owners of the rows, and projects its own rows
-    part by part as the outputs of other ranks' heads arrive."""
+    """Replicated output projection.
+
+    A rank sends its heads' outputs to the owners of the rows, and projects its own rows part by part as the outputs of other
+    ranks' heads arrive.
+    """
     spec, heads = ring.spec, ring.body.heads
     core = [ring.blocks[r].core(heads[r]) * ring.core_scale[r] for r in ring.ranks]
     arrived = ring.exchange(

@@ -13,6 +13,8 @@ from hearth.plan.transformer import LayerMode
 
 @dataclass(frozen=True)
 class MegatronStrategy(TensorParallelStrategy):
+    """Megatron-LM's layer: heads and columns are shared, and every rank has all rows."""
+
     def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         """Each AllReduce is a ReduceScatter overlapped with its GEMM, then a plain AllGather."""
         blocks, body, everywhere = ring.blocks, ring.body, [ring.num_rows] * len(ring.ranks)

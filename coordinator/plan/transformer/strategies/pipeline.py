@@ -36,6 +36,8 @@ def layer_seconds(spec: ModelSpec, blocks: BlockProfile, rows: Span) -> float:
 
 @dataclass(frozen=True)
 class PipelineStrategy(Strategy[Pipeline]):
+    """Whole layers on each rank, in the order of the ranks."""
+
     def max_devices(self, spec: ModelSpec) -> int:
         return spec.num_layers
 
@@ -52,8 +54,11 @@ class PipelineStrategy(Strategy[Pipeline]):
         return timeline.makespan, timeline.busy
 
     def decode_seconds(self, layout: PlanLayout[Pipeline], num_tokens: float) -> float:
-        """Seconds per token: the first stage sends the step order to all, the row passes the stages and returns to the
-        first, which applies the output head and samples."""
+        """Seconds per token.
+
+        The first stage sends the step order to all, the row passes the stages and returns to the first, which applies the
+        output head and samples.
+        """
         spec, ranks = layout.spec, layout.ranks
         ready = decode.simulate_exchange(
             layout, [0.0 for _ in ranks], decode.SMALL_MESSAGE_VALUES, [0], ranks, verbatim=True

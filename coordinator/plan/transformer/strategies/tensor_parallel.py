@@ -20,13 +20,16 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Work
 from hearth.plan.transformer import GenerationLimits, LayerMode, TensorParallel
 
-# The number of equal layers that are simulated; each further one takes as long as the last of them.
+# The number of equal layers that are simulated: the first one starts without predecessors; each further one takes as long as
+# the last of them.
 _SIMULATED_LAYERS = 2
 _LAYERS_TO_SETTLE = 4  # layers until micro-batches in flight reach a steady state
 
 
 @dataclass(frozen=True)
 class TensorParallelStrategy(Strategy[TensorParallel]):
+    """A strategy that divides every layer among all ranks; subclasses append the tasks of one layer."""
+
     @abstractmethod
     def add_layer(self, ring: RingTasks, mode: LayerMode) -> None:
         """Append the tasks of one layer."""
@@ -86,8 +89,10 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         return ring.tasks, layers
 
     def timing(self, layout: PlanLayout[TensorParallel]) -> Timing:
-        """Simulate only a few layers of each run of equal layers, and add the time of the last one for each of the others:
-        the layers of a run differ only at its ends."""
+        """Simulate only a few layers of each run of equal layers, and add the time of the last one for each of the others.
+
+        The layers of a run differ only at its ends.
+        """
         modes = _modes(layout)
         if layout.body.micro_batches > 1:
             return self._timing_of_micro_batches(layout, modes)
@@ -110,8 +115,11 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
         return total, {resource: seconds + extra[resource] for resource, seconds in timeline.busy.items()}
 
     def _timing_of_micro_batches(self, layout: PlanLayout[TensorParallel], modes: Sequence[LayerMode]) -> Timing:
-        """With micro-batches, extrapolate from a few layers after the first ones. An early micro-batch runs layers ahead of
-        a late one, so each layer adds the same time only after a few layers. Unequal layers are all simulated."""
+        """With micro-batches, extrapolate from a few layers after the first ones.
+
+        An early micro-batch runs layers ahead of a late one, so each layer adds the same time only after a few layers.
+        Unequal layers are all simulated.
+        """
         shown = 2 * _LAYERS_TO_SETTLE
         if len(set(modes)) > 1 or len(modes) <= shown:
             timeline = simulate(self.step_tasks(layout, modes)[0])
@@ -124,8 +132,11 @@ class TensorParallelStrategy(Strategy[TensorParallel]):
     # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def decode_seconds(self, layout: PlanLayout[TensorParallel], num_tokens: float) -> float:
-        """Seconds per token: all layers, the output head, the candidates to rank 0, the step order from rank 0 to all, and
-        the next word embedding row from its owner (the slowest counts) to all."""
+        """Seconds per token.
+
+        These are all layers, the output head, the candidates to rank 0, the step order from rank 0 to all, and the next
+        word embedding row from its owner (the slowest counts) to all.
+        """
         spec, body, ranks, H = layout.spec, layout.body, layout.ranks, layout.spec.hidden_size
 
         def after(ready: Sequence[float], num_bytes: Sequence[float], num_layers: float) -> list[float]:
