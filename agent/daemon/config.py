@@ -17,8 +17,8 @@ from hearth.platform.settings import read_settings
 from hearth.platform.units import parse_bytes
 
 PREFIX = "HEARTH_AGENT_"
-LINK_PORT = AGENT_PORT + 1
-DATA_PORTS = (AGENT_PORT + 10, AGENT_PORT + 29)  # first and last
+LINK_PORT = AGENT_PORT + 1  # next to the control port, so that a firewall rule can name one range
+DATA_PORTS = (AGENT_PORT + 10, AGENT_PORT + 29)  # first and last; each worker on the device takes one
 
 
 class AgentSettings(BaseModel, frozen=True):

@@ -20,7 +20,7 @@ from hearth.wire.messages import Gpu
 
 log = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 60.0  # timeout; importing torch from a slow SD card takes long
+_PROBE_SECONDS = 60.0  # timeout; importing torch takes 20 s from a Raspberry Pi's SD card
 # The GPU's address and name differ between boards and JetPack releases: 57000000.gpu, 17000000.gv11b, 17000000.ga10b.
 # Some boards list the device only in devfreq, others have a link gpu.0. devfreq also lists other engines, so names are matched.
 _TEGRA_LOAD_FILES = (

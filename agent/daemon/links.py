@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 ZAP_DOMAIN = "link"
 _FRAME_BYTES = 64 << 10  # about one tile; smaller frames would measure per-frame overhead
-_PINGS = 7  # empty bursts, whose median is the round trip
+_PINGS = 7  # empty bursts, whose median is the round trip: three of them may be disturbed
 _MIN_BURST_SECONDS = 0.03  # a shorter burst measures scheduling, not the link
-_RATE_TOLERANCE = 0.05  # the rate is stable if the last bursts agree within this fraction
-_AGREEING_BURSTS = 3
+_RATE_TOLERANCE = 0.05  # fraction within which the last bursts must agree; a smaller one would take many more bursts
+_AGREEING_BURSTS = 3  # bursts; two could agree by chance
 _BURST_MARGIN_SECONDS = 2.0  # added to the measurement's time limit: the last burst may begin just before it
-_CHUNKS_IN_FLIGHT = 4  # hides the round trip; limits memory
+_CHUNKS_IN_FLIGHT = 4  # requests; enough to hide the round trip, few enough to limit the memory
 _MAX_FRAMES_PER_BURST = 60  # a burst is one message, for which the rpc layer allows 64 frames
 
 

@@ -21,7 +21,7 @@ from hearth.transport.base import Buffer
 
 log = logging.getLogger(__name__)
 
-_RESERVE_BYTES = 64 << 20  # kept free on the disk for the rest of the system
+_RESERVE_BYTES = 64 << 20  # kept free on the disk, so that logs and other programs can still write
 _PROFILE_PREFIX = "profile-"
 _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could be paths
 

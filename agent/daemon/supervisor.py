@@ -23,8 +23,8 @@ from hearth.wire.rpc import Reply, RpcClient
 
 log = logging.getLogger(__name__)
 
-_ABORT_SECONDS = 5.0  # timeout of `Abort`, which the control thread answers while others compute
-_STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL
+_ABORT_SECONDS = 5.0  # timeout of `Abort`, which the control thread answers at once, while others compute
+_STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL; a worker has nothing to save
 # Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
 _TOKEN_SECONDS = 120.0
 

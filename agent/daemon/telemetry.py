@@ -15,7 +15,7 @@ from agent.daemon.gpu import GpuReader
 from hearth.wire.messages import Telemetry
 
 _RESERVE_SHARE = 0.10  # fraction of all memory that is kept for the rest of the system if the user sets no limit
-_RESERVE_BYTES = 256 << 20  # minimum of that reserve
+_RESERVE_BYTES = 256 << 20  # minimum of that reserve: enough for the system of a small board
 
 
 class TelemetryReader:

@@ -11,7 +11,8 @@ import ctypes
 from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from <malloc.h>
-_KEEP_BYTES = 256 << 20  # freed memory at the top of the heap that is not returned to the kernel
+# Freed memory at the top of the heap that is not returned to the kernel: more than the buffers of a layer take.
+_KEEP_BYTES = 256 << 20
 _MMAP_ABOVE_BYTES = 32 << 20  # glibc's maximum; larger buffers are weights, which are long-lived
 
 

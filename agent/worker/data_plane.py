@@ -18,6 +18,8 @@ from hearth.wire.messages import Start, WireStats
 
 log = logging.getLogger(__name__)
 
+_JOIN_SECONDS = 5.0  # longest wait for a thread at the end: it notices the end within half a second
+
 T = TypeVar("T")
 
 
@@ -61,7 +63,7 @@ class DataPlane(ABC, Generic[T]):
         self._transport.close()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(timeout=5)
+                thread.join(timeout=_JOIN_SECONDS)
 
     @abstractmethod
     def _receive_loop(self) -> None:

@@ -16,8 +16,12 @@ from hearth.wire.codec import Casts, Codec
 from hearth.wire.framing import TileKey, decode_tile, encode_tile
 from hearth.wire.messages import Peer
 
-_SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = 4, 128, 512  # tiles of 8 and 256 KiB
-_MESSAGES = 24  # per measurement
+_SMALL_ROWS, _LARGE_ROWS, _ROW_VALUES = (
+    4,
+    128,
+    512,
+)  # tiles of 8 and 256 KiB: two sizes give a cost per message and per byte
+_MESSAGES = 24  # per measurement: enough for a mean, few enough to take only milliseconds
 
 
 def measure_wire_cost(per_second: float, casts: Casts) -> WireCost:

@@ -18,7 +18,7 @@ from hearth.wire.messages import ChatMessage, Message, TextEnded, TextGenerated,
 if TYPE_CHECKING:
     import numpy as np
 
-_CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop
+_CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop: as for other calls that run no model
 
 _M = TypeVar("_M", bound=BaseModel)
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
-COORDINATOR_PORT = 47830  # default TCP port of a coordinator
-CALL_SECONDS = 10.0  # default timeout of calls that run no model
-_READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`
+COORDINATOR_PORT = 47830  # default TCP port of a coordinator: the first after an agent's ports, 47800 to 47829
+CALL_SECONDS = 10.0  # default timeout of calls that run no model: long for a busy coordinator, short for a waiting user
+_READY_POLL_SECONDS = 0.2  # interval of the readiness requests in `wait_ready`: short compared with loading a model
 
 _M = TypeVar("_M", bound=wire.Message)
 

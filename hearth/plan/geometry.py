@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-# Grains of shards, in MLP columns and vocabulary rows. They do not depend on the plan, so a new plan moves whole chunks.
-COLUMN_GRAIN = 64
-VOCABULARY_GRAIN = 1024
-# Grain of sequence rows, which are split in every step and not stored.
-ROW_GRAIN = 4
+# Grains of shards do not depend on the plan, so a new plan moves whole chunks. A larger grain makes fewer chunks, a smaller one
+# balances devices better.
+COLUMN_GRAIN = 64  # MLP columns; a multiple of the 32 inputs that share a scale in int4
+VOCABULARY_GRAIN = 1024  # vocabulary rows; some dozens of chunks for a vocabulary of 32,000 tokens
+ROW_GRAIN = (
+    4  # sequence rows, which are split in every step and not stored; GEMM kernels process them in groups of this size
+)
 _GRAINS_PER_RANK = 8  # with fewer grains per rank, rounding to grains costs more balance than it gains speed
 
 

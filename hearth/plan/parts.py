@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 
 from hearth.plan.value_formats import ValueFormatName
 
-# Timeout of a wait for a peer, as a multiple of the predicted duration of the whole step or request ...
+# Timeout of a wait for a peer, as a multiple of the predicted duration of the whole step or request, and its minimum. Generous:
+# predictions ignore background load, and lost devices are detected by heartbeats anyway.
 _TIMEOUT_FACTOR = 20.0
-# ... and its minimum: predictions ignore background load, and lost devices are detected by heartbeats anyway.
 _MIN_TIMEOUT_SECONDS = 5.0
 
 

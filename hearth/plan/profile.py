@@ -47,7 +47,8 @@ class LatencyCurve(BaseModel, frozen=True):
         return self.model_copy(update={"seconds": tuple(seconds * factor for seconds in self.seconds)})
 
 
-# Kernel times are about linear in size. A line with no relative misfit above this replaces the measured points.
+# Kernel times are about linear in size. A line with no relative misfit above this replaces the measured points: a smaller limit
+# would keep noise, a larger one would hide steps in a kernel's time.
 _MAX_LINE_MISFIT = 0.06
 
 
@@ -92,7 +93,9 @@ def suspicious_point(measured: Mapping[int, float]) -> int | None:
     return worst if excess(worst) > _SUSPICIOUS_EXCESS else None
 
 
-_SUSPICIOUS_EXCESS = 0.15  # relative distance above the line
+_SUSPICIOUS_EXCESS = (
+    0.15  # relative distance above the line; well above `_MAX_LINE_MISFIT`, which kernels reach undisturbed
+)
 
 
 def _relative_line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from hearth.plan.geometry import Span
 
 # A tile travels in chunks, so that a rank forwards one chunk while it receives the next one.
 # More and smaller chunks would cost more in handling (about 0.2 ms each) than they gain.
-CHUNK_BYTES = 128 << 10
-MAX_CHUNKS = 2
+CHUNK_BYTES = 128 << 10  # least size of a chunk, where a tile has several
+MAX_CHUNKS = 2  # per tile
 
 
 class RingStep(NamedTuple):

@@ -28,7 +28,7 @@ COORDINATOR_SERVICE = "_hearth-coord._tcp.local."
 AGENT_PORT = 47800  # default TCP port of an agent
 
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
-_MAX_FIELD = 64  # bytes kept of one field of a record, which comes from an untrusted sender
+_MAX_FIELD_BYTES = 64  # kept of one field of a record, whose sender is untrusted; Hearth's own fields are shorter
 
 
 class DiscoveredService(NamedTuple):
@@ -174,7 +174,7 @@ def _open_zeroconf(interfaces: Sequence[str] | None) -> AsyncZeroconf:
 def _parse_record(info: AsyncServiceInfo) -> DiscoveredService | None:
     """Parse a record; None if it is not a Hearth record. The content is untrusted: any host on the network can send it."""
     fields = {
-        key.decode(errors="replace"): (value or b"")[:_MAX_FIELD].decode(errors="replace")
+        key.decode(errors="replace"): (value or b"")[:_MAX_FIELD_BYTES].decode(errors="replace")
         for key, value in (info.properties or {}).items()
     }
     if not info.port or not fields.get("v", "").isdigit() or not fields.get("id") or "fp" not in fields:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping
 
-_STATUS_CHARACTERS = 200  # length at which the status line is cut
+_STATUS_CHARACTERS = 200  # length at which the status line is cut, so that `systemctl status` stays readable
 
 
 class Notifier:

@@ -28,9 +28,9 @@ from hearth.protocol import MAX_PAYLOAD_FRAME_BYTES
 
 Role = Literal["agent", "coordinator", "admin"]
 
-_CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text, to detect typing errors
+_CHECKSUM_BYTES = 4  # of the SHA-256 of a credential's text: misses one typing error in 2^32
 _HEARTBEAT_MS = 2000  # interval of ZeroMQ heartbeats, which detect a peer that vanished without closing its connection
-_HEARTBEAT_TIMEOUT_MS = 6000  # three intervals
+_HEARTBEAT_TIMEOUT_MS = 6000  # three intervals: bad Wi-Fi may lose two heartbeats
 
 
 class KeyPair(NamedTuple):

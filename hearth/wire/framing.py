@@ -23,7 +23,7 @@ from hearth.transport.base import Buffer
 from hearth.wire import codec
 from hearth.wire.codec import NUMPY_CASTS, Array, Casts, Codec
 
-TOKEN_BYTES = 16  # length of the plan token
+TOKEN_BYTES = 16  # length of the plan token: 128 random bits cannot be guessed
 MAX_DIMS = 8  # enough for vision models, whose operators split axes into windows and heads
 _HEADER_VERSION = 3  # of the headers
 _COMPRESSED = 0x80  # flag in the encoding byte: the buffers are in lz4

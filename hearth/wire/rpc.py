@@ -39,14 +39,17 @@ from hearth.wire.messages import Cancel, Failed, Hello, Message, decode, encode,
 
 log = logging.getLogger(__name__)
 
-MAX_REQUESTS_PER_CALLER = 256  # concurrent requests; a further one is answered with QueueFull
-_ID_BYTES = 8  # length of a request id
-_RECONNECT_MS = 100  # first reconnection interval; it grows to _RECONNECT_MAX_MS
-_RECONNECT_MAX_MS = 1000
+MAX_REQUESTS_PER_CALLER = 256  # concurrent requests, which bounds the memory; a further one is answered with QueueFull
+_ID_BYTES = 8  # length of a request id, a counter that never wraps
+_RECONNECT_MS = 100  # first reconnection interval; it grows, so that a lost peer costs little, up to the next value
+_RECONNECT_MAX_MS = 1000  # a server that has restarted is reached again within a second
 _CHILD_RECONNECT_MS = 20  # short, because a child process that was just started soon listens
-# Close a stream whose caller has not drained its socket buffer for this long.
+# Close a stream whose caller has not drained its socket buffer for this long: a client may pause, but a request must not occupy
+# the devices for a client that reads no more.
 _STALLED_SECONDS = 30.0
-_STALLED_POLL_SECONDS = 0.05  # interval of the attempts to send to such a caller
+_STALLED_POLL_SECONDS = (
+    0.05  # interval of the attempts to send to such a caller: short compared with a pause of a reader
+)
 # The handshake failed: the server does not know our key, or its key is not the one we expect.
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,

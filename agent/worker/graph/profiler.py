@@ -42,16 +42,17 @@ from hearth.errors import BadPlan, StoreFull
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
-_SAMPLE_SECONDS = 0.05
-_SAMPLES_PER_MEASUREMENT = 5  # per measurement, which is their median
-_MAX_REPEATS = 3  # of a measurement that background load disturbed
+_SAMPLE_SECONDS = 0.05  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
+_SAMPLES_PER_MEASUREMENT = 5  # samples, whose median counts: two of them may be disturbed
+_MAX_REPEATS = 3  # of a measurement that background load disturbed: bounds the time on a busy device
 _MAX_SAMPLE_RATIO = 1.25  # if the slowest sample takes more than this times the fastest, the measurement was disturbed
-_PROFILED_SECONDS = 0.5
-_PROFILED_RUNS = (4, 40)  # minimum and maximum, after a first run for warm-up
-_MAX_RUN_RATIO = 1.5  # profiled runs longer than this times the median are ignored
-_PATTERN_VALUES = 1 << 18  # random values, repeated over all weights
+_PROFILED_SECONDS = 0.5  # total of the profiled runs, within the limits of their number
+# Minimum and maximum, after a first run for warm-up: enough for a mean; few enough for the file of events, which all are in.
+_PROFILED_RUNS = (4, 40)
+_MAX_RUN_RATIO = 1.5  # profiled runs that take longer than this times the median were disturbed and are ignored
+_PATTERN_VALUES = 1 << 18  # random values, repeated over all weights: drawing a value for each weight would take long
 _KERNEL_SUFFIX = "_kernel_time"
-_RESERVE_BYTES = 64 << 20  # kept free on the disk, in addition to the weights
+_RESERVE_BYTES = 64 << 20  # kept free on the disk beyond the weights, so that other programs can still write
 GRAPH_FILE = "graph.onnx"
 
 

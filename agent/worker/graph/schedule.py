@@ -18,7 +18,8 @@ from hearth.plan.graph import Segment
 from hearth.plan.plan import GraphPlan
 
 MAX_SENT_TENSORS = 1 << 16  # tensors sent between ranks, which have 16-bit numbers on the wire
-# Number of ended steps that are remembered, so that their late tensors are not mistaken for those of a new step.
+# Number of ended steps that are remembered, so that their late tensors are not mistaken for those of a new step. Far more than
+# are usually in flight.
 _MAX_ENDED_STEPS = 1024
 
 

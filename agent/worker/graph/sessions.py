@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 Provider = tuple[str, dict[str, Any]]
 
 _PART_SUFFIX = ".part"  # the store removes such files when it starts, in case this process is killed
-_COPY_BYTES = 1 << 20  # buffer size for joining chunks
+_COPY_BYTES = 1 << 20  # buffer size for joining chunks: large enough that system calls cost little
 _ERRORS_ONLY = 3  # onnxruntime's log severity ERROR
 # Element types that can be sent (see `hearth.wire.framing`), by onnxruntime's names.
 DTYPES = {

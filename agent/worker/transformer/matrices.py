@@ -26,7 +26,8 @@ _INT4_OUTPUT_GROUP = 16  # outputs; torch's int4 layout groups them so
 _MIN_SCALE = 1e-30  # minimum of a scale, so that a zero row or group does not divide by zero
 _MIN_PACKED_ELEMENTS = 1 << 14  # elements; a smaller matrix fits into the CPU's caches in any layout
 _PACKED_ROWS_HINT = 64  # rows of activations: a hint to oneDNN; the layout works for any number
-_PACKED_ROW_COUNTS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)  # row counts for which kernels are created
+# Row counts for which kernels are created: few, because a kernel takes up to half a MiB, and dense where padding costs most.
+_PACKED_ROW_COUNTS = (0, 1, 2, 4, *range(8, 97, 8), 144, 192, 256)
 _BLOCK_OVERHEAD_ROWS = 6  # rows; reading the weights again for another block costs as much as computing this many rows
 
 

@@ -33,18 +33,21 @@ from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspiciou
 from hearth.plan.transformer import LayerShare
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
-_MEASURED_FRACTIONS = (0.25, 0.5, 1.0)  # measured sizes, as fractions of the whole
-_SAMPLE_SECONDS = 0.03
-_SAMPLES_PER_POINT = 3  # per point, which is their median
-_MAX_REPEATS = 3  # of points that background load disturbed
+_MEASURED_FRACTIONS = (
+    0.25,
+    0.5,
+    1.0,
+)  # of the whole size: three points are the least that can tell a line from a curve
+_SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
+_SAMPLES_PER_POINT = 3  # samples, whose median counts: one of them may be disturbed
+_MAX_REPEATS = 3  # of points that background load disturbed: bounds the time on a busy device
 # Measurements cycle through copies of the weights, as through a model's layers, so that weights come from memory, not cache.
 _MAX_COPIES_BYTES = 160 << 20
-_MAX_COPIES = 4
+_MAX_COPIES = 4  # copies of a small layer: more would only take longer to create
 # Decoding is measured over more weights than any cache holds, as far as the model has that many.
 _DECODE_WEIGHT_BYTES = 256 << 20
-_MIN_READ_FRACTION = (
-    0.01  # minimum fraction of the products' time that counts as reading weights, however small the layer
-)
+# Minimum fraction of the matmuls' time that counts as reading weights, so that the cost per byte is positive for every layer.
+_MIN_READ_FRACTION = 0.01
 
 
 def profile_blocks(spec: ModelSpec, seq_len: int, num_threads: int, compute_device: ComputeDevice) -> BlockProfile:
