@@ -11,11 +11,7 @@ import typer
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
-from tools.bench import (
-    interrupts,
-    partition_command,
-    proofs,
-)
+from tools.bench import interrupts, partition_command
 from tools.bench.experiment import Context, make_experiment, names, read_settings
 from tools.bench.measure import temporary_folder
 from tools.bench.plots import save_plot
@@ -122,8 +118,6 @@ def _print(summary: Summary) -> None:
 
 
 app.command()(handles_errors(partition_command.partition))
-for proof in (proofs.push, proofs.capacity, proofs.soak):
-    app.command()(proof)
 
 
 def main() -> None:

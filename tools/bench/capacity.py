@@ -1,4 +1,4 @@
-"""Capacity benchmark: a model too large for any single device, served by several under kernel memory limits.
+"""Kind `capacity`: a model too large for any single device, served by several under kernel memory limits.
 
 The real coordinator plans, deploys and serves. After as many concurrent answers of full context as the plan allows, the
 planned memory of each device is compared with its worker's peak resident memory.
@@ -6,143 +6,149 @@ planned memory of each device is compared with its worker's peak resident memory
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-import psutil
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.chunk_layout import all_chunks, num_chunk_weights
 from coordinator.models.checkpoint.families import read_spec
-from hearth.plan.model_spec import WeightFormat
-from hearth.plan.parts import PlannedDevice
-from hearth.plan.plan import TransformerPlan
-from hearth.platform.units import format_bytes
-from tools.bench.client_runner import ClientRunner
+from hearth.plan.model_spec import ModelSpec, WeightFormat
+from hearth.plan.parts import MemoryUse
+from hearth.platform.units import format_bytes, parse_bytes
 from tools.bench.clients import Ask, Outcome
-from tools.bench.findings import Finding, at_least, at_most, equal, table
-from tools.bench.watch import peak_bytes, worker_of
-from tools.testbed import Testbed
+from tools.bench.experiment import Context, Experiment
+from tools.bench.findings import Finding, at_least, at_most, equal, findings_summary
+from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
+from tools.bench.results import Summary, Table
+from tools.bench.watch import MemoryWatch, peak_bytes, worker_of
 
-COORDINATOR_BYTES = 256 << 20  # most resident memory of the coordinator
-PLAN_TOLERANCE = 0.10  # of the actual peak against the planned memory
-_SAMPLE_SECONDS = 0.2  # interval of memory samples
+COORDINATOR_BYTES = 256 << 20  # target: most resident memory of the coordinator, independent of the model's size
+PLAN_TOLERANCE = 0.10  # target: largest difference of the actual peak from the planned memory, relative to it
+Size = Annotated[int, BeforeValidator(lambda value: parse_bytes(str(value)))]  # "900M", or a number of bytes
 
 
-class CapacityBench:
-    """Runs on a started testbed with agents on all devices except the hub."""
+class DeviceMemory(BaseModel):
+    """Memory of one device: its limit, its part in the plan, and its peaks (of the worker, and of all its processes)."""
 
-    def __init__(
-        self,
-        testbed: Testbed,
-        model_dir: Path,
-        weights: WeightFormat,
-        context: int,
-        sequences: int,
-        report: Callable[[str], None],
-    ) -> None:
-        self._testbed, self._model_dir, self._report = testbed, model_dir, report
-        self._spec = read_spec(model_dir).model_copy(update={"weights": weights})
-        self._context, self._sequences = context, sequences
-        self._names = [d.name for d in testbed.scenario.devices if d.name != testbed.scenario.coordinator_device]
-        self._held: dict[str, int] = dict.fromkeys(self._names, 0)
-        self._clients = ClientRunner(testbed)
+    model_config = ConfigDict(frozen=True)
 
-    def __enter__(self) -> CapacityBench:
-        return self
+    device: str
+    limit_bytes: int
+    planned: MemoryUse
+    worker_peak_bytes: int
+    held_peak_bytes: int
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._clients.__exit__(kind, error, trace)
+    @property
+    def off(self) -> float:
+        """The worker's peak / planned - 1."""
+        return self.worker_peak_bytes / self.planned.total - 1
 
-    def run(self) -> tuple[list[Finding], str]:
-        """The findings, and a table with one row per device."""
-        ended = threading.Event()
-        watching = threading.Thread(target=self._watch, args=(ended,), daemon=True)
-        watching.start()
-        try:
-            plan, outcomes, coordinator = self._serve()
-            workers = {name: worker for name in self._names if (worker := worker_of(self._testbed, name)) is not None}
-            peaks = {name: peak_bytes(worker) for name, worker in workers.items()}
-        finally:
-            ended.set()
-            watching.join()
-        return self._findings(plan, outcomes, peaks, peak_bytes(coordinator)), self._by_device(plan, peaks)
+    @property
+    def held_share(self) -> float:
+        return self.held_peak_bytes / self.limit_bytes
 
-    def _serve(self) -> tuple[TransformerPlan, list[Outcome], psutil.Process]:
-        self._report("planning, pushing and loading")
-        coordinator = self._testbed.start_coordinator(
-            str(self._model_dir), "--weights", self._spec.weights, "--context", str(self._context), "--sequences",
-            str(self._sequences), "--min-devices", str(len(self._names)),
-        )  # fmt: skip
-        plan = self._clients.ready()
-        self._report("answering")
-        new = max(self._context // 4, 1)
-        asks = [
-            Ask(prompt=[3 + (7919 * i + number) % (self._spec.vocab_size - 3) for i in range(self._context - new)],
-                max_tokens=new)
-            for number in range(self._sequences)
-        ]  # fmt: skip
-        return plan, self._clients.answers(asks, together=True), psutil.Process(coordinator.pid)
 
-    def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(_SAMPLE_SECONDS):
-            for name in self._names:
-                self._held[name] = max(self._held[name], self._testbed.held_bytes(name))
+class Capacity(Experiment):
+    """Answers of full context by a model that fits no single device, and the memory that they take."""
 
-    # ---- what is said ----------------------------------------------------------------------------------------------
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Finding | DeviceMemory)
 
-    def _findings(
-        self, plan: TransformerPlan, outcomes: list[Outcome], peaks: Mapping[str, int], coordinator_bytes: int
-    ) -> list[Finding]:
-        limits = {name: self._testbed.device(name).memory_bytes or 0 for name in self._names}
-        new = max(self._context // 4, 1)
-        whole = sum(1 for each in outcomes if not each.error and len(each.tokens) == new)
-        errors = sorted({each.error for each in outcomes if each.error})
-        off = {device.name: peaks.get(device.name, 0) / device.memory.total - 1 for device in plan.devices}
-        worst = max(off.values(), key=abs)
-        fullest = max(self._names, key=lambda name: self._held[name] / max(limits[name], 1))
-        killed = sum(self._testbed.times_out_of_memory(name) for name in self._names)
-        weights = self._weights_bytes()
-        smallest = min(limits.values())
+    model: Model = "gpt2-large"
+    weights: WeightFormat = "bfloat16"
+    devices: int = Field(4, ge=2, le=4)
+    limit: Annotated[Size, Field(ge=64 << 20)] = 900_000_000  # of each device's memory, enforced by the kernel
+    agent: Size = 80_000_000  # part of the limit reserved for the agent
+    context: int = Field(256, ge=2)  # tokens of each answer, with its prompt
+    sequences: int = Field(4, ge=1, le=64)  # concurrent answers
+    mbit: float = Field(500.0, ge=1)  # real rate of every link
+
+    def measure(self, context: Context) -> Iterator[Finding | DeviceMemory]:
+        scenario = hub_scenario(self.devices, memory_bytes=self.limit)
+        reserved = ("--memory-bytes", str(self.limit - self.agent))
+        with agents(scenario, context.folder, self.mbit, *reserved) as testbed, GenerationClients(testbed) as clients:
+            context.report("making the model")
+            model_dir = decoder_directory(self.model, context.folder)
+            names = agent_names(testbed)
+            with MemoryWatch({name: partial(testbed.held_bytes, name) for name in names}) as watch:
+                context.report("planning, pushing and loading")
+                coordinator = testbed.start_coordinator(
+                    str(model_dir), "--weights", self.weights, "--context", str(self.context), "--sequences",
+                    str(self.sequences), "--min-devices", str(self.devices),
+                )  # fmt: skip
+                plan = clients.served_plan()
+                context.report("answering")
+                outcomes = clients.answers(self._requests(plan.model.vocab_size), together=True)
+                workers = {name: worker for name in names if (worker := worker_of(testbed, name)) is not None}
+                peaks = {name: peak_bytes(worker.pid) for name, worker in workers.items()}
+            rows = [
+                DeviceMemory(
+                    device=device.name, limit_bytes=self.limit, planned=device.memory,
+                    worker_peak_bytes=peaks.get(device.name, 0), held_peak_bytes=watch.peak[device.name],
+                )
+                for device in plan.devices
+            ]  # fmt: skip
+            killed = sum(map(testbed.times_out_of_memory, names))
+            spec = read_spec(model_dir).model_copy(update={"weights": self.weights})
+            yield from self._of_answers(spec, outcomes)
+            yield from _of_memory(rows, killed, peak_bytes(coordinator.pid))
+            yield from rows
+
+    @property
+    def _new_tokens(self) -> int:
+        return max(self.context // 4, 1)
+
+    def _requests(self, vocab_size: int) -> list[Ask]:
+        length = self.context - self._new_tokens
         return [
-            at_least(f"the model's weights in {self._spec.weights}, over a device's limit", weights / smallest, 1.0,
-                     f"{weights / smallest:.2f} x ({format_bytes(weights)}, limit {format_bytes(smallest)})",
-                     "more than any device has"),
-            equal("answers of full length", whole, len(outcomes),
-                  f"{whole} of {len(outcomes)}, at once, {self._context} tokens each {'; '.join(errors)}", "all"),
-            at_most("the most that a device held, of its limit", self._held[fullest] / max(limits[fullest], 1), 1.0,
-                    f"{self._held[fullest] / max(limits[fullest], 1):.1%} ({format_bytes(self._held[fullest])} on "
-                    f"{fullest}, agent and worker)", "at most 100%"),
-            equal("killed for memory", killed, 0, str(killed), "none"),
-            at_most("a worker's actual peak against what was planned, the worst device", abs(worst), PLAN_TOLERANCE,
-                    f"{worst:+.1%}", f"within {PLAN_TOLERANCE:.0%}"),
-            at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, format_bytes(coordinator_bytes),
-                    f"at most {format_bytes(COORDINATOR_BYTES)}"),
-        ]  # fmt: skip
+            Ask(prompt=[3 + (7919 * i + number) % (vocab_size - 3) for i in range(length)], max_tokens=self._new_tokens)
+            for number in range(self.sequences)
+        ]
 
-    def _weights_bytes(self) -> int:
-        """Size of all weights in memory, if one device held them."""
-        with Checkpoint(self._model_dir):
-            weights = sum(num_chunk_weights(self._spec, kind, grain) for kind, _, grain in all_chunks(self._spec))
-        return int(weights * self._spec.matrix_bytes)
+    def _of_answers(self, spec: ModelSpec, outcomes: Sequence[Outcome]) -> Iterator[Finding]:
+        size = int(sum(num_chunk_weights(spec, kind, grain) for kind, _, grain in all_chunks(spec)) * spec.matrix_bytes)
+        ratio = size / self.limit
+        measured = f"{ratio:.2f} x ({format_bytes(size)}, limit {format_bytes(self.limit)})"
+        what = f"the model's weights in {spec.weights}, over a device's limit"
+        yield at_least(what, ratio, 1.0, measured, "more than any device has")
+        whole = sum(not each.error and len(each.tokens) == self._new_tokens for each in outcomes)
+        errors = "; ".join(sorted({each.error for each in outcomes if each.error}))
+        measured = f"{whole} of {len(outcomes)}, at once, {self.context} tokens each {errors}".strip()
+        yield equal("answers of full length", whole, len(outcomes), measured, "all")
 
-    def _by_device(self, plan: TransformerPlan, peaks: Mapping[str, int]) -> str:
-        rows = [self._device_row(device, peaks.get(device.name, 0)) for device in plan.devices]
-        headings = (
-            "device", "limit", "weights", "embeddings", "KV cache", "activations", "workspace", "planned",
-            "actual peak", "off by",
-        )  # fmt: skip
-        return f"\n{plan.body.title} on {', '.join(device.name for device in plan.devices)}\n\n{table(headings, rows)}"
+    def summary(self, rows: Sequence[Finding | DeviceMemory]) -> Summary:
+        findings = [row for row in rows if isinstance(row, Finding)]
+        devices = [row for row in rows if isinstance(row, DeviceMemory)]
+        title = (
+            f"{self.devices} devices of {format_bytes(self.limit)}, {self.weights}, "
+            f"{self.sequences} answers of {self.context} tokens at once"
+        )
+        return findings_summary(title, findings, Table.of("Memory by device", _COLUMNS, map(_cells, devices)))
 
-    def _device_row(self, device: PlannedDevice, peak: int) -> list[str]:
-        memory = device.memory
-        parts = (memory.weights, memory.embeddings, memory.kv_cache, memory.activations, memory.workspace, memory.total)
-        limit = self._testbed.device(device.name).memory_bytes or 0
-        return [
-            device.name, format_bytes(limit), *map(format_bytes, parts), format_bytes(peak),
-            f"{peak / memory.total - 1:+.1%}",
-        ]  # fmt: skip
+
+def _of_memory(rows: Sequence[DeviceMemory], killed: int, coordinator_bytes: int) -> Iterator[Finding]:
+    fullest = max(rows, key=lambda row: row.held_share)
+    measured = (
+        f"{fullest.held_share:.1%} ({format_bytes(fullest.held_peak_bytes)} on {fullest.device}, agent and worker)"
+    )
+    yield at_most("the most that a device held, of its limit", fullest.held_share, 1.0, measured, "at most 100%")
+    yield equal("killed for memory", killed, 0, str(killed), "none")
+    worst = max((row.off for row in rows), key=abs)
+    what = "a worker's actual peak against what was planned, the worst device"
+    yield at_most(what, abs(worst), PLAN_TOLERANCE, f"{worst:+.1%}", f"within {PLAN_TOLERANCE:.0%}")
+    measured, asked = format_bytes(coordinator_bytes), f"at most {format_bytes(COORDINATOR_BYTES)}"
+    yield at_most("the coordinator's peak", coordinator_bytes, COORDINATOR_BYTES, measured, asked)
+
+
+_COLUMNS = ("device", "limit", "weights", "embeddings", "KV cache", "activations", "workspace", "planned", "actual peak",
+            "off by")  # fmt: skip
+
+
+def _cells(row: DeviceMemory) -> tuple[str, ...]:
+    planned = row.planned
+    parts = (
+        row.limit_bytes, planned.weights, planned.embeddings, planned.kv_cache, planned.activations, planned.workspace,
+        planned.total, row.worker_peak_bytes,
+    )  # fmt: skip
+    return (row.device, *map(format_bytes, parts), f"{row.off:+.1%}")

@@ -31,6 +31,9 @@ KINDS: dict[str, tuple[str, str]] = {
     "versions": ("versions", "Versions"),
     "moirai": ("moirai", "Moirai"),
     "coarsening": ("coarsening", "Coarsening"),
+    "push": ("push", "Push"),
+    "capacity": ("capacity", "Capacity"),
+    "soak": ("soak", "Soak"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel, ConfigDict
@@ -52,16 +51,6 @@ def findings_summary(title: str, findings: Sequence[Finding], *more: Table) -> S
         tables=(findings_table(title, findings), *more),
         failure="" if all_hold(findings) else "a figure misses its target; see the table",
     )
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
-
-
-def as_json(findings: Sequence[BaseModel]) -> str:
-    return json.dumps([each.model_dump(mode="json") for each in findings], indent=1) + "\n"
 
 
 def all_hold(findings: Iterable[Finding]) -> bool:

@@ -1,21 +1,28 @@
-"""Homes to measure: real agents on the devices of a testbed, the coordinator on a hub of its own, and a model for them."""
+"""Homes to measure: real agents on the devices of a testbed, the coordinator and client apps on a hub, and a model."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
+from hearth.plan.plan import TransformerPlan
+from tools.bench.clients import Ask, Outcome
 from tools.bench.interrupts import shielded
+from tools.bench.processes import ClientProcess
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
 _HUB = "hub"  # scenario whose coordinator has its own link
+_READY_SECONDS = 600.0  # for the coordinator to plan, push and load; enough for 1.5 GB over 25 Mbit/s
+_ANSWERS_SECONDS = (
+    900.0  # timeout of all requests of one call; a slow device needs seconds for each of some 100 answers
+)
 
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
 
@@ -69,3 +76,27 @@ def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Pa
     if family is None or not family.facts.get("causal"):
         raise BadSetting(setting="model", reason=f"the model_type {model.get('model_type')} is not a supported decoder")
     return save_random_model(folder / "model", {**model, "bos_token_id": None, "eos_token_id": None}, dtype=dtype)
+
+
+class GenerationClients(ClientProcess):
+    """Client apps that generate (`tools.bench.clients`)."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        super().__init__(testbed, "clients")
+
+    def served_plan(self) -> TransformerPlan:
+        """Wait until a plan is served and return it. Raises InternalError with the end of the coordinator's log."""
+        return TransformerPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
+
+    def answers(self, asks: Sequence[Ask], together: bool) -> list[Outcome]:
+        """The outcomes of all requests, sent concurrently (`together`) or one after the other."""
+        answered = self.call("ask", _ANSWERS_SECONDS, asks=[each.model_dump() for each in asks], together=together)
+        return [Outcome.model_validate(each) for each in answered["outcomes"]]
+
+    def soak(self, asks: Sequence[Ask], clients: int, seconds: float, seed: int) -> list[Outcome]:
+        """The outcomes of concurrent clients that send random ones of these requests for `seconds`."""
+        answered = self.call(
+            "soak", seconds + _ANSWERS_SECONDS, asks=[each.model_dump() for each in asks], clients=clients,
+            seconds=seconds, seed=seed,
+        )  # fmt: skip
+        return [Outcome.model_validate(each) for each in answered["outcomes"]]

@@ -106,7 +106,7 @@ class DeviceProcess(ProcessGroup):
 
     def __init__(self, testbed: Testbed, module: str, device: str, *arguments: str, limited: bool = True) -> None:
         super().__init__(testbed, module)
-        self._device = device
+        self._device, self._arguments, self._limited = device, arguments, limited
         self.start(device, *arguments, limited=limited)
 
     def call(self, method: str, timeout_seconds: float = _ANSWER_SECONDS, /, **arguments: Any) -> dict[str, Any]:
@@ -121,11 +121,12 @@ class DeviceProcess(ProcessGroup):
     def pid(self) -> int:
         return self.process(self._device).pid
 
-    def kill(self) -> None:
-        """End the process at once, as a crash would."""
+    def restart(self) -> None:
+        """Kill the process, as a crash would, and start it again."""
         self.process(self._device).kill()
         self.process(self._device).wait(10)
-        self.__exit__(None, None, None)
+        self._sockets[self._device].close()
+        self.start(self._device, *self._arguments, limited=self._limited)
 
 
 class HubProcess(DeviceProcess):

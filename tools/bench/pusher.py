@@ -7,7 +7,6 @@ coordinator.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -94,11 +93,6 @@ class Pusher(AsyncTarget):
     async def unload(self) -> None:
         if self._deployment is not None:
             await self._deployment.close()
-
-    def peak(self) -> dict[str, Any]:
-        """Peak resident memory of this process."""
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return {"num_bytes": int(found[1]) << 10 if found else 0}
 
     @staticmethod
     async def _until(what: str, probe: Callable[[], bool]) -> None:

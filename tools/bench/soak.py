@@ -1,4 +1,4 @@
-"""Soak test: concurrent clients for minutes, with every third request cancelled; checks answers, memory and leftovers.
+"""Kind `soak`: concurrent clients for minutes, with every third request cancelled; checks answers, memory and leftovers.
 
 Uses the real coordinator, agents and workers on a testbed. Each request of a pool first runs alone; its answers under load
 must be equal. The work that ranks did for cancelled requests is read from the facts in their debug logs
@@ -10,36 +10,149 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import TracebackType
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agent.worker.transformer.generation.facts import FACT_PREFIX, SequenceCancelled, StepBegun
 from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
-from tools.bench.client_runner import ClientRunner
 from tools.bench.clients import Ask, Outcome
-from tools.bench.findings import Finding, at_most, equal, table
+from tools.bench.experiment import Context, Experiment
+from tools.bench.findings import Finding, at_most, equal, findings_summary
+from tools.bench.homes import GenerationClients, Model, agent_names, agents, decoder_directory, hub_scenario
+from tools.bench.results import Summary, Table
 from tools.bench.stats import percentile
 from tools.bench.watch import MemoryWatch, agent_of, resident_bytes, worker_of
 from tools.testbed import Testbed
 
-CONTEXT = 384  # tokens per sequence
-MAX_PROMPT, MAX_TOKENS = 200, 150  # of a request
-# Largest growth of a process's memory over the soak: allows for slack of its allocator.
+CONTEXT = 384  # tokens per sequence: more than the longest request
+MAX_PROMPT, MAX_TOKENS = 200, 150  # of a request; several prefill tiles, and decoding long enough to cancel midway
+# Target: largest growth of a process's memory over the soak. Allows for slack of its allocator.
 MOST_LEFT_BYTES = 16 << 20
-_POOL = 32  # different requests
+_POOL = 32  # different requests: each is repeated several times under load
 _SEED = 20240229  # arbitrary; fixed, so that the requests can be repeated
-_SETTLE_SECONDS = 30.0  # most time for memory to settle
-_SOAK_MARGIN_SECONDS = 300.0  # added to the soak's duration for its timeout
+_SETTLE_SECONDS = 30.0  # most time for memory to settle; allocators return it within seconds
+_SETTLE_STEP_SECONDS = 2.0  # between two looks
+_SETTLED_BYTES = 1 << 20  # a process that shrinks by less between two looks has settled
 _FACT: TypeAdapter[StepBegun | SequenceCancelled] = TypeAdapter(
     Annotated[StepBegun | SequenceCancelled, Field(discriminator="fact")]
 )
+
+
+class ProcessMemory(BaseModel):
+    """Resident memory of one process. `before`: after the single runs, before the clients came; 0 at the end: it has ended."""
+
+    model_config = ConfigDict(frozen=True)
+
+    process: str
+    start_bytes: int
+    before_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+class Soak(Experiment):
+    """Concurrent clients that cancel a third of their requests."""
+
+    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Finding | ProcessMemory)
+
+    model: Model
+    devices: int = Field(3, ge=2, le=4)
+    clients: int = Field(8, ge=1, le=64)
+    seconds: float = Field(120.0, ge=1)
+    mbit: float = Field(125.0, ge=1)  # real rate of every link
+
+    def measure(self, context: Context) -> Iterator[Finding | ProcessMemory]:
+        scenario = hub_scenario(self.devices)
+        with (
+            agents(scenario, context.folder, self.mbit, "--log-level", "debug") as testbed,
+            GenerationClients(testbed) as clients,
+        ):
+            context.report("making the model")
+            model_dir = decoder_directory(self.model, context.folder, "float32")
+            context.report("planning, pushing and loading")
+            coordinator = testbed.start_coordinator(
+                str(model_dir), "--context", str(CONTEXT), "--sequences", str(self.clients), "--strategy", "hmp",
+                "--min-devices", str(self.devices),
+            )  # fmt: skip
+            clients.served_plan()
+            pids = {"coordinator": coordinator.pid, **_pids(testbed)}
+            pool = requests(read_spec(model_dir).vocab_size)
+            with MemoryWatch({name: partial(resident_bytes, pid) for name, pid in pids.items()}) as watch:
+                context.report(f"{len(pool)} requests, one after the other")
+                alone = clients.answers(pool, together=False)
+                before = watch.now()
+                context.report(f"{self.clients} clients for {self.seconds:g} s")
+                began = time.monotonic()
+                outcomes = clients.soak(pool, self.clients, self.seconds, _SEED)
+                seconds = time.monotonic() - began
+                end = _settled(watch)
+            failed = clients.ready_status(_SETTLE_SECONDS)["failed_requests"]
+            ledgers = [read_ledger(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
+        rows = [
+            ProcessMemory(process=name, start_bytes=watch.start[name], before_bytes=before[name],
+                          peak_bytes=watch.peak[name], end_bytes=end[name])
+            for name in pids
+        ]  # fmt: skip
+        yield from of_answers(pool, alone, outcomes, seconds)
+        yield from of_cancelled(outcomes, ledgers)
+        yield from of_processes(rows)
+        yield equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none")
+        yield from rows
+
+    def summary(self, rows: Sequence[Finding | ProcessMemory]) -> Summary:
+        findings = [row for row in rows if isinstance(row, Finding)]
+        processes = [row for row in rows if isinstance(row, ProcessMemory)]
+        cells = [
+            (row.process, *map(format_bytes, (row.start_bytes, row.before_bytes, row.peak_bytes, row.end_bytes)))
+            for row in processes
+        ]
+        columns = ("process", "at the start", "after the single runs", "peak", "at the end")
+        title = f"{self.clients} clients, {self.devices} devices, {self.mbit:g} Mbit/s"
+        return findings_summary(title, findings, Table.of("Resident memory of each process", columns, cells))
+
+
+# ---- requests ---------------------------------------------------------------------------------------------------------
+
+
+def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:
+    """Requests of random lengths; every other one is sampled, with its own seed."""
+    chance = random.Random(seed)
+    pool = []
+    for index in range(count):
+        prompt = [chance.randrange(3, vocab_size) for _ in range(chance.randint(1, MAX_PROMPT))]
+        max_tokens = chance.randint(2, MAX_TOKENS)
+        sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
+        pool.append(Ask.model_validate({"prompt": prompt, "max_tokens": max_tokens, **sampled}))
+    return pool
+
+
+def _pids(testbed: Testbed) -> dict[str, int]:
+    """The agents and workers, by name."""
+    found = {}
+    for name in agent_names(testbed):
+        for kind, process in (("agent", agent_of(testbed, name)), ("worker", worker_of(testbed, name))):
+            if process is not None:
+                found[f"{kind} on {name}"] = process.pid
+    return found
+
+
+def _settled(watch: MemoryWatch) -> dict[str, int]:
+    """Memory of the processes once it no longer shrinks."""
+    found, until = watch.now(), time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < until:
+        time.sleep(_SETTLE_STEP_SECONDS)
+        before, found = found, watch.now()
+        if all(found[name] >= before[name] - _SETTLED_BYTES for name in found):
+            break
+    return found
+
+
+# ---- the log of cancelled sequences -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -77,156 +190,55 @@ def read_ledger(lines: Sequence[str]) -> Ledger:
 def _facts_in(lines: Iterable[str]) -> Iterator[StepBegun | SequenceCancelled]:
     """The facts in a process's log. Raises pydantic's ValidationError for facts of another version."""
     for line in lines:
-        _, mark, text = line.partition(FACT_PREFIX)
-        if mark:
+        _, prefix, text = line.partition(FACT_PREFIX)
+        if prefix:
             yield _FACT.validate_json(text)
 
 
-def requests(vocab_size: int, count: int = _POOL, seed: int = _SEED) -> list[Ask]:
-    """Requests of random lengths; every other one is sampled, with its own seed."""
-    chance = random.Random(seed)
-    pool = []
-    for index in range(count):
-        prompt = [chance.randrange(3, vocab_size) for _ in range(chance.randint(1, MAX_PROMPT))]
-        max_tokens = chance.randint(2, MAX_TOKENS)
-        sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
-        pool.append(Ask.model_validate({"prompt": prompt, "max_tokens": max_tokens, **sampled}))
-    return pool
+# ---- findings ---------------------------------------------------------------------------------------------------------
 
 
-class SoakBench:
-    """Runs on a started testbed with agents, at log level debug, on all devices except the hub."""
-
-    def __init__(
-        self, testbed: Testbed, model_dir: Path, clients: int, seconds: float, report: Callable[[str], None]
-    ) -> None:
-        self._testbed, self._model_dir, self._report = testbed, model_dir, report
-        self._num_clients, self._seconds = clients, seconds
-        self._names = [d.name for d in testbed.scenario.devices if d.name != testbed.scenario.coordinator_device]
-        self._clients = ClientRunner(testbed)
-
-    def __enter__(self) -> SoakBench:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._clients.__exit__(kind, error, trace)
-
-    def run(self) -> tuple[list[Finding], str]:
-        """The findings, and a table with the memory of every process."""
-        self._report("planning, pushing and loading")
-        coordinator = self._testbed.start_coordinator(
-            str(self._model_dir), "--context", str(CONTEXT), "--sequences", str(self._num_clients), "--strategy", "hmp",
-            "--min-devices", str(len(self._names)),
-        )  # fmt: skip
-        self._clients.ready()
-        processes = self._processes(psutil.Process(coordinator.pid))
-        pool = requests(read_spec(self._model_dir).vocab_size)
-        with MemoryWatch(processes) as watch:
-            self._report(f"{len(pool)} requests, one after the other")
-            alone = self._clients.answers(pool, together=False)
-            before = watch.now()
-            self._report(f"{self._num_clients} clients for {self._seconds:g} s")
-            began = time.monotonic()
-            answered = self._clients.call(
-                "soak", self._seconds + _SOAK_MARGIN_SECONDS, asks=[each.model_dump() for each in pool],
-                clients=self._num_clients, seconds=self._seconds, seed=_SEED,
-            )  # fmt: skip
-            seconds = time.monotonic() - began
-            end = self._settled(watch)
-        outcomes = [Outcome.model_validate(each) for each in answered["outcomes"]]
-        status = self._clients.ready_status(_SETTLE_SECONDS)
-        ledgers = {name: read_ledger(self._testbed.log(f"{name}.log").splitlines()) for name in self._names}
-        findings = [
-            *self._of_answers(pool, alone, outcomes, seconds),
-            *self._of_cancelled(outcomes, ledgers),
-            *self._of_processes(processes, before, end, status["failed_requests"]),
-        ]
-        return findings, _memory_table(watch.start, before, watch.peak, end)
-
-    def _processes(self, coordinator: psutil.Process) -> dict[str, psutil.Process]:
-        found = {"coordinator": coordinator}
-        for name in self._names:
-            for what, process in (("agent", agent_of(self._testbed, name)), ("worker", worker_of(self._testbed, name))):
-                if process is not None:
-                    found[f"{what} on {name}"] = process
-        return found
-
-    @staticmethod
-    def _settled(watch: MemoryWatch) -> dict[str, int]:
-        """Memory of the processes once it no longer shrinks."""
-        found, until = watch.now(), time.monotonic() + _SETTLE_SECONDS
-        while time.monotonic() < until:
-            time.sleep(2.0)
-            before, found = found, watch.now()
-            if all(found[name] >= before[name] - (1 << 20) for name in found):
-                break
-        return found
-
-    # ---- what is said ----------------------------------------------------------------------------------------------
-
-    def _of_answers(
-        self, pool: Sequence[Ask], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
-    ) -> list[Finding]:
-        completed = [each for each in outcomes if not each.cancelled and not each.error]
-        cancelled = [each for each in outcomes if each.cancelled]
-        errors = [each.error for each in (*alone, *outcomes) if each.error]
-        whole = [each for each in completed if each.tokens == alone[each.ask].tokens]
-        begun = [each for each in cancelled if each.tokens == alone[each.ask].tokens[: len(each.tokens)]]
-        sampled = sum(1 for each in completed if pool[each.ask].seed is not None)
-        tokens = sum(len(each.tokens) for each in outcomes)
-        first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None]
-        waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
-        return [
-            Finding(
-                what=f"requests of {self._num_clients} clients on {len(self._names)} devices in {seconds:.0f} s",
-                measured=f"{len(outcomes)}, {tokens} tokens ({tokens / seconds:.0f} a second); first token {waits}",
-                value=len(outcomes),
-            ),
-            equal("completed, and equal to the answer that the request gets alone", len(whole), len(completed),
-                  f"{len(whole)} of {len(completed)} ({len(completed) - sampled} greedy, {sampled} sampled with a seed)",
-                  "all"),
-            equal("given up midway, and equal so far", len(begun), len(cancelled),
-                  f"{len(begun)} of {len(cancelled)} ({len(cancelled) / max(len(outcomes), 1):.0%} of all)", "all"),
-            equal("errors", len(errors), 0, f"{len(errors)} {'; '.join(sorted(set(errors)))[:300]}".strip(), "none"),
-        ]  # fmt: skip
-
-    @staticmethod
-    def _of_cancelled(outcomes: Sequence[Outcome], ledgers: Mapping[str, Ledger]) -> list[Finding]:
-        leaders = [ledger for ledger in ledgers.values() if ledger.cancelled]
-        cancelled = sum(len(ledger.cancelled) for ledger in leaders)
-        computed = sum(sum(ledger.cancelled.values()) for ledger in leaders)
-        seen = sum(len(each.tokens) for each in outcomes if each.cancelled)
-        late = sum(ledger.late_rows for ledger in ledgers.values())
-        steps = max(ledger.steps for ledger in ledgers.values())
-        return [
-            equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0,
-                  f"{late}, in {steps} steps with {cancelled} cancels at rank 0", "none"),
-            Finding(
-                what="tokens chosen for these that their clients did not take: on the way, or before the cancel came",
-                measured=f"{computed - seen} ({(computed - seen) / max(cancelled, 1):.1f} of each)",
-                value=computed - seen,
-            ),
-        ]  # fmt: skip
-
-    @staticmethod
-    def _of_processes(
-        processes: Mapping[str, psutil.Process], before: Mapping[str, int], end: Mapping[str, int], failed: int
-    ) -> list[Finding]:
-        left = {name: end[name] - before[name] for name in before}
-        most = max(left, key=lambda name: left[name])
-        ended = [name for name, process in processes.items() if not process.is_running() or not resident_bytes(process)]
-        return [
-            at_most("memory at the end over that before the clients came, the worst process", left[most], MOST_LEFT_BYTES,
-                    f"{format_bytes(left[most])} ({most})", f"at most {format_bytes(MOST_LEFT_BYTES)}"),
-            equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none"),
-            equal("requests that failed, as the coordinator counts", failed, 0, str(failed), "none"),
-        ]  # fmt: skip
+def of_answers(
+    pool: Sequence[Ask], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
+) -> Iterator[Finding]:
+    """Speed, and equality with the answers to the same requests alone."""
+    completed = [each for each in outcomes if not each.cancelled and not each.error]
+    cancelled = [each for each in outcomes if each.cancelled]
+    tokens = sum(len(each.tokens) for each in outcomes)
+    first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None] or [0.0]
+    waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
+    measured = f"{len(outcomes)}, {tokens} tokens ({tokens / seconds:.0f} a second); first token {waits}"
+    yield Finding(what=f"requests in {seconds:.0f} s", measured=measured, value=len(outcomes))
+    whole = sum(each.tokens == alone[each.ask].tokens for each in completed)
+    sampled = sum(pool[each.ask].seed is not None for each in completed)
+    measured = f"{whole} of {len(completed)} ({len(completed) - sampled} greedy, {sampled} sampled with a seed)"
+    yield equal("completed, and equal to the answer to the request alone", whole, len(completed), measured, "all")
+    begun = sum(each.tokens == alone[each.ask].tokens[: len(each.tokens)] for each in cancelled)
+    measured = f"{begun} of {len(cancelled)} ({len(cancelled) / max(len(outcomes), 1):.0%} of all)"
+    yield equal("cancelled midway, and equal so far", begun, len(cancelled), measured, "all")
+    errors = [each.error for each in (*alone, *outcomes) if each.error]
+    measured = f"{len(errors)} {'; '.join(sorted(set(errors)))[:300]}".strip()
+    yield equal("errors", len(errors), 0, measured, "none")
 
 
-def _memory_table(
-    start: Mapping[str, int], before: Mapping[str, int], peak: Mapping[str, int], end: Mapping[str, int]
-) -> str:
-    rows = [(name, *(format_bytes(each[name]) for each in (start, before, peak, end))) for name in start]
-    return "\n" + table(("resident", "at the start", "after the single runs", "peak", "at the end"), rows)
+def of_cancelled(outcomes: Sequence[Outcome], ledgers: Sequence[Ledger]) -> Iterator[Finding]:
+    """The work that was done for cancelled requests."""
+    chosen = [tokens for ledger in ledgers for tokens in ledger.cancelled.values()]
+    late, steps = sum(ledger.late_rows for ledger in ledgers), max(ledger.steps for ledger in ledgers)
+    measured = f"{late}, in {steps} steps with {len(chosen)} cancels at rank 0"
+    yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, measured, "none")
+    unseen = sum(chosen) - sum(len(each.tokens) for each in outcomes if each.cancelled)
+    what = "tokens chosen for these that their clients did not take: on the way, or before the cancel came"
+    measured = f"{unseen} ({unseen / max(len(chosen), 1):.1f} of each)"
+    yield Finding(what=what, measured=measured, value=unseen)
+
+
+def of_processes(rows: Sequence[ProcessMemory]) -> Iterator[Finding]:
+    """Growth of memory, and processes that ended."""
+    worst = max(rows, key=lambda row: row.end_bytes - row.before_bytes)
+    grown = worst.end_bytes - worst.before_bytes
+    measured, asked = f"{format_bytes(grown)} ({worst.process})", f"at most {format_bytes(MOST_LEFT_BYTES)}"
+    what = "memory at the end over that before the clients came, the worst process"
+    yield at_most(what, grown, MOST_LEFT_BYTES, measured, asked)
+    ended = [row.process for row in rows if not row.end_bytes]
+    yield equal("processes that ended meanwhile", len(ended), 0, ", ".join(ended) or "none", "none")

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import psutil
+from typing_extensions import Self
 
 from tools.testbed import Testbed
 
-_SAMPLE_SECONDS = 0.25  # interval of memory samples
+_SAMPLE_SECONDS = 0.2  # interval of memory samples: short beside a request, and a sample costs less than a millisecond
 
 
 def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:
     """The agent process of a device, if it runs."""
-    for pid in testbed.pids(device):
+    return _with_argument(testbed.pids(device), "/hearth-agent")
+
+
+def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The worker process of a device, if there is one."""
+    return _with_argument(testbed.pids(device), "agent.worker.main")
+
+
+def _with_argument(pids: Iterable[int], end: str) -> psutil.Process | None:
+    for pid in pids:
         try:
             process = psutil.Process(pid)
-            if any(part.endswith("/hearth-agent") for part in process.cmdline()):
+            if any(part.endswith(end) for part in process.cmdline()):
                 return process
         except psutil.NoSuchProcess:
             continue
     return None
 
 
-def worker_of(testbed: Testbed, device: str) -> psutil.Process | None:
-    """The worker process of a device, if there is one."""
-    agent = agent_of(testbed, device)
-    for child in agent.children() if agent else []:
-        try:
-            if "agent.worker.main" in child.cmdline():
-                return child
-        except psutil.NoSuchProcess:
-            continue
-    return None
-
-
-def peak_bytes(process: psutil.Process) -> int:
+def peak_bytes(pid: int) -> int:
     """Peak resident memory of a process; 0 if it has ended."""
-    return _of_status(process.pid, "VmHWM")
+    return _of_status(pid, "VmHWM")
 
 
-def resident_bytes(process: psutil.Process) -> int:
-    return _of_status(process.pid, "VmRSS")
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it has ended."""
+    return _of_status(pid, "VmRSS")
 
 
 def _of_status(pid: int, field: str) -> int:
@@ -56,27 +54,25 @@ def _of_status(pid: int, field: str) -> int:
 
 
 class MemoryWatch:
-    """Samples the memory of processes, by name, until the end of the block."""
+    """Samples memory until the end of the block. `probes`: by name, functions that return bytes."""
 
-    def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
-        self.start = {name: resident_bytes(process) for name, process in processes.items()}
+    def __init__(self, probes: Mapping[str, Callable[[], int]]) -> None:
+        self._probes = probes
+        self.start = self.now()
         self.peak = dict(self.start)
-        self._processes = dict(processes)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    def __enter__(self) -> MemoryWatch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
     def now(self) -> dict[str, int]:
-        return {name: resident_bytes(process) for name, process in self._processes.items()}
+        return {name: probe() for name, probe in self._probes.items()}
 
     def _sample(self) -> None:
         while not self._ended.wait(_SAMPLE_SECONDS):

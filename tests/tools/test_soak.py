@@ -1,21 +1,29 @@
-"""Benchmarks with targets: requests and logs of the soak, tables of findings, and the exit code if a target is missed."""
+"""The soak: its requests, what it reads from logs, and its findings."""
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 import pytest
-import typer
 from support.models import save_random_model, small_decoder
 from support.plans import make_plan
 
 from agent.worker.transformer.generation.facts import SequenceCancelled, StepBegun, log_fact
 from coordinator.models.checkpoint.families import read_spec
-from tools.bench import proofs
-from tools.bench.findings import all_hold, as_json, at_least, at_most, equal, findings_table
-from tools.bench.soak import MAX_PROMPT, MAX_TOKENS, read_ledger, requests
+from tools.bench.clients import Ask, Outcome
+from tools.bench.experiment import make_experiment, read_settings
+from tools.bench.findings import all_hold
+from tools.bench.soak import (
+    MAX_PROMPT,
+    MAX_TOKENS,
+    MOST_LEFT_BYTES,
+    ProcessMemory,
+    of_answers,
+    of_processes,
+    read_ledger,
+    requests,
+)
 
 # ---- the soak's requests and logs ------------------------------------------------------------------------------------
 
@@ -69,34 +77,36 @@ def logged(*facts: StepBegun | SequenceCancelled) -> list[str]:
 
 # ---- findings --------------------------------------------------------------------------------------------------------
 
-
-def test_a_figure_that_is_not_what_was_asked_ends_the_command_with_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = [at_most("peak", 2.0, 2.0, "2", "at most 2"), at_least("rate", 3.0, 2.5, "3", "at least 2.5")]
-    proofs.conclude("good", good, tmp_path / "good.json", tmp_path / "good.md")
-    assert json.loads((tmp_path / "good.json").read_text())[1]["holds"] is True
-    capsys.readouterr()
-    bad = [*good, equal("bytes", 7, 0, "7 bytes", "0 bytes")]
-    assert not all_hold(bad)
-    with pytest.raises(typer.Exit) as ended:
-        proofs.conclude("bad", bad, None, tmp_path / "bad.md")
-    assert ended.value.exit_code == 1
-    assert "| bytes | 0 bytes | 7 bytes | **no** |" in capsys.readouterr().out
-    assert "**no**" in (tmp_path / "bad.md").read_text()
-    assert findings_table("good", good).markdown().count("yes") == 2
-    assert json.loads(as_json(bad))[2] == {
-        "what": "bytes", "measured": "7 bytes", "value": 7, "asked": "0 bytes", "holds": False,
-    }  # fmt: skip
+POOL = [Ask(prompt=[3, 4], max_tokens=3), Ask(prompt=[5], max_tokens=2, temperature=0.9, seed=1)]
+ALONE = [Outcome(ask=0, tokens=[7, 8, 9]), Outcome(ask=1, tokens=[6, 6])]
 
 
-@pytest.mark.parametrize("command", [proofs.push, proofs.capacity, proofs.soak])
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_run(
-    command: object, capsys: pytest.CaptureFixture[str]
-) -> None:
-    app = typer.Typer()
-    app.command()(command)  # type: ignore[type-var]
-    with pytest.raises(SystemExit) as ended:
-        app(["--json", "/nowhere/rows.json"])
-    assert ended.value.code == 1
-    assert "there is no directory /nowhere" in capsys.readouterr().err
+def test_answers_under_load_must_equal_those_alone() -> None:
+    whole = Outcome(ask=0, tokens=[7, 8, 9], first_token_seconds=0.5)
+    part = Outcome(ask=1, tokens=[6], cancelled=True)
+    assert all_hold(of_answers(POOL, ALONE, [whole, part], 2.0))
+    wrong = Outcome(ask=0, tokens=[7, 8, 1], first_token_seconds=0.5)
+    failed = Outcome(ask=0, tokens=[], error="too late")
+    missed = [each.what for each in of_answers(POOL, ALONE, [wrong, part, failed], 2.0) if each.holds is False]
+    assert missed == ["completed, and equal to the answer to the request alone", "errors"]
+
+
+def test_memory_growth_and_ended_processes_are_findings() -> None:
+    steady = ProcessMemory(process="agent on m0", start_bytes=5, before_bytes=6, peak_bytes=9, end_bytes=7)
+    assert all_hold(of_processes([steady]))
+    grown = steady.model_copy(update={"process": "worker on m0", "end_bytes": 6 + MOST_LEFT_BYTES + 1})
+    ended = steady.model_copy(update={"process": "coordinator", "end_bytes": 0})
+    growth, gone = of_processes([steady, grown, ended])
+    assert "worker on m0" in growth.measured
+    assert (growth.holds, gone.holds, gone.measured) == (False, False, "coordinator")
+
+
+def test_summary_has_a_table_of_findings_and_one_of_memory() -> None:
+    soak = make_experiment(read_settings("soak"))
+    rows = [*of_processes([row := ProcessMemory(process="coordinator", start_bytes=1, before_bytes=1, peak_bytes=2,
+                                                 end_bytes=1)]), row]  # fmt: skip
+    saved = [soak.ROW.validate_python(each.model_dump(mode="json")) for each in rows]
+    assert saved == rows
+    findings, memory = soak.summary(saved).tables
+    assert len(findings.rows) == 2
+    assert memory.rows == (("coordinator", "1 B", "1 B", "2 B", "1 B"),)
